@@ -1,0 +1,87 @@
+"""Where a model's files lie and what its JSON files say; no torch, so that every actor can ask."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raylm.errors import ConfigError
+
+EMBEDDED = Path(__file__).parent / "models" / "embedded"
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A Hugging Face checkpoint directory on this machine."""
+
+    path: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return self._read("config.json")
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json, empty where there is none."""
+        return self._read("generation_config.json", required=False)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a sequence: generation_config's, else config's."""
+        found = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, list) else (int(found),)
+
+    @cached_property
+    def max_position_embeddings(self) -> int | None:
+        """Longest context in tokens the model was made for, None where the config does not say."""
+        found = self.config.get("max_position_embeddings")
+        return int(found) if found is not None else None
+
+    def _read(self, name: str, *, required: bool = True) -> dict[str, Any]:
+        file = self.path / name
+        if not file.exists():
+            if required:
+                raise ConfigError(f"model: {self.path} has no {name}, so it is no Hugging Face checkpoint.")
+            return {}
+        try:
+            data = json.loads(file.read_text())
+        except ValueError as error:
+            raise ConfigError(f"model: {file} is not valid JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"model: {file} does not hold a JSON object.")
+        return data
+
+
+def resolve(model: str, revision: str | None = None) -> Checkpoint:
+    """Find the files of ``model``: 'embedded', a directory, or a hub id (downloaded once into the hub's cache).
+
+    Raises:
+        ConfigError: no such directory, or the hub does not give it.
+    """
+    if model == "embedded":
+        return Checkpoint(EMBEDDED)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Checkpoint(path)
+    if path.is_absolute() or model.startswith((".", "~")):
+        raise ConfigError(f"model: the directory {model} does not exist.")
+    return Checkpoint(_download(model, revision))
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model: {model!r} is neither 'embedded', a directory, nor a model the hub gives ({type(error).__name__})."
+        ) from error

@@ -1,0 +1,110 @@
+"""Every knob of RayLM in one frozen tree; importable without torch, validated by Serve before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Frozen(BaseModel):
+    """A node of the tree: immutable, and unknown keys are refused by name with the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data.keys() - cls.model_fields.keys():
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(cls.model_fields)}"
+                raise ValueError(f"unknown key {key!r}; {hint}")
+        return data
+
+
+class CacheConfig(_Frozen):
+    """The KV cache: a pool of fixed blocks."""
+
+    block_size: Literal[16, 32, 64] = Field(16, description="Tokens per KV block.")
+    memory_gib: float | None = Field(
+        None, gt=0, description="Memory for the KV pool in GiB; by default a share of what is free after a profile run."
+    )
+    num_blocks: int | None = Field(
+        None, ge=2, description="Number of KV blocks, instead of sizing the pool by memory; for tests and experiments."
+    )
+    prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
+
+
+class SchedulerConfig(_Frozen):
+    """Batching decisions of the EngineCore."""
+
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences in one step.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=16, le=1_048_576, description="Most tokens in one forward pass; longer prompts are computed in chunks."
+    )
+    policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the waiting queue.")
+    steps_in_flight: Literal[1, 2] = Field(2, description="Steps handed to the worker before the first one returns.")
+
+
+class EngineConfig(_Frozen):
+    """Engine replicas and their actors."""
+
+    replicas: int = Field(1, ge=1, le=256, description="Engines; each has its own EngineCore and workers.")
+    executor: Literal["ray", "local"] = Field(
+        "ray", description="ray: workers are actors of their own; local: the worker is a thread of the EngineCore."
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of a worker; by default the cores less one."
+    )
+    num_cpus: float = Field(
+        0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."
+    )
+
+
+class IngressConfig(_Frozen):
+    """The HTTP side."""
+
+    replicas: int = Field(1, ge=1, le=256, description="Ingress replicas, each with its own AsyncLLM.")
+    max_ongoing_requests: int = Field(
+        4096, ge=1, description="Requests one replica holds at once; beyond it 429 with Retry-After."
+    )
+    max_body_mib: float = Field(32, gt=0, le=1024, description="Longest request body in MiB.")
+    shutdown_grace_s: float = Field(5, ge=0, le=600, description="Seconds that running streams get to end at shutdown.")
+
+
+class Config(_Frozen):
+    """A served model. ``serve run`` passes the ``args`` of an application here."""
+
+    model: str = Field(
+        "embedded", min_length=1, description="'embedded', a checkpoint directory, or a Hugging Face hub id."
+    )
+    served_model_name: str | None = Field(None, description="Name clients use in `model`; by default `model` itself.")
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and KV cache; auto takes the checkpoint's."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest sequence in tokens; by default what model and KV pool allow."
+    )
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    ingress: IngressConfig = IngressConfig()
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or self.model
+
+
+def knobs(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield (dotted name, description, default) of every knob."""
+    for name, info in node.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from knobs(info.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info.description or "", info.get_default()

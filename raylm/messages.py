@@ -1,0 +1,206 @@
+"""Every value that crosses an actor boundary: frozen, slotted, columnar where hot, no tensors, no behaviour.
+
+A *request* is what a caller asked (a string id outside; ``key``, an int unique per client, on the wire).
+A *sequence* is what is scheduled (an int id, unique in its engine); a request has ``params.n`` of them.
+
+    Ingress  --ClientBatch-->      EngineCore   --SchedulerOutput-->    Worker
+    Ingress  <--EngineCoreOutputs--  EngineCore  <--ModelRunnerOutput--  Worker
+
+Hot messages hold one list per field instead of one object per row: 256 rows pickle in 0.03 ms that way, against
+1.2 ms as objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raylm.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreRequest:
+    """One request as AsyncLLM hands it to an engine: tokenized, validated, every default resolved.
+
+    ``params.max_tokens`` and ``params.seed`` are set. ``eos_token_ids`` end the sequence unless ``params.ignore_eos``.
+    ``bad_words_token_ids`` are the tokenized ``params.bad_words``. ``arrival_time`` is in seconds since the epoch.
+    A lower ``priority`` is served earlier (under the priority policy).
+    """
+
+    key: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBatch:
+    """What one client (an ingress replica) sends to an engine at once: new requests, and keys to abort.
+
+    ``received`` is the number of EngineCoreOutputs that the client has taken in so far (flow control).
+    """
+
+    adds: list[EngineCoreRequest]
+    aborts: list[int]
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that the worker has no row for: first scheduled, or scheduled again after preemption.
+
+    ``token_ids`` are all tokens known so far (prompt, then generated). ``block_ids`` is its whole block table.
+    ``stop_token_ids`` may not be drawn before ``params.min_tokens``: EOS and the caller's, unless ignored.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step for the workers, as a difference to what they hold: they apply ``finished``, then ``new``, then run.
+
+    Columns over the scheduled sequences, those with one token first:
+        seq_ids:          which sequence
+        num_computed:     tokens of it whose KV is in its blocks already
+        num_scheduled:    tokens to compute now, at positions num_computed ..
+        samples:          whether its last scheduled token is its last known one, so that a token is drawn
+        new_block_counts: how many of ``new_block_ids`` (flat) are appended to its block table (0 for new sequences)
+    The worker feeds its own last drawn tokens: ids of tokens drawn in earlier steps never travel back to it.
+    """
+
+    step: int
+    finished: list[int]
+    new: list[NewSequence]
+    seq_ids: list[int]
+    num_computed: list[int]
+    num_scheduled: list[int]
+    samples: list[bool]
+    new_block_counts: list[int]
+    new_block_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the forward pass of this step."""
+        return sum(self.num_scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of consecutive tokens, as columns.
+
+    ``counts[i]`` entries of ``token_ids`` and ``logprobs`` (both flat) belong to token i: the token itself, then the
+    most likely ones in falling order; 0 entries where none were asked for. ``ranks[i]`` is the token's own rank,
+    1 the most likely (0 where counts[i] is 0). Natural logarithms of the raw model distribution.
+    """
+
+    counts: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What one step drew.
+
+    Columns over the sequences that drew: ``seq_ids``, ``token_counts`` (tokens each) and ``token_ids`` (flat);
+    ``logprobs`` over token_ids, or None if nobody asked. ``prompt_logprobs`` holds (seq_id, Logprobs over the prompt
+    positions this step computed; the entry for position p describes token p). ``failed`` holds (seq_id, reason) of
+    sequences whose logits were not finite. ``step_s`` is the worker's own time for the step in seconds,
+    of which ``forward_s`` went into the model.
+    """
+
+    step: int
+    seq_ids: list[int]
+    token_counts: list[int]
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    forward_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's state after a step; counters count since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreOutputs:
+    """What one or more steps mean for one client.
+
+    Columns over entries, in order of time: ``keys`` (request), ``indexes`` (which of its n sequences),
+    ``token_counts`` and ``token_ids`` (flat), ``finish_reasons`` (None while it goes on), ``stop_reasons`` (the
+    stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens served by the prefix cache); ``logprobs``
+    over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, message), the request is over.
+    ``created`` is the time of the newest entry in seconds since the epoch.
+    """
+
+    keys: list[int]
+    indexes: list[int]
+    token_counts: list[int]
+    token_ids: list[int]
+    finish_reasons: list[FinishReason | None]
+    stop_reasons: list[int | None]
+    cached_tokens: list[int]
+    stats: EngineStats
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    errors: list[tuple[int, str]] = field(default_factory=list)
+    created: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker found out at start; configuration is never written, discoveries are returned.
+
+    ``num_blocks`` KV blocks of ``block_size`` tokens were allocated (``kv_cache_bytes``); ``max_model_len`` is the
+    longest sequence in tokens that model and pool allow. ``stages`` are (name, seconds) of the start-up.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    device: str
+    dtype: str
+    attention_backend: str
+    threads: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    stages: list[tuple[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """One ready engine, as its clients see it."""
+
+    engine_id: str
+    max_model_len: int
+    worker: WorkerInfo

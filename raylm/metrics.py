@@ -1,0 +1,33 @@
+"""Names and help of all metrics; the names are vLLM's, so that existing dashboards and alerts work unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One series: its kind, Prometheus name, help text, and labels beside ``model_name``."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+RUNNING = Metric("gauge", "vllm:num_requests_running", "Sequences in the running batch.", ("engine",))
+WAITING = Metric("gauge", "vllm:num_requests_waiting", "Sequences waiting to be scheduled.", ("engine",))
+KV_USAGE = Metric("gauge", "vllm:kv_cache_usage_perc", "Share of KV blocks held by sequences, 0 to 1.", ("engine",))
+PREEMPTIONS = Metric("counter", "vllm:num_preemptions", "Sequences preempted for want of KV blocks.", ("engine",))
+PREFIX_QUERIES = Metric("counter", "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", ("engine",))
+PREFIX_HITS = Metric("counter", "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", ("engine",))
+PROMPT_TOKENS = Metric("counter", "vllm:prompt_tokens", "Prompt tokens processed.", ("engine",))
+GENERATION_TOKENS = Metric("counter", "vllm:generation_tokens", "Tokens generated.", ("engine",))
+TTFT = Metric("histogram", "vllm:time_to_first_token_seconds", "From arrival to the first token, seconds.")
+ITL = Metric("histogram", "vllm:inter_token_latency_seconds", "Between two tokens of a sequence, seconds.")
+E2E = Metric("histogram", "vllm:e2e_request_latency_seconds", "From arrival to the last token, seconds.")
+SUCCESS = Metric("counter", "vllm:request_success", "Requests finished, by reason.", ("finished_reason",))
+ENGINES = Metric("gauge", "raylm:engines_ready", "Engines this ingress replica is connected to.")

@@ -1,0 +1,94 @@
+"""What a caller may ask of one request, with validated ranges; built at the edge, read by every actor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raylm.errors import InvalidRequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_BAD_WORDS = 128
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw the tokens of one request and when to stop.
+
+    Units: ``max_tokens`` and ``min_tokens`` count generated tokens; ``logit_bias`` adds to logits (clamped to ±100);
+    penalties follow OpenAI (presence, frequency: subtracted from logits, counted over generated tokens) and
+    CTRL (repetition: divides positive and multiplies negative logits, over prompt and generated tokens).
+
+    Raises:
+        InvalidRequestError: a value is out of range; ``param`` names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, MAX_N)
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check(self.top_k == -1 or self.top_k >= 0, "top_k", "must be -1 (off), 0 (off) or at least 1")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
+        _check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must be a 64-bit integer")
+        _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _check(self.min_tokens >= 0, "min_tokens", "must be at least 0")
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens"
+        )
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"may hold at most {MAX_STOP_STRINGS} strings")
+        _check(all(self.stop), "stop", "must not hold an empty string")
+        _check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"may hold at most {MAX_BAD_WORDS} strings")
+        _check(all(word.strip() for word in self.bad_words), "bad_words", "must not hold a blank string")
+        _check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens")
+        _check(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", "must hold finite numbers")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must lie between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most likely one."""
+        return self.temperature == 0.0
+
+
+def _check(ok: bool, param: str, rule: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{param} {rule}.", param=param)
+
+
+def _check_range(param: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    inside = math.isfinite(value) and value <= high and (value > low if open_low else value >= low)
+    _check(inside, param, f"must lie {'above' if open_low else 'between'} {low:g} and {'at most ' * open_low}{high:g}")

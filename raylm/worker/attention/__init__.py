@@ -1,0 +1,1 @@
+"""Front door of this room."""
