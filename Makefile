@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine:  make serve  and  make test
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+CONFIG ?= configs/llama.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format figures clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded model on :8000
+	@exec $(BIN)/raylm serve $(CONFIG)
+
+test: $(VENV)/.dev  ## install what testing needs, then run all tests
+	@$(BIN)/pytest
+
+check: $(VENV)/.dev  ## format, lint, types, layers and figures of the house
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python tests/house.py
+
+format: $(VENV)/.dev  ## write the format, fix what the linter can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+figures: $(VENV)/.dev  ## print the figures of the house over raylm/
+	@$(BIN)/python tests/house.py
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+$(BIN)/python:
+	@echo "make: creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml | $(BIN)/python
+	@echo "make: installing RayLM (a minute or two the first time)"
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "make: installing RayLM with its tests' needs (a minute or two the first time)"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.serve

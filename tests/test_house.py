@@ -1,0 +1,58 @@
+"""The rules of the house hold, and the checks that say so can fail."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests import house
+
+
+def test_imports_go_down_only() -> None:
+    assert house.all_layer_faults() == []
+
+
+@pytest.mark.parametrize("row", list(house.rows(house.measure())), ids=lambda row: row[0])
+def test_figures_hold(row: tuple[str, str, str, bool]) -> None:
+    what, measured, bound, holds = row
+    assert holds, f"{what}: {measured}, wanted {bound}"
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("engine/scheduler.py", "import ray"),
+        ("engine/scheduler.py", "from raylm.frontend import AsyncLLM"),
+        ("engine/engine_core.py", "def f():\n    import torch"),
+        ("worker/model_runner.py", "import ray"),
+        ("worker/worker.py", "from raylm.engine import EngineCore"),
+        ("frontend/async_llm.py", "from starlette.requests import Request"),
+        ("frontend/async_llm.py", "from raylm.engine.scheduler import Scheduler"),
+        ("ingress/chat.py", "import torch.nn"),
+        ("ingress/chat.py", "from raylm import app"),
+        ("config.py", "from raylm.engine import EngineCore"),
+        ("llm.py", "import torch"),
+        ("models/loader.py", "from raylm.worker import Worker"),
+    ],
+)
+def test_a_planted_import_is_caught(file: str, source: str) -> None:
+    assert house.layer_faults(file, source)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("engine/ray_executor.py", "import ray"),
+        ("engine/model_executor.py", "from raylm.worker import Worker"),
+        ("worker/sampler.py", "import torch\nfrom raylm.messages import Logprobs"),
+        ("app.py", "from raylm.ingress import Ingress\nfrom ray import serve"),
+    ],
+)
+def test_a_lawful_import_is_not(file: str, source: str) -> None:
+    assert house.layer_faults(file, source) == []
+
+
+def test_nesting_counts_blocks_and_not_elifs() -> None:
+    source = "def f(a):\n for x in a:\n  if x: pass\n  elif a:\n   while x: pass"
+    assert house.depth(ast.parse(source).body[0]) == 3
