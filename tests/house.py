@@ -96,7 +96,7 @@ def depth(node: ast.AST, level: int = 0) -> int:
 
 def self_attributes(node: ast.ClassDef) -> set[str]:
     """Names assigned on self anywhere in the class, and annotated in a dataclass body."""
-    names = {
+    return {
         sub.attr
         for sub in ast.walk(node)
         if isinstance(sub, ast.Attribute)
@@ -104,7 +104,6 @@ def self_attributes(node: ast.ClassDef) -> set[str]:
         and isinstance(sub.value, ast.Name)
         and sub.value.id == "self"
     }
-    return names
 
 
 def measure() -> Figures:
