@@ -1,0 +1,141 @@
+"""Worker: InputBatch, the one permanent row per sequence whose columns the runner and the sampler read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raylm.messages import NewSequence
+from raylm.worker.logits_processors import LogitsProcessor, build_logits_processors
+
+IntArray = NDArray[np.integer[Any]]
+
+SAMPLING_DTYPE = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("top_k", np.int64),
+        ("seed", np.int64),
+        ("logprobs", np.int64),
+    ]
+)
+NO_LOGPROBS = -1
+
+
+class InputBatch:
+    """What the worker knows of every sequence it holds, as columns over rows; preemption is remove and add.
+
+    A sequence keeps its row from ``add`` to ``remove``; free rows hold stale values. Columns, all numpy on the host:
+        token_ids          [max_num_seqs, max_model_len] int32, valid up to num_tokens
+        num_tokens         [max_num_seqs] int32, prompt and generated tokens known
+        num_prompt_tokens  [max_num_seqs] int32
+        block_tables       [max_num_seqs, ceil(max_model_len / block_size)] int32, valid up to num_blocks
+        num_blocks         [max_num_seqs] int32
+        sampling           [max_num_seqs] records of SAMPLING_DTYPE: temperature 0 is greedy, top_k is vocab_size when
+                           off, logprobs is NO_LOGPROBS when not asked for
+    What few sequences use (biases, masks, penalties) lives in ``processors``, each of which owns its own rows.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device | str
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
+        self.processors: tuple[LogitsProcessor[Any], ...] = build_logits_processors(max_num_seqs, vocab_size)
+        self._row_of: dict[int, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._row_of
+
+    def add(self, new: NewSequence) -> int:
+        """Give the sequence a row and fill it; on an error nothing has changed.
+
+        Raises:
+            InvalidRequestError: a token id of its parameters lies outside the vocabulary.
+            RuntimeError: it has a row already, all rows are taken, or it does not fit into one.
+        """
+        self._check_fits(new)
+        states = [processor.state_of(new) for processor in self.processors]
+        row = self._free_rows.pop()
+        self._row_of[new.seq_id] = row
+        self._fill(row, new)
+        for processor, state in zip(self.processors, states, strict=True):
+            if state is not None:
+                processor.add(row, state)
+        return row
+
+    def _check_fits(self, new: NewSequence) -> None:
+        if new.seq_id in self._row_of:
+            raise RuntimeError(f"sequence {new.seq_id} has a row already")
+        if not self._free_rows:
+            raise RuntimeError(f"all {len(self.num_tokens)} rows are taken")
+        if len(new.token_ids) > self.token_ids.shape[1] or len(new.block_ids) > self.block_tables.shape[1]:
+            raise RuntimeError(
+                f"sequence {new.seq_id} has {len(new.token_ids)} tokens in {len(new.block_ids)} blocks; a row holds "
+                f"{self.token_ids.shape[1]} in {self.block_tables.shape[1]}"
+            )
+
+    def _fill(self, row: int, new: NewSequence) -> None:
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.num_tokens[row] = len(new.token_ids)
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.block_tables[row, : len(new.block_ids)] = new.block_ids
+        self.num_blocks[row] = len(new.block_ids)
+        params = new.params
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.sampling[row] = (params.temperature, params.top_p, params.min_p, top_k, new.seed, logprobs)
+
+    def remove(self, seq_id: int) -> None:
+        """Free the sequence's row.
+
+        Raises:
+            KeyError: it has none.
+        """
+        row = self._row_of.pop(seq_id)
+        self._free_rows.append(row)
+        for processor in self.processors:
+            processor.remove(row)
+
+    def rows(self, seq_ids: Sequence[int]) -> NDArray[np.int64]:
+        """The rows of these sequences, [len(seq_ids)] int64.
+
+        Raises:
+            KeyError: one of them has no row.
+        """
+        return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
+
+    def append_blocks(
+        self, rows: IntArray, counts: Sequence[int] | IntArray, block_ids: Sequence[int] | IntArray
+    ) -> None:
+        """Lengthen the block tables: ``counts[i]`` of the flat ``block_ids`` go to ``rows[i]`` (rows are distinct)."""
+        if len(block_ids) == 0:
+            return
+        added = np.asarray(counts, np.int64)
+        first = self.num_blocks[rows] - (np.cumsum(added) - added)
+        columns = np.arange(len(block_ids)) + np.repeat(first, added)
+        self.block_tables[np.repeat(rows, added), columns] = block_ids
+        self.num_blocks[rows] += added.astype(np.int32)
+
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Append one token to each of the rows (distinct); the penalties count it."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+        for processor in self.processors:
+            if processor.states:
+                processor.append_tokens(rows, token_ids)

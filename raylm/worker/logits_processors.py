@@ -1,0 +1,252 @@
+"""Worker: the LogitsProcessor family, each member the owner of the few rows whose logits it changes before the draw."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raylm.errors import InvalidRequestError
+from raylm.messages import NewSequence
+
+if TYPE_CHECKING:
+    from raylm.worker.input_batch import InputBatch
+
+State = TypeVar("State")
+IntArray = NDArray[np.integer[Any]]
+TokenIds = NDArray[np.int64]
+MAX_LOGIT_BIAS_VALUE = 100.0
+
+
+class LogitsProcessor(ABC, Generic[State]):
+    """Changes the logits of the rows that asked for it; a step in which no row did costs one look at a dict.
+
+    ``states`` maps the rows it owns to what they asked.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.states: dict[int, State] = {}
+        self._owned = np.zeros(max_num_seqs, np.bool_)
+
+    @abstractmethod
+    def state_of(self, new: NewSequence) -> State | None:
+        """What the sequence asks of this processor, None if nothing.
+
+        Raises:
+            InvalidRequestError: a token id lies outside the vocabulary; ``param`` names the field.
+        """
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+        """Change ``logits`` [S, V] float32 in place at ``positions`` (not empty), which hold the owned ``rows``."""
+
+    def add(self, row: int, state: State) -> None:
+        """Own the row."""
+        self.states[row] = state
+        self._owned[row] = True
+
+    def remove(self, row: int) -> None:
+        """Let go of the row, if owned."""
+        if self.states.pop(row, None) is not None:
+            self._owned[row] = False
+
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Take note that each row has got one more generated token."""
+
+    def owned(self, rows: IntArray) -> NDArray[np.int64]:
+        """The positions in ``rows`` of the rows it owns."""
+        if not self.states:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(self._owned[rows])
+
+    def _flat(self, positions: Iterable[int], ids: Sequence[TokenIds], device: torch.device) -> torch.Tensor:
+        """Indexes into the flattened logits of ``ids[i]`` at ``positions[i]``, as one int64 tensor."""
+        parts = [position * self.vocab_size + row_ids for position, row_ids in zip(positions, ids, strict=True)]
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    def _inside(self, ids: Iterable[int], field: str) -> TokenIds:
+        """The distinct ids in rising order, checked against the vocabulary."""
+        unique = np.unique(np.fromiter(ids, np.int64))
+        if unique.size and not 0 <= unique[0] <= unique[-1] < self.vocab_size:
+            message = f"{field} must hold ids of the vocabulary (0 to {self.vocab_size - 1})."
+            raise InvalidRequestError(message, param=field)
+        return unique
+
+    def _possible(self, ids: Iterable[int]) -> TokenIds:
+        """The distinct ids that can be drawn at all; forbidding any other changes nothing."""
+        unique = np.unique(np.fromiter(ids, np.int64))
+        return unique[(unique >= 0) & (unique < self.vocab_size)]
+
+
+class AllowedTokenIds(LogitsProcessor[TokenIds]):
+    """Only the tokens of ``allowed_token_ids`` may be drawn; all others get -inf."""
+
+    def state_of(self, new: NewSequence) -> TokenIds | None:
+        """The allowed ids."""
+        allowed = new.params.allowed_token_ids
+        return self._inside(allowed, "allowed_token_ids") if allowed else None
+
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+        """Overwrite the rows with -inf and put the allowed tokens back: no mask of the vocabulary's size is kept."""
+        flat = logits.view(-1)
+        index = self._flat(positions.tolist(), [self.states[row] for row in rows.tolist()], logits.device)
+        kept = flat[index]
+        logits[torch.from_numpy(positions).to(logits.device)] = -torch.inf
+        flat[index] = kept
+
+
+class BadWords(LogitsProcessor[dict[int | None, list[tuple[tuple[int, ...], int]]]]):
+    """The last token of a bad word gets -inf where the generated tokens end with the word's other tokens.
+
+    Only generated tokens count, as in vLLM: a word that begins in the prompt may be finished.
+    The state groups (prefix, last token) by the prefix's last token, None for words of one token.
+    """
+
+    def state_of(self, new: NewSequence) -> dict[int | None, list[tuple[tuple[int, ...], int]]] | None:
+        """The words, grouped by what the last generated token must be."""
+        words: dict[int | None, list[tuple[tuple[int, ...], int]]] = {}
+        for word in dict.fromkeys(new.bad_words_token_ids):
+            if word and 0 <= word[-1] < self.vocab_size:
+                words.setdefault(word[-2] if len(word) > 1 else None, []).append((word[:-1], word[-1]))
+        return words or None
+
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+        """Forbid each row what its generated tail forbids."""
+        ids = [self._forbidden(row, batch) for row in rows.tolist()]
+        logits.view(-1)[self._flat(positions.tolist(), ids, logits.device)] = -torch.inf
+
+    def _forbidden(self, row: int, batch: InputBatch) -> TokenIds:
+        words = self.states[row]
+        generated = batch.token_ids[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
+        last = {word[1] for word in words.get(None, ())}
+        for prefix, token in words.get(int(generated[-1]), ()) if generated.size else ():
+            if tuple(generated[-len(prefix) :].tolist()) == prefix:
+                last.add(token)
+        return np.fromiter(last, np.int64, len(last))
+
+
+class MinTokens(LogitsProcessor[tuple[int, TokenIds]]):
+    """The stop tokens get -inf until ``min_tokens`` tokens were generated; state: (min_tokens, stop ids)."""
+
+    def state_of(self, new: NewSequence) -> tuple[int, TokenIds] | None:
+        """The minimum and the stop ids, if the sequence is short of it."""
+        stop_ids = self._possible(new.stop_token_ids)
+        short = len(new.token_ids) - new.num_prompt_tokens < new.params.min_tokens
+        return (new.params.min_tokens, stop_ids) if short and stop_ids.size else None
+
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+        """Forbid the stop tokens to rows short of their minimum, and let go of the others: they never fall back."""
+        generated = (batch.num_tokens[rows] - batch.num_prompt_tokens[rows]).tolist()
+        short = [i for i, row in enumerate(rows.tolist()) if generated[i] < self.states[row][0]]
+        if short:
+            ids = [self.states[int(rows[i])][1] for i in short]
+            logits.view(-1)[self._flat(positions[short].tolist(), ids, logits.device)] = -torch.inf
+        for i in set(range(len(rows))).difference(short):
+            self.remove(int(rows[i]))
+
+
+class LogitBias(LogitsProcessor[tuple[TokenIds, NDArray[np.float32]]]):
+    """Adds ``logit_bias``, clamped to ±100; state: (ids, values)."""
+
+    def state_of(self, new: NewSequence) -> tuple[TokenIds, NDArray[np.float32]] | None:
+        """The ids in rising order and their clamped values."""
+        bias = new.params.logit_bias
+        if not bias:
+            return None
+        ids = self._inside(bias, "logit_bias")
+        values = np.array([bias[token] for token in ids.tolist()], np.float32)
+        return ids, values.clip(-MAX_LOGIT_BIAS_VALUE, MAX_LOGIT_BIAS_VALUE)
+
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+        """Add the biases of all rows in one scatter."""
+        states = [self.states[row] for row in rows.tolist()]
+        values = torch.from_numpy(np.concatenate([state[1] for state in states])).to(logits.device)
+        logits.view(-1).index_add_(0, self._flat(positions.tolist(), [s[0] for s in states], logits.device), values)
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """The tokens that one row's penalties touch, kept up token by token.
+
+    ``ids`` and ``counts`` (how often generated; 0 for tokens of the prompt) are valid up to ``size`` and grow by
+    doubling; ``slots`` says where a token stands in them.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    ids: TokenIds
+    counts: NDArray[np.float32]
+    slots: dict[int, int]
+    size: int
+
+    def count(self, token: int) -> None:
+        """The token was generated once more."""
+        slot = self.slots.setdefault(token, self.size)
+        if slot == self.size:
+            self.size += 1
+            if slot == len(self.ids):
+                self.ids = np.concatenate([self.ids, np.zeros(max(slot, 64), np.int64)])
+                self.counts = np.concatenate([self.counts, np.zeros(max(slot, 64), np.float32)])
+            self.ids[slot] = token
+        self.counts[slot] += 1
+
+
+class Penalties(LogitsProcessor[TokenCounts]):
+    """Repetition penalty (CTRL) over prompt and generated tokens, then frequency and presence over generated ones.
+
+    Gathers and scatters the seen tokens only: 0.1 to 0.6 ms where a dense pass over the vocabulary takes 21 ms.
+    """
+
+    def state_of(self, new: NewSequence) -> TokenCounts | None:
+        """The distinct seen tokens and how often each was generated."""
+        params = new.params
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        if penalties == (1.0, 0.0, 0.0):
+            return None
+        first = 0 if params.repetition_penalty != 1.0 else new.num_prompt_tokens
+        ids = self._inside(new.token_ids[first:], "prompt")
+        generated, times = np.unique(np.array(new.token_ids[new.num_prompt_tokens :], np.int64), return_counts=True)
+        counts = np.zeros(len(ids), np.float32)
+        counts[np.searchsorted(ids, generated)] = times
+        slots = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+        return TokenCounts(*penalties, ids=ids, counts=counts, slots=slots, size=len(ids))
+
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Count the generated tokens of the owned rows."""
+        for position in self.owned(rows).tolist():
+            self.states[int(rows[position])].count(int(token_ids[position]))
+
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+        """One gather and one scatter over the seen tokens of all rows."""
+        states = [self.states[row] for row in rows.tolist()]
+        sizes = [state.size for state in states]
+        flat, device = logits.view(-1), logits.device
+        index = self._flat(positions.tolist(), [state.ids[: state.size] for state in states], device)
+        counts = torch.from_numpy(np.concatenate([state.counts[: state.size] for state in states])).to(device)
+        weights = np.array([(s.repetition, s.frequency, s.presence) for s in states], np.float32)
+        repetition, frequency, presence = torch.from_numpy(np.repeat(weights, sizes, axis=0).T).to(device)
+        values = flat[index]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        flat[index] = values - frequency * counts - presence * (counts > 0)
+
+
+# In the order in which they apply, which is vLLM V1's.
+LOGITS_PROCESSORS: dict[str, type[LogitsProcessor[Any]]] = {
+    "allowed_token_ids": AllowedTokenIds,
+    "bad_words": BadWords,
+    "min_tokens": MinTokens,
+    "logit_bias": LogitBias,
+    "penalties": Penalties,
+}
+
+
+def build_logits_processors(max_num_seqs: int, vocab_size: int) -> tuple[LogitsProcessor[Any], ...]:
+    """One processor of each kind, in the order in which they apply."""
+    return tuple(cls(max_num_seqs, vocab_size) for cls in LOGITS_PROCESSORS.values())
