@@ -1,1 +1,6 @@
-"""Front door of this room."""
+"""Front door of the models: load one, and what a model says of its attention."""
+
+from raylm.models.layers import AttentionSpec
+from raylm.models.loader import load_model, resolve_dtype
+
+__all__ = ["AttentionSpec", "load_model", "resolve_dtype"]

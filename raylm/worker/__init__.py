@@ -1,1 +1,5 @@
-"""Front door of this room."""
+"""Front door of the worker; importing it does not import torch."""
+
+from raylm.worker.worker import Worker
+
+__all__ = ["Worker"]

@@ -1,0 +1,158 @@
+"""The compact decoder of the Llama, Qwen2, Qwen3 and Mistral families, over one flattened batch of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from raylm.models.decoder_config import DecoderConfig, decoder_config
+from raylm.models.layers import Attend, AttentionSpec, Embedding, GatedMLP, HeadNorm, RMSNorm
+from raylm.models.linear import KernelFactory, Linear, Weighted
+from raylm.models.rope import Rotary, rotate
+
+Angles = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        c = config
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.spec = AttentionSpec(
+            layer, c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, sliding_window=c.windows[layer]
+        )
+        self.qkv_proj = Linear(c.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=c.qkv_bias)
+        self.o_proj = Linear(q, {"o_proj": c.hidden_size}, bias=c.output_bias)
+        self.qk_norm: nn.Module = nn.Identity()
+        if c.qk_norm:
+            self.qk_norm = HeadNorm(c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps)
+
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self.spec.head_dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qk = rotate(self.qk_norm(qk), angles)
+        out: Tensor = self.o_proj(attend(self.spec, qk[:, :heads], qk[:, heads:], v).flatten(1))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the gated MLP, each on the normed input and added to it."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        c = config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.self_attn = Attention(c, layer)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.activation, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, last norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, input_ids: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, angles, attend)
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+class LlamaForCausalLM(nn.Module):
+    """A decoder with its language-model head; the other families differ by a few switches of its configuration."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.rotary: Rotary | None = None
+        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
+
+    @classmethod
+    def configure(cls, hf: Any) -> DecoderConfig:
+        """Translate this family's transformers configuration."""
+        everywhere = (None,) * hf.num_hidden_layers
+        bias = bool(hf.attention_bias)
+        return decoder_config(hf, everywhere, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.mlp_bias))
+
+    @property
+    def attention_specs(self) -> list[AttentionSpec]:
+        """One a layer, in order."""
+        return [layer.self_attn.spec for layer in self.model.layers]  # type: ignore[union-attr, misc]
+
+    def targets(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the memory it is loaded into; a tied head has none of its own."""
+        return {name: target for name, target in self._weights() if not (self.config.tied and name == "lm_head.weight")}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for path, module in self.named_modules():
+            if isinstance(module, Weighted):
+                parent, _, own = path.rpartition(".")
+                for name, target in module.targets(own):
+                    yield f"{parent}.{name}" if parent else name, target
+
+    def freeze(self, kernels: KernelFactory) -> None:
+        """Called once after loading: tie the head, place the rotary frequencies, let the layers take their form."""
+        embedding = self.model.embed_tokens.weight
+        if self.config.tied:
+            self.lm_head.weight = embedding
+        self.rotary = Rotary(self.config.inv_freq.to(embedding.device), self.config.rope_scaling, embedding.dtype)
+        for module in self.modules():
+            if isinstance(module, Weighted):
+                module.freeze(kernels)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """``input_ids`` and ``positions`` (tokens,) -> hidden states (tokens, hidden_size)."""
+        assert self.rotary is not None, "the model is used before its weights are loaded"
+        hidden: Tensor = self.model(input_ids, self.rotary(positions), attend)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (rows, hidden_size) -> logits (rows, vocab_size) in float32."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.float()
+
+
+def _layer_windows(hf: Any) -> tuple[int | None, ...]:
+    return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in hf.layer_types)
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Biases on q, k and v; some layers may slide."""
+
+    @classmethod
+    def configure(cls, hf: Any) -> DecoderConfig:
+        return decoder_config(hf, _layer_windows(hf), qkv_bias=True)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """A norm on every query and key head; some layers may slide."""
+
+    @classmethod
+    def configure(cls, hf: Any) -> DecoderConfig:
+        bias = bool(hf.attention_bias)
+        return decoder_config(hf, _layer_windows(hf), qkv_bias=bias, output_bias=bias, qk_norm=True)
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """No biases; all layers slide where the configuration says so."""
+
+    @classmethod
+    def configure(cls, hf: Any) -> DecoderConfig:
+        return decoder_config(hf, (hf.sliding_window,) * hf.num_hidden_layers)

@@ -1,0 +1,144 @@
+"""Reads a checkpoint's safetensors into a model, tensor by tensor and straight into place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.linear import dense
+from raylm.models.registry import model_class
+
+if TYPE_CHECKING:
+    from raylm.models.llama import LlamaForCausalLM
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INDEX = "model.safetensors.index.json"
+_NAMES_SHOWN = 6
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[LlamaForCausalLM, int]:
+    """Build the model of ``checkpoint`` and load its weights; return it with the bytes of its weights.
+
+    Nothing is initialized that the checkpoint overwrites, and at no time is there more than one tensor beside the
+    weights. A progress bar goes to stderr when it takes longer than a second.
+
+    Raises:
+        ConfigError: the architecture or a value of config.json is not supported, or weights are missing, unexpected
+            or of another shape; it names them.
+    """
+    cls = model_class(checkpoint)
+    config = cls.configure(_read_config(checkpoint))
+    with torch.device("meta"):
+        model = cls(config)
+    model.to(dtype).to_empty(device=device).eval()
+    targets = model.targets()
+    tied = {"lm_head.weight"} if config.tied else set()
+    _load(checkpoint, targets, ignored=tied)
+    model.freeze(dense)
+    return model, sum(target.nbytes for target in targets.values())
+
+
+def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV cache: the one ``asked`` for, or with 'auto' the checkpoint's.
+
+    CPUs multiply float16 slowly or not at all, so there 'auto' serves a float16 checkpoint in float32, which holds
+    every value of it exactly.
+
+    Raises:
+        ConfigError: float16 is asked for on a CPU, or the checkpoint's dtype is not supported.
+    """
+    name = str(_declared_dtype(checkpoint) if asked == "auto" else asked).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"model: the dtype {name!r} of {checkpoint.path} is not supported; set dtype.")
+    if name == "float16" and device.type == "cpu":
+        if asked != "auto":
+            raise ConfigError("dtype: float16 is not served on a CPU; use bfloat16, float32 or auto.")
+        return torch.float32
+    return _DTYPES[name]
+
+
+def _declared_dtype(checkpoint: Checkpoint) -> Any:
+    return checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a config it does not accept
+        raise ConfigError(f"model: config.json of {checkpoint.path} is not accepted: {error}") from error
+
+
+def _load(checkpoint: Checkpoint, targets: dict[str, Tensor], ignored: set[str]) -> None:
+    files = _weight_files(checkpoint.path)
+    found = {name for file in files for name in _names(file)}
+    unexpected = {name for name in found - targets.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
+    _refuse(checkpoint, "lacks weights that the model needs", targets.keys() - found)
+    _refuse(checkpoint, "holds weights that the model does not know", unexpected)
+    wanted = found & targets.keys()
+    with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
+        for name, tensor in _tensors(files, wanted):
+            _copy(name, tensor, targets[name])
+            bar.update()
+
+
+def _refuse(checkpoint: Checkpoint, what: str, names: Iterable[str]) -> None:
+    ordered = sorted(names)
+    if ordered:
+        rest = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
+        raise ConfigError(f"model: {checkpoint.path} {what}: {', '.join(ordered[:_NAMES_SHOWN])}{rest}.")
+
+
+def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise ConfigError(
+            f"model: the weight {name} has the shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}."
+        )
+    target.copy_(tensor)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / _INDEX).exists():
+        files = sorted({path / file for file in _read_index(path / _INDEX).values()})
+    else:
+        files = [path / "model.safetensors"]
+    for file in files:
+        if not file.exists():
+            pickled = any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
+            hint = "; PyTorch .bin files are never read, convert them to safetensors" if pickled else ""
+            raise ConfigError(f"model: {path} has no {file.name}{hint}.")
+    return files
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(file.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model: {file} is no index of safetensors files.") from error
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as weights:
+            return list(weights.keys())
+    except Exception as error:  # safetensors' own error class is not stable across versions
+        raise ConfigError(f"model: {file} is not a readable safetensors file: {error}") from error
+
+
+def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                if name in wanted:
+                    yield name, weights.get_tensor(name)

@@ -1,0 +1,39 @@
+"""Which class serves which architecture of config.json; a class is imported when a model asks for it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raylm.models.llama import LlamaForCausalLM
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "raylm.models.llama",
+    "MistralForCausalLM": "raylm.models.llama",
+    "Qwen2ForCausalLM": "raylm.models.llama",
+    "Qwen3ForCausalLM": "raylm.models.llama",
+}
+
+
+def model_class(checkpoint: Checkpoint) -> type[LlamaForCausalLM]:
+    """Find the class for a checkpoint.
+
+    Raises:
+        ConfigError: its architecture is not supported, or it is quantized.
+    """
+    named = checkpoint.config.get("architectures") or []
+    if len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise ConfigError(
+            f"model: the architecture {', '.join(map(str, named)) or '(none named)'} of {checkpoint.path} is not "
+            f"supported; supported: {', '.join(sorted(ARCHITECTURES))}."
+        )
+    quantization = checkpoint.config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise ConfigError(f"model: {checkpoint.path} is quantized ({method}); quantized checkpoints are not supported.")
+    found: type[LlamaForCausalLM] = getattr(import_module(ARCHITECTURES[named[0]]), named[0])
+    return found

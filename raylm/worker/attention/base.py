@@ -1,0 +1,82 @@
+"""The one interface between the model runner and paged attention, whatever computes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raylm.models import AttentionSpec
+
+PlanT = TypeVar("PlanT")
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step that will ever be run; whoever preallocates does it by these."""
+
+    max_num_tokens: int
+    max_num_seqs: int
+    max_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step lie; sequences with one token first (``num_decodes`` of them).
+
+    On the device, views of buffers that stay in place from step to step:
+        slot_mapping    (tokens,) int64: block id * block_size + offset that each token's k and v are written to
+        block_tables    (seqs, width) int32: the KV blocks of each sequence, in order; beyond its own, anything
+        seq_lens        (seqs,) int32: tokens of each sequence after this step
+        query_start_loc (seqs + 1,) int32: where the tokens of each sequence begin
+    and the last two again on the host. The tokens of a sequence in a step are its last ones.
+    """
+
+    num_decodes: int
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    seq_lens_host: NDArray[np.int32]
+    query_start_loc_host: NDArray[np.int32]
+
+
+class AttentionBackend(ABC, Generic[PlanT]):
+    """Writes keys and values into the paged pool and attends over it."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, limits: StepLimits) -> None:
+        """No step will be larger than ``limits``: what steps reuse can be allocated here."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
+        """Why this backend cannot serve a layer; empty if it can."""
+
+    @classmethod
+    @abstractmethod
+    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
+        """The shape of one layer's pool."""
+
+    @abstractmethod
+    def prepare(self, metadata: AttentionMetadata) -> PlanT:
+        """Called once a step: whatever all layers can share."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
+        """Write ``k`` and ``v`` (tokens, num_kv_heads, head_dim) into ``kv`` by the slot mapping, then attend.
+
+        ``q`` (tokens, num_heads, head_dim) -> as ``q``. Never reads a slot that no token of the sequence was
+        written to: what lies there may be another sequence's, or not a number.
+        """
+
+
+AnyBackend = AttentionBackend[Any]

@@ -1,0 +1,41 @@
+"""Which attention backends there are, best first; one is imported when it is considered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+
+from raylm.errors import ConfigError
+from raylm.models import AttentionSpec
+from raylm.worker.attention.base import AnyBackend
+
+BACKENDS = {
+    "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
+}
+
+
+def backend_class(name: str) -> type[AnyBackend]:
+    """The backend of this name."""
+    module, _, cls = BACKENDS[name].partition(":")
+    found: type[AnyBackend] = getattr(import_module(module), cls)
+    return found
+
+
+def select_backend(
+    specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int
+) -> type[AnyBackend]:
+    """The first backend that serves all layers.
+
+    Raises:
+        ConfigError: none does; it says why, for each.
+    """
+    refusals = []
+    for name in BACKENDS:
+        backend = backend_class(name)
+        reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
+        if not reasons:
+            return backend
+        refusals.append(f"{name}: {', '.join(sorted(reasons))}")
+    raise ConfigError(f"model: no attention backend serves it ({'; '.join(refusals)}).")

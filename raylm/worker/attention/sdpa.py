@@ -1,0 +1,167 @@
+"""Paged attention by torch's scaled_dot_product_attention over gathered pages: the reference, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raylm.models import AttentionSpec
+from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
+
+_GROUP_TOKENS = 65_536  # most gathered tokens, padding included, of one group of decodes
+_TILE_SCORES = 1 << 24  # most entries of one prefill mask
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences with one query each, of similar length, attended to in one call.
+
+    ``queries`` (seqs,) are their places among the tokens; ``slots`` (seqs, width) what each of them reads; ``mask``
+    (seqs, 1, 1, width) is False where slots only pad, None where nothing does.
+    """
+
+    queries: Tensor
+    slots: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """Consecutive queries ``start`` .. ``end`` of one sequence; ``mask`` (queries, keys), None: plainly causal."""
+
+    start: int
+    end: int
+    slots: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    """One step; what is read is worked out once for every sliding window that layers have."""
+
+    metadata: AttentionMetadata
+    reads: dict[int | None, tuple[list[DecodeGroup], list[PrefillTile]]] = field(default_factory=dict)
+
+
+class SdpaBackend(AttentionBackend[SdpaPlan]):
+    """Pool of (2, blocks, block_size, kv_heads, head_dim); decodes padded together, prefills one by one.
+
+    Padding reads the sequence's own first token again, so that no foreign slot is ever read: a masked score hides
+    any key, but 0 times a value that is not a number is not a number.
+    """
+
+    name = "sdpa"
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._block_size = limits.block_size
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
+        return ["it has no soft capping of scores"] if spec.softcap is not None else []
+
+    @classmethod
+    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+
+    def prepare(self, metadata: AttentionMetadata) -> SdpaPlan:
+        return SdpaPlan(metadata)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: SdpaPlan, layer: AttentionSpec) -> Tensor:
+        keys, values = kv.flatten(1, 2).unbind(0)
+        keys.index_copy_(0, plan.metadata.slot_mapping, k)
+        values.index_copy_(0, plan.metadata.slot_mapping, v)
+        if layer.sliding_window not in plan.reads:
+            plan.reads[layer.sliding_window] = self._reads(plan.metadata, layer.sliding_window)
+        groups, tiles = plan.reads[layer.sliding_window]
+        out = torch.empty_like(q)
+        for group in groups:
+            out[group.queries] = _decode(q[group.queries], keys, values, group, layer)
+        for tile in tiles:
+            out[tile.start : tile.end] = _prefill(q[tile.start : tile.end], keys, values, tile, layer)
+        return out
+
+    def _reads(self, meta: AttentionMetadata, window: int | None) -> tuple[list[DecodeGroup], list[PrefillTile]]:
+        decodes = meta.seq_lens_host[: meta.num_decodes]
+        seen = decodes if window is None else np.minimum(decodes, window)
+        groups = [self._decode_group(meta, members, seen) for members in group_by_length(seen)]
+        prefills = range(meta.num_decodes, len(meta.seq_lens_host))
+        return groups, [tile for seq in prefills for tile in self._prefill_tiles(meta, seq, window)]
+
+    def _decode_group(
+        self, meta: AttentionMetadata, members: NDArray[np.int64], seen: NDArray[np.int32]
+    ) -> DecodeGroup:
+        device = meta.seq_lens.device
+        queries = torch.from_numpy(members).to(device)
+        counts = torch.from_numpy(seen[members]).to(device)[:, None]
+        offsets = torch.arange(int(seen[members].max()), device=device)
+        valid = offsets < counts
+        positions = meta.seq_lens[queries][:, None] - counts + torch.where(valid, offsets, 0)
+        slots = self._slots(meta.block_tables[queries], positions)
+        padded = bool((seen[members] != seen[members[0]]).any())
+        return DecodeGroup(queries, slots, valid[:, None, None, :] if padded else None)
+
+    def _prefill_tiles(self, meta: AttentionMetadata, seq: int, window: int | None) -> list[PrefillTile]:
+        start, end = map(int, meta.query_start_loc_host[seq : seq + 2])
+        length = int(meta.seq_lens_host[seq])
+        past = length - (end - start)
+        positions = torch.arange(length, device=meta.seq_lens.device)
+        slots = self._slots(meta.block_tables[seq][None], positions[None])[0]
+        if past == 0 and (window is None or length <= window):
+            return [PrefillTile(start, end, slots, None)]
+        rows = max(1, _TILE_SCORES // length)
+        tiles = []
+        for first in range(start, end, rows):
+            last = min(first + rows, end)
+            low = 0 if window is None else max(0, past + first - start + 1 - window)
+            high = past + last - start
+            mask = causal_mask(positions[past + first - start : high], positions[low:high], window)
+            tiles.append(PrefillTile(first, last, slots[low:high], mask))
+        return tiles
+
+    def _slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
+        blocks = block_tables.gather(1, positions // self._block_size)
+        return blocks.long() * self._block_size + positions % self._block_size
+
+
+def group_by_length(lengths: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+    """Split sequences into groups that pad to less than twice their tokens and stay under a bound."""
+    order = np.argsort(-lengths, kind="stable")
+    groups, begin = [], 0
+    for at in range(1, len(order) + 1):
+        longest = lengths[order[begin]]
+        if at == len(order) or 2 * lengths[order[at]] < longest or (at + 1 - begin) * longest > _GROUP_TOKENS:
+            groups.append(order[begin:at])
+            begin = at
+    return groups
+
+
+def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """(queries, keys) bool from their positions: whether a query sees a key."""
+    distance = queries[:, None] - keys[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, layer: AttentionSpec) -> Tensor:
+    """``q`` (seqs, num_heads, head_dim); the query heads of one kv head stand as its queries."""
+    folded = q.view(len(q), layer.num_kv_heads, -1, layer.head_dim)
+    k, v = keys[group.slots].transpose(1, 2), values[group.slots].transpose(1, 2)
+    return F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=layer.scale).view_as(q)
+
+
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, tile: PrefillTile, layer: AttentionSpec) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys[tile.slots].transpose(0, 1)[None],
+        values[tile.slots].transpose(0, 1)[None],
+        attn_mask=tile.mask,
+        is_causal=tile.mask is None,
+        scale=layer.scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,104 @@
+"""Worker: the preallocated columns that a step's tokens, positions and block tables are laid out in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raylm.messages import SchedulerOutput
+from raylm.worker.attention import AttentionMetadata, StepLimits
+from raylm.worker.input_batch import InputBatch
+
+
+class Column:
+    """One array on the host and its twin on the device; on a CPU they are the same memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        staged = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self._staged = staged
+        self._device = staged if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self.host: NDArray[Any] = staged.numpy()
+
+    def upload(self, count: int) -> Tensor:
+        """The first ``count`` entries on the device; the host side may be written again once the step has ended."""
+        if self._device is not self._staged:
+            self._device[:count].copy_(self._staged[:count], non_blocking=True)
+        return self._device[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step, flattened: ``input_ids`` and ``positions`` (tokens,) int64, and where the tokens lie."""
+
+    input_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+
+
+class InputBuffers:
+    """Lays one step after the other out in the same memory."""
+
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        tokens, seqs = limits.max_num_tokens, limits.max_num_seqs
+        self._limits = limits
+        self._input_ids = Column((tokens,), torch.int64, device)
+        self._positions = Column((tokens,), torch.int64, device)
+        self._slot_mapping = Column((tokens,), torch.int64, device)
+        self._block_tables = Column((seqs, limits.max_blocks), torch.int32, device)
+        self._seq_lens = Column((seqs,), torch.int32, device)
+        self._query_start_loc = Column((seqs + 1,), torch.int32, device)
+
+    def build(self, plan: SchedulerOutput, rows: NDArray[np.int64], batch: InputBatch) -> StepInputs:
+        """Lay out the tokens that ``plan`` schedules of the sequences in ``rows``.
+
+        Raises:
+            RuntimeError: the plan is larger than the limits, or schedules tokens that are not known or have no block.
+        """
+        computed = np.array(plan.num_computed, np.int64)
+        counts = np.array(plan.num_scheduled, np.int64)
+        self._check(computed + counts, counts, rows, batch)
+        starts = self._query_start_loc.host[: len(rows) + 1]
+        np.cumsum(counts, out=starts[1:])
+        self._seq_lens.host[: len(rows)] = computed + counts
+        self._block_tables.host[: len(rows)] = batch.block_tables[rows]
+        self._lay_tokens(np.repeat(computed - starts[:-1], counts), np.repeat(rows, counts), batch)
+        return self._upload(len(rows), int(counts.sum()), int((counts == 1).sum()))
+
+    def _lay_tokens(self, shifts: NDArray[np.int64], token_rows: NDArray[np.int64], batch: InputBatch) -> None:
+        total, size = len(token_rows), self._limits.block_size
+        positions = np.add(np.arange(total), shifts, out=self._positions.host[:total])
+        self._input_ids.host[:total] = batch.token_ids[token_rows, positions]
+        blocks = batch.block_tables[token_rows, positions // size].astype(np.int64)
+        np.add(blocks * size, positions % size, out=self._slot_mapping.host[:total])
+
+    def _check(
+        self, ends: NDArray[np.int64], counts: NDArray[np.int64], rows: NDArray[np.int64], batch: InputBatch
+    ) -> None:
+        if len(rows) > self._limits.max_num_seqs or counts.sum() > self._limits.max_num_tokens:
+            raise RuntimeError(f"a step of {counts.sum()} tokens of {len(rows)} sequences exceeds {self._limits}")
+        if (ends > batch.num_tokens[rows]).any() or (counts < 1).any():
+            raise RuntimeError("a step schedules tokens that are not known yet, or none of a sequence")
+        if (ends > batch.num_blocks[rows].astype(np.int64) * self._limits.block_size).any():
+            raise RuntimeError("a step schedules tokens that have no KV block")
+        if (np.diff(counts > 1) & (counts[1:] == 1)).any():
+            raise RuntimeError("a step must hold sequences with one token first")
+
+    def _upload(self, seqs: int, tokens: int, decodes: int) -> StepInputs:
+        return StepInputs(
+            self._input_ids.upload(tokens),
+            self._positions.upload(tokens),
+            AttentionMetadata(
+                num_decodes=decodes,
+                slot_mapping=self._slot_mapping.upload(tokens),
+                block_tables=self._block_tables.upload(seqs),
+                seq_lens=self._seq_lens.upload(seqs),
+                query_start_loc=self._query_start_loc.upload(seqs + 1),
+                seq_lens_host=self._seq_lens.host[:seqs],
+                query_start_loc_host=self._query_start_loc.host[: seqs + 1],
+            ),
+        )

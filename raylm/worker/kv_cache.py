@@ -1,0 +1,98 @@
+"""Worker: how large the pool of KV blocks becomes, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from raylm.config import CacheConfig, Config
+from raylm.errors import ConfigError
+from raylm.models import AttentionSpec
+from raylm.worker.attention import AnyBackend
+from raylm.worker.host import available_memory
+
+GIB = 1 << 30
+_CPU_SHARE, _CPU_MOST = 0.4, 4 * GIB
+_CUDA_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSize:
+    """``num_blocks`` of ``block_bytes`` each, over all layers; ``max_model_len`` in tokens."""
+
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+
+
+def block_bytes(backend: type[AnyBackend], specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block over all layers."""
+    return sum(prod(backend.kv_cache_shape(1, block_size, spec)) for spec in specs) * dtype.itemsize
+
+
+def allocate(
+    backend: type[AnyBackend],
+    specs: Sequence[AttentionSpec],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """One zeroed tensor a layer; on a CPU the system gives the memory when it is first written."""
+    shapes = [backend.kv_cache_shape(num_blocks, block_size, spec) for spec in specs]
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def size_pool(config: Config, block_bytes: int, free: int, default: int, model_limit: int | None) -> KVCacheSize:
+    """Decide blocks and longest sequence from ``free`` bytes, of which the pool takes ``default`` if nobody says more.
+
+    ``model_limit`` is the number of positions the model was made for, None if unknown.
+
+    Raises:
+        ConfigError: the pool does not fit into memory, or ``max_model_len`` into the model or the pool.
+    """
+    asked, size = config.max_model_len, config.cache.block_size
+    if asked is not None and model_limit is not None and asked > model_limit:
+        raise ConfigError(f"max_model_len: {asked} exceeds the {model_limit} positions that the model was made for.")
+    num_blocks = _num_blocks(config.cache, block_bytes, free, default)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"cache: {free / GIB:.2f} GiB are free, {num_blocks * block_bytes / GIB:.2f} GiB would go to the KV cache; "
+            f"its smallest pool, 2 blocks, takes {2 * block_bytes / GIB:.3f} GiB."
+        )
+    if asked is not None and asked > num_blocks * size:
+        raise ConfigError(
+            f"max_model_len: {asked} tokens take {-(-asked // size) * block_bytes / GIB:.2f} GiB of KV cache, but it "
+            f"has {num_blocks * block_bytes / GIB:.2f} GiB, which fit {num_blocks * size} tokens."
+        )
+    return KVCacheSize(num_blocks, block_bytes, min(asked or model_limit or num_blocks * size, num_blocks * size))
+
+
+def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -> int:
+    if cache.num_blocks is not None and cache.memory_gib is not None:
+        raise ConfigError("cache: num_blocks and memory_gib exclude each other.")
+    named = "cache.num_blocks" if cache.num_blocks is not None else "cache.memory_gib"
+    asked = cache.num_blocks
+    if cache.memory_gib is not None:
+        asked = int(cache.memory_gib * GIB) // block_bytes
+    if asked is None:
+        return max(0, default) // block_bytes
+    if asked * block_bytes > free:
+        raise ConfigError(
+            f"{named}: a pool of {asked * block_bytes / GIB:.2f} GiB is asked for, {free / GIB:.2f} GiB are free."
+        )
+    return asked
+
+
+def free_memory(device: torch.device, activations: int) -> tuple[int, int]:
+    """Bytes that a pool may take beside ``activations`` bytes of a step, and the share it takes by default."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0] - activations
+        return free, int(free * _CUDA_SHARE)
+    free = available_memory() - activations
+    return free, min(_CPU_MOST, int(free * _CPU_SHARE))

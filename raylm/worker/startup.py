@@ -1,0 +1,101 @@
+"""Worker: the stages from a configuration to a model runner that can take its first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from raylm.checkpoint import resolve
+from raylm.config import Config
+from raylm.errors import ConfigError
+from raylm.messages import WorkerInfo
+from raylm.models import load_model, resolve_dtype
+from raylm.worker.attention import StepLimits, select_backend
+from raylm.worker.host import available_cores
+from raylm.worker.input_batch import InputBatch
+from raylm.worker.input_buffers import InputBuffers
+from raylm.worker.kv_cache import allocate, block_bytes, free_memory, size_pool
+from raylm.worker.model_runner import ModelRunner
+from raylm.worker.profile_run import profile_run
+
+
+class Stages:
+    """Collects (name, seconds) of what ran under it."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, float]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.done.append((name, time.perf_counter() - started))
+
+
+@torch.inference_mode()
+def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
+    """Load the weights, profile, allocate the KV pool.
+
+    Raises:
+        ConfigError: the model cannot be served as configured.
+    """
+    stages, size = Stages(), config.cache.block_size
+    threads = set_threads(config.engine.threads)
+    with stages("load weights"):
+        checkpoint = resolve(config.model, config.revision)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(checkpoint, config.dtype, device)
+        model, weights_bytes = load_model(checkpoint, dtype, device)
+    backend = select_backend(model.attention_specs, dtype, device, size)
+    with stages("profile run"):
+        limits = _limits(config, checkpoint.max_position_embeddings)
+        longest = checkpoint.max_position_embeddings or limits.max_num_tokens
+        activations = profile_run(model, backend, limits, longest, dtype, device)
+    with stages("allocate KV cache"):
+        bytes_each = block_bytes(backend, model.attention_specs, size, dtype)
+        pool = size_pool(config, bytes_each, *free_memory(device, activations), checkpoint.max_position_embeddings)
+        kv_caches = allocate(backend, model.attention_specs, pool.num_blocks, size, dtype, device)
+        limits = _limits(config, pool.max_model_len)
+        vocab_size = model.config.vocab_size
+        batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device)
+        runner = ModelRunner(model, backend(limits), kv_caches, batch, InputBuffers(limits, device))
+    return runner, WorkerInfo(
+        num_blocks=pool.num_blocks,
+        block_size=size,
+        max_model_len=pool.max_model_len,
+        vocab_size=vocab_size,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention_backend=backend.name,
+        threads=threads,
+        weights_bytes=weights_bytes,
+        kv_cache_bytes=pool.num_blocks * bytes_each,
+        stages=stages.done,
+    )
+
+
+def resolve_device(asked: str) -> torch.device:
+    """The device that ``asked`` ('auto', 'cpu' or 'cuda') means on this machine.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is asked for, but torch sees no NVIDIA GPU; use auto or cpu.")
+    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_threads(asked: int | None) -> int:
+    """Set torch's CPU threads; by default the cores this process may use less one, which the other actors need."""
+    threads = asked or max(1, available_cores() - 1)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _limits(config: Config, max_model_len: int | None) -> StepLimits:
+    scheduler, size = config.scheduler, config.cache.block_size
+    longest = max_model_len or scheduler.max_num_batched_tokens
+    return StepLimits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-longest // size), size)

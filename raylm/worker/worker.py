@@ -1,0 +1,51 @@
+"""Worker: the actor that computes; owns the model runner, and through it weights, KV tensors and rows."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from raylm.config import Config
+from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+if TYPE_CHECKING:
+    from raylm.worker.model_runner import ModelRunner
+
+
+class Worker:
+    """Start it, hand it steps in order, shut it down; all from one thread.
+
+    Importing this class and creating a worker do not import torch; ``start`` does.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._runner: ModelRunner | None = None
+
+    def start(self) -> WorkerInfo:
+        """Load weights, profile, allocate the KV pool; return what was found out.
+
+        Raises:
+            ConfigError: the model cannot be served as configured.
+        """
+        started = time.perf_counter()
+        from raylm.worker.startup import start_runner
+
+        imported = ("import torch", time.perf_counter() - started)
+        self._runner, info = start_runner(self._config)
+        info.stages.insert(0, imported)
+        return info
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step; steps come in the order in which they were planned.
+
+        Raises:
+            RuntimeError: the worker is not running, or the plan contradicts what it holds.
+        """
+        if self._runner is None:
+            raise RuntimeError("the worker has not been started, or was shut down")
+        return self._runner.execute(plan)
+
+    def shutdown(self) -> None:
+        """Let go of weights and KV tensors; safe to call twice."""
+        self._runner = None
