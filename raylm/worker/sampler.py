@@ -10,35 +10,128 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import Logprobs
-from raylm.worker.input_batch import InputBatch
+from raylm.worker.block_maxima import BlockMaxima
+from raylm.worker.draw import RandomRows, draw_from_candidates, draw_from_rows, draw_from_weights
+from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
+from raylm.worker.logprobs import describe_tokens, join
+from raylm.worker.step_logits import process_logits
+from raylm.worker.truncation import truncate_candidates, truncate_row
 
 IntArray = NDArray[np.integer[Any]]
+Positions = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+_PROMPT_ROWS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
     """What one call drew, over the rows of the call.
 
-    ``token_ids`` [S] int64 (0 for failed rows); ``logprobs`` over them, None if no row asked; ``failed`` holds
-    (position in rows, reason) of rows without a usable distribution.
+    ``token_ids`` [S] int64 (0 for failed rows); ``logprobs`` over them, None if no row asked (no entries for failed
+    rows); ``failed`` holds (position in rows, reason) of rows without a usable distribution.
     """
 
-    token_ids: NDArray[np.int64]
+    token_ids: Positions
     logprobs: Logprobs | None = None
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Sampler:
-    """Draws tokens in the order of vLLM V1; a row's token depends on its own logits, parameters, seed and position."""
+    """Draws tokens; a row's token depends on its own logits, parameters, seed and position alone.
+
+    The order is vLLM V1's: log-probabilities of the raw logits; allowed_token_ids, bad_words, min_tokens, logit_bias,
+    penalties; then argmax (the smallest id among equals) for greedy rows, and for the others temperature, min-p,
+    top-k, top-p and the draw. Each row pays for what it asks: truncated rows are drawn from their largest logits, 64
+    at first and 256 if those do not settle it, and only then from the whole row. A raw logit of -inf is a token
+    that cannot be drawn; NaN, +inf, or -inf everywhere fail the row.
+
+    Args:
+        widths: how many of the largest logits to try, in rising order; () always takes the whole row.
+    """
+
+    def __init__(self, widths: tuple[int, ...] = (64, 256)) -> None:
+        self._widths = widths
 
     def sample(self, logits: torch.Tensor, rows: IntArray, batch: InputBatch) -> SamplerOutput:
-        """Draw the next token of each row; ``logits`` [S, V] float32 is overwritten. Does not append the tokens."""
-        for processor in batch.processors:
-            positions = processor.owned(rows)
-            if positions.size:
-                processor.apply(logits, positions, rows[positions], batch)
-        return SamplerOutput(logits.argmax(dim=1).numpy())
+        """Draw the next token of each row; it is not appended to the batch.
+
+        ``logits`` is [S, V], cast to float32 if it is not; the processors overwrite it. ``rows`` [S] are distinct.
+
+        Raises:
+            ValueError: the logits have another shape than rows and vocabulary.
+        """
+        if logits.shape != (len(rows), batch.vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(rows), batch.vocab_size)}")
+        if not len(rows):
+            return SamplerOutput(np.zeros(0, np.int64))
+        sampling = batch.sampling[rows]
+        asking = sampling["logprobs"] != NO_LOGPROBS
+        step = process_logits(logits.float().contiguous(), rows, batch, asking)
+        usable = np.ones(len(rows), np.bool_)
+        usable[list(step.failed)] = False
+        token_ids = self._draw(step.processed, usable, sampling, batch.num_tokens[rows])
+        logprobs = None
+        if asking.any():
+            logprobs = describe_tokens(step.raw, step.raw_rows, token_ids, sampling["logprobs"], asking & usable)
+        return SamplerOutput(token_ids, logprobs, sorted(step.failed.items()))
 
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: IntArray, top: int) -> Logprobs:
-        """Describe given tokens: ``token_ids`` [T] by ``logits`` [T, V] float32, with the ``top`` most likely ones."""
-        raise NotImplementedError
+        """Describe given tokens: ``token_ids`` [T] by ``logits`` [T, V] float32, with the ``top`` most likely ones.
+
+        A token whose logits are not finite gets no entries.
+        """
+        parts = []
+        for start in range(0, len(token_ids), _PROMPT_ROWS_AT_ONCE):
+            some = slice(start, start + _PROMPT_ROWS_AT_ONCE)
+            maxima = BlockMaxima(logits[some].float().contiguous())
+            usable = maxima.peak.isfinite().cpu().numpy()
+            rows = np.arange(len(usable))
+            parts.append(describe_tokens(maxima, rows, token_ids[some], np.full(len(rows), top), usable))
+        return join(parts)
+
+    def _draw(
+        self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: NDArray[np.int32]
+    ) -> Positions:
+        """Give each usable row a token by the way that its parameters need; others get 0."""
+        token_ids = np.zeros(len(usable), np.int64)
+        greedy = sampling["temperature"] == 0
+        limited = (sampling["top_k"] < maxima.vocab_size) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0)
+        if (at := np.flatnonzero(usable & greedy)).size:
+            token_ids[at] = maxima.argmax(torch.from_numpy(at).to(maxima.peak.device)).cpu().numpy()
+        if (at := np.flatnonzero(usable & ~greedy & limited)).size:
+            chosen = RandomRows.gather(at, sampling, num_tokens, maxima.peak)
+            token_ids[at] = self._draw_limited(maxima, chosen).cpu().numpy()
+        if (at := np.flatnonzero(usable & ~greedy & ~limited)).size:
+            chosen = RandomRows.gather(at, sampling, num_tokens, maxima.peak)
+            token_ids[at] = draw_from_rows(maxima, maxima.masses(*chosen.softmax), chosen).cpu().numpy()
+        return token_ids
+
+    def _draw_limited(self, maxima: BlockMaxima, rows: RandomRows) -> torch.Tensor:
+        token_ids = torch.zeros_like(rows.positions)
+        totals = _totals(maxima, rows)
+        unlimited = rows.top_k == maxima.vocab_size
+        pending = torch.arange(len(rows), device=token_ids.device)
+        for width in self._widths:
+            trying = pending[unlimited[pending] | (rows.top_k[pending] < width)]
+            if not len(trying):
+                continue
+            some = rows.take(trying)
+            values, ids = maxima.top(some.positions, width)
+            weights, complete = truncate_candidates(values, ids, some, totals[trying], maxima.vocab_size)
+            # Rows that are not complete get a token that a later way overwrites.
+            token_ids[trying] = draw_from_candidates(weights, ids, some, maxima.vocab_size)
+            pending = pending[~torch.isin(pending, trying[complete])]
+        for index in pending[:, None]:
+            row = rows.take(index)
+            token_ids[index] = draw_from_weights(truncate_row(maxima.logits[row.positions].squeeze(0), row), row)
+        return token_ids
+
+
+def _totals(maxima: BlockMaxima, rows: RandomRows) -> torch.Tensor:
+    """The sum of each row's weights where only top-p limits it, else inf; [R] float64."""
+    totals = torch.full_like(rows.peak, torch.inf)
+    only_top_p = ((rows.top_p < 1) & (rows.min_p == 0) & (rows.top_k == maxima.vocab_size)).nonzero().squeeze(1)
+    if len(only_top_p):
+        totals[only_top_p] = maxima.masses(*rows.take(only_top_p).softmax).sum(dim=1)
+    return totals
