@@ -1,1 +1,48 @@
-"""Front door of this room."""
+"""Front door of the engine room: the EngineCore actor's insides and the actors around it, imported when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT, NAMESPACE, engine_core_prefix
+    from raylm.engine.engine_core import EngineCore
+    from raylm.engine.model_executor import LocalExecutor, ModelExecutor, WorkerInterface
+    from raylm.engine.outbox import Outbox
+    from raylm.engine.scheduler import Scheduler
+    from raylm.engine.supervisor import Engine, placement_bundles
+
+__all__ = [
+    "MAX_OUTPUTS_IN_FLIGHT",
+    "NAMESPACE",
+    "Engine",
+    "EngineCore",
+    "LocalExecutor",
+    "ModelExecutor",
+    "Outbox",
+    "Scheduler",
+    "WorkerInterface",
+    "engine_core_prefix",
+    "placement_bundles",
+]
+
+_HOMES = {
+    "MAX_OUTPUTS_IN_FLIGHT": "raylm.engine.actor",
+    "NAMESPACE": "raylm.engine.actor",
+    "Engine": "raylm.engine.supervisor",
+    "EngineCore": "raylm.engine.engine_core",
+    "LocalExecutor": "raylm.engine.model_executor",
+    "ModelExecutor": "raylm.engine.model_executor",
+    "Outbox": "raylm.engine.outbox",
+    "Scheduler": "raylm.engine.scheduler",
+    "WorkerInterface": "raylm.engine.model_executor",
+    "engine_core_prefix": "raylm.engine.actor",
+    "placement_bundles": "raylm.engine.supervisor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raylm.engine' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
+from raylm.config import Config
+from raylm.errors import EngineDiedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 
@@ -34,3 +39,61 @@ class ModelExecutor(ABC):
     @abstractmethod
     async def shutdown(self) -> None:
         """End the workers; safe to call twice and after a failed start."""
+
+
+class WorkerInterface(Protocol):
+    """What an executor needs of a worker; every call blocks, and all come from one thread."""
+
+    def start(self) -> WorkerInfo:
+        """Load weights, profile, allocate the KV pool."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+
+    def shutdown(self) -> None:
+        """Let go of what it holds."""
+
+
+def _create_worker(config: Config) -> WorkerInterface:
+    from raylm.worker import Worker
+
+    return Worker(config)
+
+
+class LocalExecutor(ModelExecutor):
+    """One worker on one thread of this process; a single thread is what keeps the steps in order."""
+
+    def __init__(self, config: Config, worker_factory: Callable[[Config], WorkerInterface] = _create_worker) -> None:
+        self._config = config
+        self._worker_factory = worker_factory
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raylm-worker")
+        self._worker: WorkerInterface | None = None
+        self._died_of: Exception | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Create and start the worker on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
+
+    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+        """Queue the step on the worker's thread."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._execute, plan)
+
+    async def shutdown(self) -> None:
+        """Let the step that runs end, drop those that wait, and join the thread."""
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            await asyncio.get_running_loop().run_in_executor(self._thread, worker.shutdown)
+        self._thread.shutdown(cancel_futures=True)
+
+    def _start(self) -> WorkerInfo:
+        self._worker = self._worker_factory(self._config)
+        return self._worker.start()
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if self._died_of is not None or self._worker is None:
+            raise EngineDiedError("The worker is gone.") from self._died_of
+        try:
+            return self._worker.execute(plan)
+        except Exception as error:
+            self._died_of = error
+            raise EngineDiedError(f"The worker failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,113 @@
+"""BlockPool: owns the KV blocks' reference counts, their free list in eviction order, and what they are found by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """A fixed number of KV blocks, each free (no reference) or held (one reference per sequence that uses it).
+
+    A free block may still be *published*: found by its hash until it is handed out again. The free list is doubly
+    linked through two columns, so that a published block is taken out of its middle in O(1) when it is shared again.
+    Its head is evicted first. ``num_blocks`` is the sentinel that closes the ring.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.refs = [0] * num_blocks
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._prev = [num_blocks, *range(num_blocks)]
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out ``count`` blocks, the longest unused first, with one reference each; their old content is forgotten.
+
+        The caller has made sure that ``count <= num_free``.
+        """
+        blocks = []
+        for _ in range(count):
+            block = self._next[self.num_blocks]
+            self._unlink(block)
+            self._forget(block)
+            self.refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each block, taking free ones out of the free list."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                self._unlink(block)
+            self.refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference of each block; those without any become free, to be evicted in the order given.
+
+        A block that nobody can find again goes to the head of the free list: handing it out costs no cached token.
+        """
+        end = self.num_blocks
+        for block in blocks:
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                if self._hash_of[block] is None:
+                    self._link(block, end, self._next[end])
+                else:
+                    self._link(block, self._prev[end], end)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Let a held block be found by its hash; the first block published under a hash stays."""
+        if self._hash_of[block] is None and block_hash not in self._by_hash:
+            self._hash_of[block] = block_hash
+            self._by_hash[block_hash] = block
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Let the blocks not be found any more; whoever holds them keeps them."""
+        for block in blocks:
+            self._forget(block)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block published under this hash, held or free."""
+        return self._by_hash.get(block_hash)
+
+    def reset(self) -> None:
+        """Forget every published hash."""
+        self._by_hash.clear()
+        self._hash_of = [None] * self.num_blocks
+
+    def check(self) -> None:
+        """Walk the free list and compare it with the reference counts and the published hashes.
+
+        Raises:
+            AssertionError: a block is lost, free twice, or found by a hash that is not its own.
+        """
+        free, block = set(), self._next[self.num_blocks]
+        while block != self.num_blocks:
+            assert block not in free, f"block {block} is in the free list twice"
+            assert self._prev[self._next[block]] == block, f"the free list is torn at block {block}"
+            free.add(block)
+            block = self._next[block]
+        assert len(free) == self.num_free, f"{len(free)} blocks are in the free list, {self.num_free} are counted"
+        unheld = {block for block, refs in enumerate(self.refs) if refs == 0}
+        assert free == unheld, f"blocks neither free nor held, or both: {sorted(free ^ unheld)}"
+        published = {block_hash: block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
+        assert published == self._by_hash, "a published hash does not lead to its block"
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            self._hash_of[block] = None
+            del self._by_hash[block_hash]
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+        self.num_free -= 1
+
+    def _link(self, block: int, before: int, after: int) -> None:
+        self._prev[block], self._next[block] = before, after
+        self._next[before] = self._prev[after] = block
+        self.num_free += 1

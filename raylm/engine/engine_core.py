@@ -1,0 +1,186 @@
+"""EngineCore: owns one engine's scheduler, its steps in flight and an outbox per client; knows neither Ray nor torch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from dataclasses import replace
+
+from raylm.config import Config
+from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.model_executor import ModelExecutor
+from raylm.engine.outbox import Outbox
+from raylm.engine.scheduler import Scheduler
+from raylm.errors import EngineDiedError, EngineUnavailableError, InvalidRequestError, RayLMError
+from raylm.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineStats,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
+
+
+class EngineCore:
+    """The loop of one engine. ``start`` it, ``run`` it, talk to it by client id from the same event loop.
+
+    A client is known from ``connect`` to ``drop_client``; what others ask is ignored, as nobody would take the answer.
+    """
+
+    scheduler: Scheduler
+
+    def __init__(self, config: Config, executor: ModelExecutor) -> None:
+        self._config = config
+        self._executor = executor
+        self._outboxes: dict[str, Outbox] = {}
+        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._work = asyncio.Event()
+        self._died_of: EngineDiedError | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Start the workers and make the scheduler for what they found.
+
+        Returns their WorkerInfo, ``max_model_len`` cut to what the configuration says and the KV pool holds, so that
+        a sequence alone in the engine always fits.
+
+        Raises:
+            ConfigError: the model cannot be served as configured.
+        """
+        info = await self._executor.start()
+        longest = min(info.max_model_len, info.num_blocks * info.block_size)
+        if self._config.max_model_len is not None:
+            longest = min(longest, self._config.max_model_len)
+        kv = KVCacheManager(info.num_blocks, info.block_size, self._config.cache.prefix_caching)
+        self.scheduler = Scheduler(self._config.scheduler, kv, longest)
+        return replace(info, max_model_len=longest)
+
+    # ---------------------------------------------------------------- clients
+
+    def connect(self, client_id: str) -> Outbox:
+        """Open a client's outbox; its first message, without entries, is there at once.
+
+        A client that connects again starts anew: what it had open ends.
+
+        Raises:
+            EngineDiedError: the engine is gone.
+        """
+        self._check_alive()
+        self.drop_client(client_id)
+        outbox = self._outboxes[client_id] = Outbox()
+        outbox.put(_only(self.scheduler.stats()))
+        return outbox
+
+    def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
+        """End everything that a client has open, and close its outbox.
+
+        ``outbox`` says which connection is meant: if the client has connected again since, nothing happens.
+        """
+        current = self._outboxes.get(client_id)
+        if current is None or (outbox is not None and outbox is not current):
+            return
+        self.abort(client_id, [key for _, key in self.scheduler.open_requests(client_id)])
+        self._outboxes.pop(client_id).close(EngineUnavailableError("The client has left the engine."))
+
+    def add(self, client_id: str, requests: list[EngineCoreRequest]) -> None:
+        """Take in requests; one that can never be served gets its error at once.
+
+        Raises:
+            EngineDiedError: the engine is gone.
+        """
+        self._check_alive()
+        if client_id not in self._outboxes:
+            return
+        errors = []
+        for request in requests:
+            try:
+                self.scheduler.add(client_id, request)
+            except InvalidRequestError as error:
+                errors.append((request.key, error.message))
+        if errors:
+            self._outboxes[client_id].put(_only(self.scheduler.stats(), errors))
+        self._work.set()
+
+    def abort(self, client_id: str, keys: list[int]) -> None:
+        """Give up requests; unknown and finished keys are ignored. There is no answer but the new stats."""
+        for key in keys:
+            self.scheduler.abort(client_id, key)
+        if keys and client_id in self._outboxes:
+            self._outboxes[client_id].tell(_only(self.scheduler.stats()))
+
+    # ---------------------------------------------------------------- steps
+
+    async def step(self) -> None:
+        """The diagram: schedule, execute, update; further plans are handed over before the oldest one returns."""
+        while len(self._in_flight) < self._config.scheduler.steps_in_flight and (plan := self.scheduler.schedule()):
+            self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
+        assert self._in_flight, "requests are open, nothing is in flight, and nothing can be scheduled"
+        plan, result = self._in_flight[0]
+        self._deliver(self.scheduler.update(plan, await result))
+        self._in_flight.popleft()
+
+    async def run(self) -> None:
+        """Step while there is work, wait while there is none; ends only by cancellation or with the engine.
+
+        Raises:
+            EngineDiedError: a worker is gone, or a step failed; every open request has got an error.
+        """
+        try:
+            while True:
+                while not self._in_flight and not self.scheduler.has_work:
+                    await self._idle()
+                await self.step()
+                await asyncio.sleep(0)  # clients get their turn even if the worker is faster than this loop
+        except EngineDiedError as error:
+            self._die(error)
+            raise
+        except Exception as error:
+            died = EngineDiedError(f"The engine failed: {type(error).__name__}: {error}")
+            self._die(died)
+            raise died from error
+
+    async def shutdown(self) -> None:
+        """End the workers and close every outbox; ``run`` must have ended, or be cancelled, before."""
+        self._close(EngineUnavailableError("The engine was shut down."))
+        await self._executor.shutdown()
+
+    async def _idle(self) -> None:
+        self.scheduler.kv.check_idle()
+        for outbox in self._outboxes.values():
+            outbox.tell(_only(self.scheduler.stats()))
+        self._work.clear()
+        await self._work.wait()
+
+    def _deliver(self, news: dict[str, EngineCoreOutputs]) -> None:
+        for client_id, outputs in news.items():
+            if client_id in self._outboxes:
+                self._outboxes[client_id].put(outputs)
+
+    # ---------------------------------------------------------------- the end
+
+    def _check_alive(self) -> None:
+        if self._died_of is not None:
+            raise self._died_of
+
+    def _die(self, error: EngineDiedError) -> None:
+        """Tell every client about each of its open requests, and that there will be no more."""
+        self._died_of = error
+        errors: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+        for client_id, key in self.scheduler.open_requests():
+            errors[client_id].append((key, error.message))
+        self._deliver({client_id: _only(self.scheduler.stats(), entries) for client_id, entries in errors.items()})
+        self._close(error)
+
+    def _close(self, error: RayLMError) -> None:
+        for outbox in self._outboxes.values():
+            outbox.close(error)
+        for _, result in self._in_flight:
+            result.add_done_callback(lambda done: done.cancelled() or done.exception())
+            result.cancel()
+        self._in_flight.clear()
+
+
+def _only(stats: EngineStats, errors: list[tuple[int, str]] | None = None) -> EngineCoreOutputs:
+    """A message without entries."""
+    return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], created=time.time())

@@ -1,0 +1,204 @@
+"""KVCacheManager: owns the block table and the block hashes of every sequence."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import sha256
+from struct import Struct
+
+from raylm.engine.block_pool import BlockPool
+from raylm.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence, the hashes of its full ones as far as known, and how many are published."""
+
+    block_ids: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+
+
+class BlockHasher(ABC):
+    """Gives full blocks the hash under which they are found again."""
+
+    @abstractmethod
+    def extend(self, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
+        """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``seq``, all of known tokens."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """From now on give new sequences hashes that no earlier one had."""
+
+
+class ChainedHasher(BlockHasher):
+    """SHA-256 over (parent's hash, tokens): equal hashes mean equal prefixes, and none can be forged.
+
+    The chain begins with what else the content depends on: the request's cache salt, and how often the cache was
+    reset. Token ids are below 2**32.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._pack = Struct(f"{block_size}I").pack
+        self._epoch = 0
+
+    def extend(self, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
+        size, tokens = self._block_size, seq.token_ids
+        parent = hashes[-1] if hashes else self._root(seq)
+        for start in range(len(hashes) * size, num_blocks * size, size):
+            parent = sha256(parent + self._pack(*tokens[start : start + size])).digest()
+            hashes.append(parent)
+
+    def renew(self) -> None:
+        self._epoch += 1
+
+    def _root(self, seq: Sequence) -> bytes:
+        return sha256(repr((self._epoch, seq.state.request.cache_salt)).encode()).digest()
+
+
+class NoHasher(BlockHasher):
+    """Prefix caching off: no block has a hash, so none is ever found."""
+
+    def extend(self, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
+        """Know no hash."""
+
+    def renew(self) -> None:
+        """Nothing to renew."""
+
+
+class KVCacheManager:
+    """Gives sequences their KV blocks, and lets equal prompt beginnings share them.
+
+    Workers run steps strictly in order. Therefore a block may be shared as soon as the step that computes it was
+    handed over before the step that reads it, and a block given up while a step in flight still writes to it may be
+    handed out at once: its next owner writes later than that step, and reads only what it wrote itself.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self._hasher: BlockHasher = ChainedHasher(block_size) if prefix_caching else NoHasher()
+        self._tables: dict[int, BlockTable] = {}
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences hold, 0 to 1."""
+        return 1 - self.pool.num_free / self.pool.num_blocks
+
+    def block_ids(self, seq: Sequence) -> list[int]:
+        """The block table of a sequence; not to be changed."""
+        return self._tables[seq.id].block_ids
+
+    def admit(self, seq: Sequence, spare: int, *, use_cache: bool = True) -> int | None:
+        """Give a sequence blocks for all of its known tokens, cached ones for the longest published beginning.
+
+        At least one token is left to compute. ``spare`` blocks must stay free. Returns the number of tokens whose KV
+        is there already; None, without side effects, if the pool cannot give that much.
+        """
+        table = self._tables.setdefault(seq.id, BlockTable())
+        cached = self._find_prefix(seq, table) if use_cache else []
+        num_new = self._blocks_for(len(seq.token_ids)) - len(cached)
+        num_idle = sum(self.pool.refs[block] == 0 for block in cached)
+        if num_new + num_idle + spare > self.pool.num_free:
+            return None
+        self.pool.share(cached)
+        table.block_ids = cached + self.pool.allocate(num_new)
+        table.num_published = len(cached)
+        return len(cached) * self.block_size
+
+    def extend(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+        """Let the table of a sequence hold ``num_tokens`` tokens; None, without side effects, if the pool is empty.
+
+        Returns the blocks appended. Called before the step is drawn up, so all that is computed may be published.
+        """
+        table = self._tables[seq.id]
+        self.publish(seq, seq.num_computed)
+        missing = self._blocks_for(num_tokens) - len(table.block_ids)
+        if missing <= 0:
+            return []
+        if missing > self.pool.num_free:
+            return None
+        blocks = self.pool.allocate(missing)
+        table.block_ids += blocks
+        return blocks
+
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Let the full blocks among the first ``num_computed`` tokens be found, as far as those tokens are known."""
+        table = self._tables[seq.id]
+        num_full = min(num_computed, len(seq.token_ids)) // self.block_size
+        if num_full <= table.num_published:
+            return
+        self._hasher.extend(table.hashes, seq, num_full)
+        first, table.num_published = table.num_published, num_full
+        for block, block_hash in zip(table.block_ids[first:num_full], table.hashes[first:num_full], strict=False):
+            self.pool.publish(block, block_hash)
+
+    def free(self, seq: Sequence) -> None:
+        """Give the blocks of a sequence up, its last ones to be evicted first; what it computed stays findable."""
+        self.publish(seq, seq.num_computed)
+        self.pool.release(reversed(self._tables.pop(seq.id).block_ids))
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a sequence that holds no blocks."""
+        self._tables.pop(seq.id, None)
+
+    def distrust(self, seq: Sequence) -> None:
+        """Let no block with the content of a sequence that gave its blocks up be found again."""
+        hashes: list[bytes] = []
+        self._hasher.extend(hashes, seq, len(seq.token_ids) // self.block_size)
+        self.pool.withdraw(block for block in map(self.pool.find, hashes) if block is not None)
+
+    def num_shared_tokens(self, seq: Sequence) -> int:
+        """Tokens at the beginning of a sequence that would stay in the pool if it gave its blocks up.
+
+        A prefix is shared from its beginning on, which makes the shared blocks a run that bisection finds the end of.
+        """
+        refs = self.pool.refs
+        shared = bisect_left(self.block_ids(seq), True, key=lambda block: refs[block] == 1)
+        return shared * self.block_size
+
+    def reset(self) -> None:
+        """Forget all cached content; sequences that run keep their blocks, and are not found by later ones."""
+        self.pool.reset()
+        self._hasher.renew()
+        self._tables = {seq_id: table for seq_id, table in self._tables.items() if table.block_ids}
+
+    def check_idle(self) -> None:
+        """With no sequence in the engine nothing may be held; costs nothing.
+
+        Raises:
+            AssertionError: a block table or a reference was left behind.
+        """
+        assert not self._tables, f"sequences {sorted(self._tables)} are gone and left block tables behind"
+        lost = self.pool.num_blocks - self.pool.num_free
+        assert lost == 0, f"{lost} KV blocks are held by no sequence"
+
+    def check(self) -> None:
+        """Free and held blocks make up the pool, and every reference is one of a block table; walks everything.
+
+        Raises:
+            AssertionError: with what is wrong.
+        """
+        self.pool.check()
+        held = Counter(block for table in self._tables.values() for block in table.block_ids)
+        refs = {block: count for block, count in enumerate(self.pool.refs) if count}
+        assert refs == held, f"references {refs} are not those of the block tables {dict(held)}"
+
+    def _find_prefix(self, seq: Sequence, table: BlockTable) -> list[int]:
+        most = (len(seq.token_ids) - 1) // self.block_size
+        if len(table.hashes) < most:
+            self._hasher.extend(table.hashes, seq, most)
+        blocks = []
+        for block_hash in table.hashes[:most]:
+            block = self.pool.find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

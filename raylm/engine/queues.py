@@ -1,0 +1,75 @@
+"""The waiting queues: one family, a member for each order in which sequences are served; owned by the Scheduler."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from heapq import heapify, heappop, heappush
+
+from raylm.engine.sequence import Sequence
+
+Rank = tuple[int, int, int]
+
+
+class WaitingQueue(ABC):
+    """Sequences that wait, in the order of their rank; a policy is a rank.
+
+    A rank never changes while a sequence lives. So a preempted sequence comes back before everything that arrived
+    after it, and the same rank orders the running batch. Removal marks; the heap is cleared of marked entries when
+    they reach its head, or outnumber the others.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, int]] = []
+        self._waiting: dict[int, Sequence] = {}
+
+    @staticmethod
+    @abstractmethod
+    def rank(seq: Sequence) -> Rank:
+        """(class, arrival, index): lower is served earlier; sequences of a higher class are preempted first."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, seq: Sequence) -> None:
+        """Let a sequence wait at the place of its rank."""
+        self._waiting[seq.id] = seq
+        heappush(self._heap, (self.rank(seq), seq.id))
+
+    def peek(self) -> Sequence:
+        """The one to be served next; the queue must not be empty."""
+        while self._heap[0][1] not in self._waiting:
+            heappop(self._heap)
+        return self._waiting[self._heap[0][1]]
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a waiting sequence out, wherever it stands."""
+        del self._waiting[seq.id]
+        if len(self._heap) > 2 * len(self._waiting) + 64:
+            self._heap = [(self.rank(waiting), waiting.id) for waiting in self._waiting.values()]
+            heapify(self._heap)
+
+
+class FcfsQueue(WaitingQueue):
+    """First come, first served."""
+
+    @staticmethod
+    def rank(seq: Sequence) -> Rank:
+        """One class; the order of arrival."""
+        return (0, seq.state.arrival, seq.index)
+
+
+class PriorityQueue(WaitingQueue):
+    """The lowest ``priority`` first; the order of arrival among equals."""
+
+    @staticmethod
+    def rank(seq: Sequence) -> Rank:
+        """A class for each priority."""
+        return (seq.state.request.priority, seq.state.arrival, seq.index)
+
+
+_QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
+
+
+def create_queue(policy: str) -> WaitingQueue:
+    """The queue of a policy by its name in the configuration."""
+    return _QUEUES[policy]()

@@ -1,0 +1,133 @@
+"""Sequence and RequestState: what the Scheduler schedules, and the request that its n sequences belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from raylm.messages import EngineCoreRequest, Logprobs, NewSequence
+
+_U64 = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Status(Enum):
+    """Where a sequence is: only a running one has a row in the worker and KV blocks."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request in the engine: its order of arrival, its seed, and which of its sequences are still open.
+
+    ``limit`` is the longest that its sequences may grow, in tokens with the prompt. ``num_unforked`` sequences are
+    not made yet: they start when the first one has computed the prompt that they share.
+    """
+
+    client_id: str
+    request: EngineCoreRequest
+    arrival: int
+    seed: int
+    limit: int
+    num_unforked: int
+    stop_token_ids: tuple[int, ...] = ()
+    open: list[Sequence] = field(default_factory=list)
+
+    def sequence(self, seq_id: int, index: int) -> Sequence:
+        """Open the sequence ``index`` of this request."""
+        prompt = self.request.prompt_token_ids
+        seq = Sequence(
+            id=seq_id,
+            state=self,
+            client_id=self.client_id,
+            key=self.request.key,
+            index=index,
+            token_ids=list(prompt),
+            num_tokens=len(prompt),
+            limit=self.limit,
+            milestone=len(prompt) + 1,
+            stop_ids=frozenset(self.stop_token_ids),
+            wants_prompt_logprobs=index == 0 and self.request.params.prompt_logprobs is not None,
+        )
+        self.open.append(seq)
+        return seq
+
+    def fork(self, ids: Iterator[int]) -> list[Sequence]:
+        """Open the sequences that shared the first one's prompt computation; none the second time."""
+        count, self.num_unforked = self.num_unforked, 0
+        return [self.sequence(next(ids), index) for index in range(1, count + 1)]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What is scheduled: tokens known, and how many of them are computed.
+
+    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw. ``num_computed`` counts
+    the tokens computed by every step handed over so far. ``milestone`` is the length at which the next token is more
+    than an append: the first generated one, then ``limit``. ``resume_after`` is the step whose result must have been
+    seen before a preempted sequence may start again. ``num_cached`` prompt tokens came from the prefix cache.
+    """
+
+    id: int
+    state: RequestState
+    client_id: str
+    key: int
+    index: int
+    token_ids: list[int]
+    num_tokens: int
+    limit: int
+    milestone: int
+    stop_ids: frozenset[int]
+    wants_prompt_logprobs: bool
+    num_computed: int = 0
+    num_cached: int = 0
+    resume_after: int = 0
+    status: Status = Status.WAITING
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.state.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens known so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def as_new(self, block_ids: list[int]) -> NewSequence:
+        """The sequence in full, for a worker that has no row of it; prompt logprobs are asked for only once."""
+        request = self.state.request
+        params = request.params
+        if params.prompt_logprobs is not None and not self.wants_prompt_logprobs:
+            params = replace(params, prompt_logprobs=None)
+        return NewSequence(
+            seq_id=self.id,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            block_ids=list(block_ids),
+            params=params,
+            seed=sequence_seed(self.state.seed, self.index),
+            stop_token_ids=self.state.stop_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
+        )
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of sequence ``index`` of a request, a signed 64-bit integer; index 0 has the request's own.
+
+    The others are drawn from it by SplitMix64 (Steele, Lea, Flood 2014), so that neither requests with neighbouring
+    seeds nor their sequences share a random stream. It depends on nothing else: preemption does not change it.
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * _GOLDEN) % _U64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % _U64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % _U64
+    z ^= z >> 31
+    return z - _U64 if z >= _U64 // 2 else z

@@ -1,0 +1,255 @@
+"""Fakes: a model whose next token is a function of the whole sequence, and a worker that keeps its KV as text.
+
+The worker stores, for every slot of every KV block, which token was written there at which position after which
+prefix, and draws its next token from what it *reads back* through the block table. A wrong table, a block given up
+too early or a false prefix hit therefore gives a wrong answer, as it would with real attention.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+
+from raylm.config import Config
+from raylm.engine import ModelExecutor
+from raylm.errors import EngineDiedError
+from raylm.messages import Logprobs, ModelRunnerOutput, NewSequence, SchedulerOutput, WorkerInfo
+from raylm.params import SamplingParams
+
+Entry = tuple[int, int, int]
+"""(token, position, fold of everything before it): the KV of one token."""
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """Token ids from 0 to vocab_size - 1, of which ``eos_token_id`` comes about every ``eos_period`` tokens."""
+
+    vocab_size: int = 50
+    eos_token_id: int = 0
+    eos_period: int = 12
+
+    def next_token(self, fold: int, seed: int, position: int) -> int:
+        """The token at ``position``, drawn after the prefix that folds to ``fold``."""
+        if hash((position, fold, seed)) % self.eos_period == 0:
+            return self.eos_token_id
+        return 1 + hash((fold, position, seed)) % (self.vocab_size - 1)
+
+    def continuation(self, prompt: list[int], seed: int, count: int) -> list[int]:
+        """The first ``count`` tokens after a prompt, EOS or not: the reference that knows of no blocks and no batch."""
+        fold, tokens = 0, list(prompt)
+        for position in range(len(prompt) + count - 1):
+            fold = read(fold, write(fold, tokens[position], position))
+            if position >= len(prompt) - 1:
+                tokens.append(self.next_token(fold, seed, position + 1))
+        return tokens[len(prompt) :]
+
+
+def write(fold: int, token: int, position: int) -> Entry:
+    """The KV entry of a token that attends to a prefix."""
+    return (token, position, hash((fold, token, position)))
+
+
+def read(fold: int, entry: Entry) -> int:
+    """Attend to one more entry."""
+    return hash((fold, entry))
+
+
+@dataclass
+class Row:
+    """What the worker holds of one sequence."""
+
+    new: NewSequence
+    tokens: list[int]
+    block_ids: list[int]
+
+
+@dataclass
+class FakeWorker:
+    """A worker without a model: checks every plan as a real one would have to rely on it, and runs it at once.
+
+    ``poison`` makes a sequence that contains it fail, as if its logits were not finite.
+    """
+
+    num_blocks: int = 64
+    block_size: int = 16
+    max_model_len: int = 256
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    poison: int | None = None
+    model: FakeModel = field(default_factory=FakeModel)
+    kv: dict[tuple[int, int], Entry] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
+    last_step: int = 0
+    tokens_computed: int = 0
+
+    @classmethod
+    def from_config(cls, config: Config) -> FakeWorker:
+        """As LocalExecutor creates its worker."""
+        return cls(
+            num_blocks=config.cache.num_blocks or 64,
+            block_size=config.cache.block_size,
+            max_model_len=config.max_model_len or 256,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        )
+
+    def start(self) -> WorkerInfo:
+        """What a worker would have found out."""
+        return WorkerInfo(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model.vocab_size,
+            device="cpu",
+            dtype="text",
+            attention_backend="fake",
+            threads=1,
+            weights_bytes=0,
+            kv_cache_bytes=0,
+        )
+
+    def shutdown(self) -> None:
+        """Nothing to let go of."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step: rows freed, rows added, tables extended, tokens computed and drawn."""
+        assert plan.step == self.last_step + 1, f"step {plan.step} after {self.last_step}"
+        self.last_step = plan.step
+        self._check_columns(plan)
+        for seq_id in plan.finished:
+            del self.rows[seq_id]
+        for new in plan.new:
+            assert new.seq_id not in self.rows, f"sequence {new.seq_id} has a row already"
+            assert new.seq_id in plan.seq_ids, "a new sequence must be scheduled"
+            self.rows[new.seq_id] = Row(new, list(new.token_ids), list(new.block_ids))
+        assert len(self.rows) <= self.max_num_seqs, f"{len(self.rows)} rows"
+        self._extend_tables(plan)
+        return self._compute(plan)
+
+    def _check_columns(self, plan: SchedulerOutput) -> None:
+        count = len(plan.seq_ids)
+        columns = (plan.num_computed, plan.num_scheduled, plan.samples, plan.new_block_counts)
+        assert count > 0, "an empty plan"
+        assert all(len(column) == count for column in columns), "columns of different length"
+        assert len(set(plan.seq_ids)) == count, "a sequence is scheduled twice"
+        assert sum(plan.new_block_counts) == len(plan.new_block_ids)
+        assert min(plan.num_scheduled) >= 1
+        assert plan.num_scheduled.count(1) == next((i for i, n in enumerate(plan.num_scheduled) if n > 1), count)
+        assert plan.num_tokens <= self.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
+
+    def _extend_tables(self, plan: SchedulerOutput) -> None:
+        start, new = 0, {new.seq_id for new in plan.new}
+        for seq_id, count in zip(plan.seq_ids, plan.new_block_counts, strict=True):
+            assert count == 0 or seq_id not in new, "a new sequence brings its whole table"
+            self.rows[seq_id].block_ids += plan.new_block_ids[start : start + count]
+            start += count
+
+    def _compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        seq_ids, drawn, failed = [], [], []
+        logprobs = Logprobs([], [], [], [])
+        prompt_logprobs: list[tuple[int, Logprobs]] = []
+        columns = zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, plan.samples, strict=True)
+        for seq_id, computed, count, samples in columns:
+            row, end = self.rows[seq_id], computed + count
+            assert samples == (end == len(row.tokens)), f"sequence {seq_id}: {end} of {len(row.tokens)}, {samples=}"
+            fold = self._forward(row, computed, end)
+            self.tokens_computed += count
+            if self.poison in row.tokens:
+                failed.append((seq_id, "logits are not finite"))
+                continue
+            if row.new.params.prompt_logprobs is not None and computed < row.new.num_prompt_tokens:
+                prompt_logprobs.append((seq_id, _prompt_logprobs(row, computed, end)))
+            if samples:
+                token = self.model.next_token(fold, row.new.seed, end)
+                row.tokens.append(token)
+                seq_ids.append(seq_id)
+                drawn.append(token)
+                _append_logprobs(logprobs, token, row.new.params)
+        return ModelRunnerOutput(
+            step=plan.step,
+            seq_ids=seq_ids,
+            token_counts=[1] * len(seq_ids),
+            token_ids=drawn,
+            logprobs=logprobs if any(logprobs.counts) else None,
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
+        )
+
+    def _forward(self, row: Row, computed: int, end: int) -> int:
+        """Read what was computed, write what is new; returns the fold over everything."""
+        assert end <= len(row.tokens), "a token is computed that nobody knows"
+        assert end <= len(row.block_ids) * self.block_size, "the block table is too short"
+        fold = 0
+        for position in range(end):
+            slot = (row.block_ids[position // self.block_size], position % self.block_size)
+            if position >= computed:
+                assert 0 <= slot[0] < self.num_blocks
+                self.kv[slot] = write(fold, row.tokens[position], position)
+            assert slot in self.kv, f"position {position} of sequence {row.new.seq_id} was never computed"
+            fold = read(fold, self.kv[slot])
+        return fold
+
+
+def _append_logprobs(logprobs: Logprobs, token: int, params: SamplingParams) -> None:
+    """The token itself with -token, then ``params.logprobs`` others: a value that shows which token it belongs to."""
+    count = 0 if params.logprobs is None else 1 + params.logprobs
+    logprobs.counts.append(count)
+    logprobs.token_ids.extend([token, *range(1000, 1000 + count - 1)][:count])
+    logprobs.logprobs.extend([-float(token)] * count)
+    logprobs.ranks.append(min(count, 1))
+
+
+def _prompt_logprobs(row: Row, computed: int, end: int) -> Logprobs:
+    """Entries for the prompt positions computed: the first token of all has none."""
+    whole = Logprobs([], [], [], [])
+    for position in range(computed, min(end, row.new.num_prompt_tokens)):
+        empty = SamplingParams(logprobs=row.new.params.prompt_logprobs if position else None)
+        _append_logprobs(whole, row.tokens[position], empty)
+    return whole
+
+
+class FakeExecutor(ModelExecutor):
+    """Runs a FakeWorker in place; a step's result is there ``delay_s`` seconds after the one before it.
+
+    ``die`` loses the worker: every step in flight and every later one fails. ``die_at_step`` does so by itself.
+    """
+
+    def __init__(self, worker: FakeWorker | None = None, delay_s: float = 0.0, die_at_step: int | None = None) -> None:
+        self.worker = worker or FakeWorker()
+        self.most_in_flight = 0
+        self.shut_down = False
+        self._delay_s = delay_s
+        self._die_at_step = die_at_step
+        self._dead = False
+        self._in_flight = 0
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> WorkerInfo:
+        """Start the fake worker."""
+        return self.worker.start()
+
+    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+        """Run the step now, and give its result later."""
+        if plan.step == self._die_at_step:
+            self.die()
+        self._in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        result = None if self._dead else self.worker.execute(plan)
+        return asyncio.ensure_future(self._give(result))
+
+    def die(self) -> None:
+        """Lose the worker."""
+        self._dead = True
+
+    async def shutdown(self) -> None:
+        """Note that it was asked for."""
+        self.shut_down = True
+
+    async def _give(self, result: ModelRunnerOutput | None) -> ModelRunnerOutput:
+        async with self._turn:
+            await asyncio.sleep(self._delay_s)
+        self._in_flight -= 1
+        if self._dead or result is None:
+            raise EngineDiedError("The worker is gone.")
+        return result
