@@ -157,6 +157,7 @@ class FakeWorker:
             self.tokens_computed += count
             if self.poison in row.tokens:
                 failed.append((seq_id, "logits are not finite"))
+                row.tokens += [self.poison] * samples  # the next step is in flight already and counts on a token
                 continue
             if row.new.params.prompt_logprobs is not None and computed < row.new.num_prompt_tokens:
                 prompt_logprobs.append((seq_id, _prompt_logprobs(row, computed, end)))
@@ -179,6 +180,8 @@ class FakeWorker:
     def _forward(self, row: Row, computed: int, end: int) -> int:
         """Read what was computed, write what is new; returns the fold over everything."""
         assert end <= len(row.tokens), "a token is computed that nobody knows"
+        longest = min(self.max_model_len, row.new.num_prompt_tokens + (row.new.params.max_tokens or self.max_model_len))
+        assert end < longest, f"{end} of at most {longest} tokens, the last is never computed"
         assert end <= len(row.block_ids) * self.block_size, "the block table is too short"
         fold = 0
         for position in range(end):

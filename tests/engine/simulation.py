@@ -1,0 +1,329 @@
+"""Random runs of the Scheduler against a fake worker, and what each request must get, computed without either."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from raylm.config import SchedulerConfig
+from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.scheduler import Scheduler
+from raylm.engine.sequence import Sequence, sequence_seed
+from raylm.errors import ContextLengthError
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from raylm.params import SamplingParams
+from tests.fakes import FakeModel, FakeWorker
+
+MODEL = FakeModel(vocab_size=6, eos_token_id=0, eos_period=9)
+POISON = 99
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine: tiny, so that everything runs out."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    steps_in_flight: int
+    prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class Op:
+    """``add`` a request, ``abort`` the given one, ``schedule`` a step, or ``update`` by the oldest one in flight."""
+
+    kind: str
+    request: EngineCoreRequest | None = None
+    pick: int = 0
+    client_id: str = ""
+
+
+def random_setup(rng: Random) -> Setup:
+    """Pools of 3 to 12 blocks of 2 or 4 tokens."""
+    return Setup(
+        num_blocks=rng.randint(3, 12),
+        block_size=rng.choice([2, 4]),
+        max_model_len=rng.randint(6, 40),
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.randint(1, 14),
+        policy=rng.choice(["fcfs", "priority"]),
+        steps_in_flight=rng.choice([1, 2]),
+        prefix_caching=rng.random() < 0.7,
+    )
+
+
+def random_request(rng: Random, key: int) -> EngineCoreRequest:
+    """Prompts of two token ids, so that many share beginnings; a few are poisoned."""
+    prompt = rng.choices([1, 2], [3, 1], k=rng.randint(1, 14))
+    if rng.random() < 0.04:
+        prompt[rng.randrange(len(prompt))] = POISON
+    max_tokens = rng.choice([None, *range(1, 15)])
+    params = SamplingParams(
+        n=rng.choice([1, 1, 1, 2, 3]),
+        seed=rng.randint(-3, 3),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, rng.randint(0, min(max_tokens or 4, 4))]),
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=rng.choice([(), (), (3,), (0,)]),
+        logprobs=rng.choice([None, None, 0, 2]),
+        prompt_logprobs=rng.choice([None, None, None, 0, 1]),
+    )
+    return EngineCoreRequest(
+        key=key,
+        request_id=str(key),
+        prompt_token_ids=prompt,
+        params=params,
+        eos_token_ids=(MODEL.eos_token_id,),
+        priority=rng.randint(0, 2),
+        cache_salt=rng.choice([None, None, "salt"]),
+    )
+
+
+def random_script(rng: Random, length: int) -> list[Op]:
+    """A busy life: about three steps for an arrival, and some aborts."""
+    kinds = rng.choices(["add", "abort", "schedule", "update"], [4, 1, 7, 6], k=length)
+    script = []
+    for key, kind in enumerate(kinds):
+        client_id, pick = rng.choice("ab"), rng.randrange(1000)
+        script.append(Op(kind, random_request(rng, key) if kind == "add" else None, pick, client_id))
+    return script
+
+
+@dataclass
+class Answer:
+    """What a client has of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[tuple[int, ...]] = field(default_factory=list)
+    finish: tuple[str, int | None] | None = None
+    cached_tokens: int = 0
+
+
+@dataclass
+class Run:
+    """One engine's life, checked at every step."""
+
+    setup: Setup
+    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
+    added: list[tuple[str, EngineCoreRequest]] = field(default_factory=list)
+    aborted: set[int] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Any] = field(default_factory=dict)
+    owner: dict[int, int] = field(default_factory=dict)
+    wasted: Counter[int] = field(default_factory=Counter)
+    started: list[tuple[str | None, list[int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        setup = self.setup
+        config = SchedulerConfig.model_construct(
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            policy=setup.policy,
+            steps_in_flight=setup.steps_in_flight,
+        )
+        self.kv = KVCacheManager(setup.num_blocks, setup.block_size, setup.prefix_caching)
+        self.scheduler = Scheduler(config, self.kv, setup.max_model_len)
+        self.max_model_len = min(setup.max_model_len, setup.num_blocks * setup.block_size)
+        self.worker = FakeWorker(
+            num_blocks=setup.num_blocks,
+            block_size=setup.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            poison=POISON,
+            model=MODEL,
+        )
+
+    # -------------------------------------------------------------- what is done
+
+    def play(self, script: list[Op]) -> None:
+        """Run a script, let everything end, and compare."""
+        for op in script:
+            getattr(self, op.kind)(op)
+            self.kv.check()
+        budget = 60 + 12 * sum(request.params.n * self.max_model_len for _, request in self.added)
+        while self.scheduler.has_work or self.in_flight:
+            self.schedule(Op("schedule"))
+            assert self.in_flight, "requests are open, and nothing can be scheduled"
+            self.update(Op("update"))
+            budget -= 1
+            assert budget > 0, "the engine goes round in circles"
+        self.kv.check()
+        self.kv.check_idle()
+        self.compare()
+
+    def add(self, op: Op) -> None:
+        """A request arrives; one that cannot be served is refused."""
+        assert op.request is not None
+        key = len(self.added)
+        request = replace(op.request, key=key)
+        self.added.append((op.client_id, request))
+        try:
+            self.scheduler.add(op.client_id, request)
+        except ContextLengthError:
+            assert len(request.prompt_token_ids) >= self.max_model_len
+            self.refused.add(key)
+        else:
+            assert len(request.prompt_token_ids) < self.max_model_len
+
+    def abort(self, op: Op) -> None:
+        """A client gives up one of its requests, in whatever state it is."""
+        if self.added:
+            client_id, request = self.added[op.pick % len(self.added)]
+            if (client_id, request.key) in self.scheduler.open_requests():
+                self.aborted.add(request.key)
+            self.scheduler.abort(client_id, request.key)
+
+    def schedule(self, op: Op) -> None:
+        """Hand a step over, if there is room for one in flight."""
+        if len(self.in_flight) == self.setup.steps_in_flight:
+            return
+        ready = [seq for seq in self.scheduler.running if seq.num_tokens < seq.limit]
+        before = list(self.scheduler.running)
+        plan = self.scheduler.schedule()
+        preempted = [seq for seq in before if seq not in self.scheduler.running]
+        if plan is not None:
+            self._check_order(plan, ready, preempted)
+            self._check_hits(plan)
+            self.in_flight.append((plan, self.worker.execute(plan)))
+
+    def update(self, op: Op) -> None:
+        """Take in the oldest step."""
+        if not self.in_flight:
+            return
+        plan, result = self.in_flight.popleft()
+        known = {seq.id for seq in self._sequences()}
+        self.wasted.update(seq_id for seq_id in result.seq_ids if seq_id not in known)
+        for client_id, outputs in self.scheduler.update(plan, result).items():
+            self._take(client_id, outputs)
+
+    # -------------------------------------------------------------- what must hold at every step
+
+    def _rank(self, seq: Sequence) -> tuple[int, int, int]:
+        priority = seq.state.request.priority if self.setup.policy == "priority" else 0
+        return (priority, seq.key, seq.index)  # keys are given in the order of arrival
+
+    def _sequences(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting._waiting.values()]
+
+    def _check_order(self, plan: SchedulerOutput, ready: list[Sequence], preempted: list[Sequence]) -> None:
+        """Running first, then strict head of line; and who is preempted is of the lowest class there is."""
+        running = {seq.id: seq for seq in self.scheduler.running}
+        waiting = [self._rank(seq) for seq in self.scheduler.waiting._waiting.values()]
+        if plan.new:
+            assert all(seq.id in plan.seq_ids for seq in ready), "a new sequence runs, and a running one must wait"
+            last = max(self._rank(running[new.seq_id]) for new in plan.new)
+            assert all(last < rank for rank in waiting), "somebody jumped the queue"
+        for victim in preempted:
+            assert all(self._rank(seq)[0] <= self._rank(victim)[0] for seq in running.values()), "not the lowest class"
+            assert any(self._rank(running[seq_id]) < self._rank(victim) for seq_id in plan.seq_ids), "for nobody's good"
+
+    def _check_hits(self, plan: SchedulerOutput) -> None:
+        """A prefix hit needs an earlier sequence of the same salt with the same beginning."""
+        for new in plan.new:
+            computed = plan.num_computed[plan.seq_ids.index(new.seq_id)]
+            request = next(seq for seq in self.scheduler.running if seq.id == new.seq_id).state.request
+            self.owner[new.seq_id] = request.key
+            longest = max(
+                (_common(new.token_ids, tokens) for salt, tokens in self.started if salt == request.cache_salt),
+                default=0,
+            )
+            assert computed <= longest, f"{computed} tokens from the cache, {longest} can be there"
+            assert computed == 0 or self.setup.prefix_caching
+            whole = MODEL.continuation(request.prompt_token_ids, new.seed, self.max_model_len)
+            self.started.append((request.cache_salt, request.prompt_token_ids + whole))
+
+    def _take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        start = entry = 0
+        for row, (key, index) in enumerate(zip(outputs.keys, outputs.indexes, strict=True)):
+            assert self.added[key][0] == client_id, "somebody else's tokens"
+            answer = self.answers.setdefault((key, index), Answer())
+            assert answer.finish is None, "a token after the end"
+            end = start + outputs.token_counts[row]
+            answer.token_ids += outputs.token_ids[start:end]
+            for position in range(start, end):
+                count = outputs.logprobs.counts[position] if outputs.logprobs else 0
+                if outputs.logprobs and count:
+                    answer.logprobs.append(tuple(outputs.logprobs.token_ids[entry : entry + count]))
+                entry += count
+            start = end
+            answer.cached_tokens = outputs.cached_tokens[row]
+            if (reason := outputs.finish_reasons[row]) is not None:
+                answer.finish = (reason, outputs.stop_reasons[row])
+        for key, logprobs in outputs.prompt_logprobs:
+            assert key not in self.prompt_logprobs, "prompt logprobs came twice"
+            self.prompt_logprobs[key] = logprobs
+        self.failed.update(key for key, _ in outputs.errors)
+
+    # -------------------------------------------------------------- what must hold in the end
+
+    def compare(self) -> None:
+        """Every request got what it would have got alone in the world."""
+        for seq_id, count in self.wasted.items():
+            most = self.setup.steps_in_flight - (self.owner[seq_id] not in self.aborted)
+            assert count <= most, f"{count} tokens of sequence {seq_id} were drawn in vain"
+        assert set(self.worker.rows) <= set(self.scheduler._finished), "the worker was not told who has gone"
+        for _, request in self.added:
+            if request.key in self.refused:
+                continue
+            if POISON in request.prompt_token_ids:
+                assert request.key in self.failed | self.aborted
+                continue
+            assert request.key not in self.failed
+            for index in range(request.params.n):
+                self._compare_sequence(request, index)
+            if request.params.prompt_logprobs is not None and request.key not in self.aborted:
+                self._compare_prompt_logprobs(request)
+
+    def _compare_sequence(self, request: EngineCoreRequest, index: int) -> None:
+        tokens, finish = expected(request, index, self.max_model_len)
+        answer = self.answers.get((request.key, index), Answer())
+        if request.key in self.aborted:
+            assert answer.token_ids == tokens[: len(answer.token_ids)]
+            return
+        assert answer.token_ids == tokens, f"request {request.key}, sequence {index}"
+        assert answer.finish == finish
+        assert answer.cached_tokens < len(request.prompt_token_ids)
+        count = request.params.logprobs
+        others = tuple(range(1000, 1000 + (count or 0)))
+        assert answer.logprobs == ([] if count is None else [(token, *others) for token in tokens])
+
+    def _compare_prompt_logprobs(self, request: EngineCoreRequest) -> None:
+        """One entry for each prompt token; the token itself comes first in all but the first, which is empty."""
+        logprobs = self.prompt_logprobs[request.key]
+        count = 1 + (request.params.prompt_logprobs or 0)
+        prompt = request.prompt_token_ids
+        assert logprobs.counts == [0] + [count] * (len(prompt) - 1)
+        assert logprobs.token_ids[::count] == prompt[1:]
+
+
+def expected(request: EngineCoreRequest, index: int, max_model_len: int) -> tuple[list[int], tuple[str, int | None]]:
+    """Tokens and (finish reason, stop reason) of one sequence alone: the rules of the API, token after token."""
+    params, prompt = request.params, request.prompt_token_ids
+    assert params.seed is not None
+    room = min(max_model_len - len(prompt), params.max_tokens or max_model_len)
+    tokens = MODEL.continuation(prompt, sequence_seed(params.seed, index), room)
+    for length, token in enumerate(tokens, start=1):
+        if length > params.min_tokens:
+            if token in request.eos_token_ids and not params.ignore_eos:
+                return tokens[:length], ("stop", None)
+            if token in params.stop_token_ids:
+                return tokens[:length], ("stop", token)
+    return tokens, ("length", None)
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,24 @@
+"""Random lives of the engine core: each request gets exactly what it would have got alone, and planted faults show."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.simulation import Run, random_script, random_setup
+
+
+def live(seed: int, length: int) -> Run:
+    """One engine's random life of ``length`` events."""
+    rng = Random(seed)
+    run = Run(random_setup(rng))
+    run.play(random_script(rng, length))
+    return run
+
+
+@settings(max_examples=1000, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(5, 80))
+def test_every_request_gets_what_it_would_have_got_alone(seed: int, length: int) -> None:
+    live(seed, length)
