@@ -1,6 +1,7 @@
 """Front door of the models: load one, and what a model says of its attention."""
 
+from raylm.models.causal_lm import CausalLM
 from raylm.models.layers import AttentionSpec
 from raylm.models.loader import load_model, resolve_dtype
 
-__all__ = ["AttentionSpec", "load_model", "resolve_dtype"]
+__all__ = ["AttentionSpec", "CausalLM", "load_model", "resolve_dtype"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from raylm.models.causal_lm import CausalLM
 from raylm.models.decoder_config import DecoderConfig, decoder_config
 from raylm.models.layers import Attend, AttentionSpec, Embedding, GatedMLP, HeadNorm, RMSNorm
 from raylm.models.linear import KernelFactory, Linear, Weighted
@@ -18,13 +19,11 @@ Angles = tuple[Tensor, Tensor]
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, spec: AttentionSpec) -> None:
         super().__init__()
         c = config
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.spec = AttentionSpec(
-            layer, c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, sliding_window=c.windows[layer]
-        )
+        self.spec = spec
         self.qkv_proj = Linear(c.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=c.qkv_bias)
         self.o_proj = Linear(q, {"o_proj": c.hidden_size}, bias=c.output_bias)
         self.qk_norm: nn.Module = nn.Identity()
@@ -43,11 +42,11 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then the gated MLP, each on the normed input and added to it."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, spec: AttentionSpec) -> None:
         super().__init__()
         c = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.self_attn = Attention(c, layer)
+        self.self_attn = Attention(c, spec)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.activation, bias=c.mlp_bias)
 
@@ -60,10 +59,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, last norm."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, specs: list[AttentionSpec]) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in specs)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, input_ids: Tensor, angles: Angles, attend: Attend) -> Tensor:
@@ -74,15 +73,21 @@ class Decoder(nn.Module):
         return normed
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(CausalLM):
     """A decoder with its language-model head; the other families differ by a few switches of its configuration."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
-        self.rotary: Rotary | None = None
+        self.vocab_size = config.vocab_size
+        self.attention_specs = _attention_specs(config)
+        self.model = Decoder(config, self.attention_specs)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
+        self.rotary: Rotary | None = None
+
+    @classmethod
+    def from_hf_config(cls, hf: Any) -> LlamaForCausalLM:
+        return cls(cls.configure(hf))
 
     @classmethod
     def configure(cls, hf: Any) -> DecoderConfig:
@@ -91,14 +96,8 @@ class LlamaForCausalLM(nn.Module):
         bias = bool(hf.attention_bias)
         return decoder_config(hf, everywhere, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.mlp_bias))
 
-    @property
-    def attention_specs(self) -> list[AttentionSpec]:
-        """One a layer, in order."""
-        return [layer.self_attn.spec for layer in self.model.layers]  # type: ignore[union-attr, misc]
-
     def targets(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the memory it is loaded into; a tied head has none of its own."""
-        return {name: target for name, target in self._weights() if not (self.config.tied and name == "lm_head.weight")}
+        return {name: target for name, target in self._weights() if name not in self.redundant}
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for path, module in self.named_modules():
@@ -107,8 +106,11 @@ class LlamaForCausalLM(nn.Module):
                 for name, target in module.targets(own):
                     yield f"{parent}.{name}" if parent else name, target
 
+    @property
+    def redundant(self) -> frozenset[str]:
+        return frozenset({"lm_head.weight"} if self.config.tied else ())
+
     def freeze(self, kernels: KernelFactory) -> None:
-        """Called once after loading: tie the head, place the rotary frequencies, let the layers take their form."""
         embedding = self.model.embed_tokens.weight
         if self.config.tied:
             self.lm_head.weight = embedding
@@ -118,15 +120,21 @@ class LlamaForCausalLM(nn.Module):
                 module.freeze(kernels)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """``input_ids`` and ``positions`` (tokens,) -> hidden states (tokens, hidden_size)."""
         assert self.rotary is not None, "the model is used before its weights are loaded"
         hidden: Tensor = self.model(input_ids, self.rotary(positions), attend)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (rows, hidden_size) -> logits (rows, vocab_size) in float32."""
         logits: Tensor = self.lm_head(hidden)
         return logits.float()
+
+
+def _attention_specs(c: DecoderConfig) -> list[AttentionSpec]:
+    scale = c.head_dim**-0.5
+    return [
+        AttentionSpec(layer, c.num_heads, c.num_kv_heads, c.head_dim, scale, sliding_window=window)
+        for layer, window in enumerate(c.windows)
+    ]
 
 
 def _layer_windows(hf: Any) -> tuple[int | None, ...]:

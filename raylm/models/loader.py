@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,18 +15,16 @@ from tqdm import tqdm
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
+from raylm.models.causal_lm import CausalLM
 from raylm.models.linear import dense
 from raylm.models.registry import model_class
-
-if TYPE_CHECKING:
-    from raylm.models.llama import LlamaForCausalLM
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
 _NAMES_SHOWN = 6
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[LlamaForCausalLM, int]:
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, int]:
     """Build the model of ``checkpoint`` and load its weights; return it with the bytes of its weights.
 
     Nothing is initialized that the checkpoint overwrites, and at no time is there more than one tensor beside the
@@ -37,13 +35,12 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
             or of another shape; it names them.
     """
     cls = model_class(checkpoint)
-    config = cls.configure(_read_config(checkpoint))
+    hf_config = _read_config(checkpoint)
     with torch.device("meta"):
-        model = cls(config)
-    model.to(dtype).to_empty(device=device).eval()
+        model = cls.from_hf_config(hf_config)
+    model.to(dtype).to_empty(device=device)
     targets = model.targets()
-    tied = {"lm_head.weight"} if config.tied else set()
-    _load(checkpoint, targets, ignored=tied)
+    _load(checkpoint, targets, ignored=model.redundant)
     model.freeze(dense)
     return model, sum(target.nbytes for target in targets.values())
 
@@ -80,7 +77,7 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         raise ConfigError(f"model: config.json of {checkpoint.path} is not accepted: {error}") from error
 
 
-def _load(checkpoint: Checkpoint, targets: dict[str, Tensor], ignored: set[str]) -> None:
+def _load(checkpoint: Checkpoint, targets: dict[str, Tensor], ignored: frozenset[str]) -> None:
     files = _weight_files(checkpoint.path)
     found = {name for file in files for name in _names(file)}
     unexpected = {name for name in found - targets.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}

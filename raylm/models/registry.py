@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from raylm.models.llama import LlamaForCausalLM
+from raylm.models.causal_lm import CausalLM
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "raylm.models.llama",
@@ -19,7 +16,7 @@ ARCHITECTURES = {
 }
 
 
-def model_class(checkpoint: Checkpoint) -> type[LlamaForCausalLM]:
+def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
     """Find the class for a checkpoint.
 
     Raises:
@@ -35,5 +32,5 @@ def model_class(checkpoint: Checkpoint) -> type[LlamaForCausalLM]:
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise ConfigError(f"model: {checkpoint.path} is quantized ({method}); quantized checkpoints are not supported.")
-    found: type[LlamaForCausalLM] = getattr(import_module(ARCHITECTURES[named[0]]), named[0])
+    found: type[CausalLM] = getattr(import_module(ARCHITECTURES[named[0]]), named[0])
     return found

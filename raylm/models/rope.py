@@ -47,10 +47,11 @@ def frequencies(hf_config: Any, head_dim: int) -> tuple[Tensor, float]:
         raise ConfigError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(_SUPPORTED)}.")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported.")
-    if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    with torch.device("cpu"):  # also where a model is being built on the meta device
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    return inv_freq.float(), float(scaling)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+        return inv_freq.float(), float(scaling)

@@ -42,9 +42,9 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """One zeroed tensor a layer; on a CPU the system gives the memory when it is first written."""
+    """One uninitialized tensor a layer; on a CPU the system gives the memory when it is first written."""
     shapes = [backend.kv_cache_shape(num_blocks, block_size, spec) for spec in specs]
-    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
 
 def size_pool(config: Config, block_bytes: int, free: int, default: int, model_limit: int | None) -> KVCacheSize:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,14 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
-from raylm.models import AttentionSpec
+from raylm.models import AttentionSpec, CausalLM
 from raylm.worker.attention import AnyBackend
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.sampler import Sampler, SamplerOutput
-
-if TYPE_CHECKING:
-    from raylm.models.llama import LlamaForCausalLM
 
 _PROMPT_LOGITS_BYTES = 64 << 20
 
@@ -29,7 +25,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         backend: AnyBackend,
         kv_caches: Sequence[Tensor],
         batch: InputBatch,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from raylm.messages import NewSequence, SchedulerOutput
+from raylm.models import CausalLM
 from raylm.params import SamplingParams
 from raylm.worker.attention import AnyBackend, StepLimits
 from raylm.worker.input_batch import InputBatch
@@ -14,14 +13,11 @@ from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate
 from raylm.worker.model_runner import ModelRunner
 
-if TYPE_CHECKING:
-    from raylm.models.llama import LlamaForCausalLM
-
 _CPU_TOKENS = 256
 
 
 def profile_run(
-    model: LlamaForCausalLM,
+    model: CausalLM,
     backend: type[AnyBackend],
     limits: StepLimits,
     longest: int,
@@ -38,7 +34,7 @@ def profile_run(
     size = limits.block_size
     blocks = -(-max(lengths) // size)
     step = StepLimits(sum(lengths), len(lengths), blocks, size)
-    batch = InputBatch(len(lengths), blocks * size, size, model.config.vocab_size, device)
+    batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size, device)
     kv_caches = allocate(backend, model.attention_specs, blocks, size, dtype, device)
     runner = ModelRunner(model, backend(step), kv_caches, batch, InputBuffers(step, device))
     if device.type != "cuda":

@@ -59,7 +59,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         pool = size_pool(config, bytes_each, *free_memory(device, activations), checkpoint.max_position_embeddings)
         kv_caches = allocate(backend, model.attention_specs, pool.num_blocks, size, dtype, device)
         limits = _limits(config, pool.max_model_len)
-        vocab_size = model.config.vocab_size
+        vocab_size = model.vocab_size
         batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device)
         runner = ModelRunner(model, backend(limits), kv_caches, batch, InputBuffers(limits, device))
     return runner, WorkerInfo(

@@ -1,0 +1,48 @@
+"""CausalLM: what every served language model is to the loader and to the model runner."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from raylm.models.layers import Attend, AttentionSpec
+from raylm.models.linear import KernelFactory
+
+
+class CausalLM(nn.Module, ABC):
+    """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen."""
+
+    vocab_size: int
+    attention_specs: list[AttentionSpec]
+
+    @classmethod
+    @abstractmethod
+    def from_hf_config(cls, hf: Any) -> CausalLM:
+        """Build from a transformers configuration.
+
+        Raises:
+            ConfigError: it asks for something that is not supported, named.
+        """
+
+    @abstractmethod
+    def targets(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the memory that weight is loaded into."""
+
+    @property
+    @abstractmethod
+    def redundant(self) -> frozenset[str]:
+        """Names that a checkpoint may hold beyond ``targets``, as copies of what the model has already."""
+
+    @abstractmethod
+    def freeze(self, kernels: KernelFactory) -> None:
+        """Called once after loading: bring everything into the form that the forward pass reads."""
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """``input_ids`` and ``positions`` (tokens,) int64 -> hidden states (tokens, hidden_size)."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (rows, hidden_size) -> logits (rows, vocab_size) in float32, in memory of their own."""

@@ -1,0 +1,193 @@
+"""Every attention backend equals a brute-force float64 reference, over any mix of sequences in a poisoned pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raylm.errors import ConfigError
+from raylm.models import AttentionSpec
+from raylm.worker.attention import AttentionMetadata, StepLimits, backend_class, select_backend
+from raylm.worker.attention import registry as attention_registry
+from raylm.worker.attention.sdpa import group_by_length
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``lengths`` are (past, new) tokens of each sequence."""
+
+    lengths: list[tuple[int, int]]
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    window: int | None
+    dtype: torch.dtype
+    seed: int
+
+
+cases = st.builds(
+    Case,
+    lengths=st.lists(
+        st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(2, 40))), min_size=1, max_size=7
+    ).map(lambda lengths: sorted(lengths, key=lambda pair: pair[1] > 1)),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 4]),
+    head_dim=st.sampled_from([8, 16, 20, 64]),
+    block_size=st.sampled_from([16, 32]),
+    window=st.one_of(st.none(), st.integers(1, 80)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """One sequence in float64: ``q`` (new, heads, dim) are the last tokens of ``k`` and ``v`` (all, kv_heads, dim)."""
+    group, past = q.shape[1] // k.shape[1], len(k) - len(q)
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    seen = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for row in range(len(q)):
+        low = 0 if window is None else max(0, past + row + 1 - window)
+        seen[row, low : past + row + 1] = True
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small products only lose time to threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Pool:
+    """A pool full of NaN, block tables of shuffled blocks, and the true keys and values beside it."""
+
+    def __init__(self, case: Case, backend_name: str) -> None:
+        self.case = case
+        self.rng = np.random.default_rng(case.seed)
+        self.generator = torch.Generator().manual_seed(case.seed)
+        heads = case.kv_heads * case.group
+        self.spec = AttentionSpec(0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window)
+        self.totals = [past + new for past, new in case.lengths]
+        self.width = -(-max(self.totals) // case.block_size)
+        num_blocks = self.width * len(self.totals) + 3
+        cls = backend_class(backend_name)
+        self.kv = torch.full(cls.kv_cache_shape(num_blocks, case.block_size, self.spec), float("nan"), dtype=case.dtype)
+        self.backend = cls(StepLimits(4096, len(self.totals), self.width, case.block_size))
+        self.tables = self.rng.permutation(num_blocks)[: self.width * len(self.totals)].reshape(-1, self.width)
+        self.k = [self.random(total, case.kv_heads) for total in self.totals]
+        self.v = [self.random(total, case.kv_heads) for total in self.totals]
+
+    def random(self, tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, self.case.head_dim, generator=self.generator).to(self.case.dtype)
+
+    def run(self, spans: list[tuple[int, int]], q: Tensor) -> Tensor:
+        """One step of tokens ``start`` .. ``end`` of each sequence; sequences with one token must be first."""
+        members = [seq for seq, (start, end) in enumerate(spans) if end > start]
+        counts = [spans[seq][1] - spans[seq][0] for seq in members]
+        positions = np.concatenate([np.arange(*spans[seq]) for seq in members])
+        owners = np.repeat(members, counts)
+        size = self.case.block_size
+        slots = self.tables[owners, positions // size] * size + positions % size
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        ends = np.array([spans[seq][1] for seq in members], np.int32)
+        metadata = AttentionMetadata(
+            num_decodes=sum(count == 1 for count in counts),
+            slot_mapping=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(self.tables[members].astype(np.int32)),
+            seq_lens=torch.from_numpy(ends),
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens_host=ends,
+            query_start_loc_host=starts,
+        )
+        k = torch.cat([self.k[seq][slice(*spans[seq])] for seq in members])
+        v = torch.cat([self.v[seq][slice(*spans[seq])] for seq in members])
+        return self.backend.forward(q, k, v, self.kv, self.backend.prepare(metadata), self.spec)
+
+    def write_past(self) -> None:
+        """Bring the past of every sequence into the pool, by steps of the backend itself, one sequence each."""
+        for seq, (past, _) in enumerate(self.case.lengths):
+            spans = [(0, past if at == seq else 0) for at in range(len(self.totals))]
+            if past:
+                self.run(spans, self.random(past, self.spec.num_heads))
+
+
+def worst_error(pool: Pool) -> float:
+    pool.write_past()
+    q = pool.random(sum(new for _, new in pool.case.lengths), pool.spec.num_heads)
+    out = pool.run([(past, past + new) for past, new in pool.case.lengths], q)
+    wanted, start = [], 0
+    for seq, (_, new) in enumerate(pool.case.lengths):
+        wanted.append(reference(q[start : start + new], pool.k[seq], pool.v[seq], pool.spec.scale, pool.case.window))
+        start += new
+    assert out.shape == q.shape
+    assert out.isfinite().all(), "a slot was read that nothing was written to"
+    return float((out.double() - torch.cat(wanted)).abs().max())
+
+
+@pytest.mark.parametrize("name", attention_registry.BACKENDS)
+@given(case=cases)
+@settings(max_examples=120, deadline=None)
+def test_equals_brute_force(name: str, case: Case) -> None:
+    assert worst_error(Pool(case, name)) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("name", attention_registry.BACKENDS)
+def test_only_the_slots_of_the_step_are_written(name: str) -> None:
+    pool = Pool(Case([(5, 1), (20, 1), (0, 9), (17, 4)], 2, 2, 16, 16, None, torch.float32, 3), name)
+    pool.write_past()
+    before = pool.kv.clone()
+    pool.run([(past, past + new) for past, new in pool.case.lengths], pool.random(15, 4))
+    changed = (before != pool.kv) & ~(before.isnan() & pool.kv.isnan())
+    assert int(changed.sum()) == 2 * 15 * 2 * 16
+
+
+@pytest.mark.parametrize("name", attention_registry.BACKENDS)
+def test_a_sequence_does_not_see_its_neighbours(name: str) -> None:
+    """A sequence whose values are not numbers harms nobody but itself."""
+    pool = Pool(Case([(40, 1), (9, 1), (3, 5)], 1, 2, 8, 16, None, torch.float32, 0), name)
+    pool.k[1].fill_(float("nan"))
+    pool.v[1].fill_(float("nan"))
+    pool.write_past()
+    out = pool.run([(40, 41), (9, 10), (3, 8)], pool.random(7, 2))
+    assert out[[0, 2, 3, 4, 5, 6]].isfinite().all()
+    assert not out[1].isfinite().any()
+
+
+@given(lengths=st.lists(st.integers(1, 100_000), min_size=0, max_size=64))
+def test_groups_of_decodes_pad_little_and_stay_bounded(lengths: list[int]) -> None:
+    array = np.array(lengths, np.int32)
+    groups = group_by_length(array)
+    assert sorted(int(member) for group in groups for member in group) == list(range(len(lengths)))
+    for group in groups:
+        longest = int(array[group].max())
+        assert longest <= 2 * int(array[group].min())
+        assert len(group) == 1 or longest * len(group) <= 65_536
+
+
+def test_prefill_tiles_bound_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylm.worker.attention.sdpa._TILE_SCORES", 300)
+    for window in (None, 30):
+        assert worst_error(Pool(Case([(50, 40), (0, 33)], 2, 2, 8, 16, window, torch.float32, 1), "sdpa")) < 2e-5
+
+
+def test_a_layer_no_backend_serves_is_refused_with_reasons() -> None:
+    spec = AttentionSpec(0, 4, 2, 16, 0.25, softcap=30.0)
+    with pytest.raises(ConfigError, match=r"sdpa: .*soft capping"):
+        select_backend([spec], torch.float32, CPU, 16)
+    assert (
+        select_backend([AttentionSpec(0, 4, 2, 16, 0.25)], torch.float32, CPU, 16).name in attention_registry.BACKENDS
+    )

@@ -1,0 +1,135 @@
+"""The worker's life: start and what it finds out, steps, shutdown; and what it refuses to start with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raylm.config import Config
+from raylm.errors import ConfigError
+from raylm.messages import NewSequence, SchedulerOutput
+from raylm.params import SamplingParams
+from raylm.worker import Worker
+from raylm.worker.host import available_cores, available_memory
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16, tokenizer=False)
+
+
+def config(path: Path, **changes: Any) -> Config:
+    base = {"model": str(path), "cache": {"num_blocks": 8}, "engine": {"threads": 1}}
+    return Config.model_validate(base | changes)
+
+
+def first_step() -> SchedulerOutput:
+    new = NewSequence(7, [5, 6, 7], 3, [4], SamplingParams(temperature=0.0), seed=0)
+    return SchedulerOutput(0, [], [new], [7], [0], [3], [True], [0], [])
+
+
+def test_start_tells_what_it_found(path: Path) -> None:
+    worker = Worker(config(path))
+    info = worker.start()
+    assert (info.num_blocks, info.block_size, info.max_model_len, info.vocab_size) == (8, 16, 128, 320)
+    assert (info.device, info.dtype, info.attention_backend, info.threads) == ("cpu", "bfloat16", "sdpa", 1)
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert 0.9 * weights < info.weights_bytes < weights
+    assert info.kv_cache_bytes == 8 * 16 * 2 * 2 * 2 * 16 * 2  # blocks, tokens, layers, k and v, heads, head_dim, bytes
+    assert [name for name, _ in info.stages] == ["import torch", "load weights", "profile run", "allocate KV cache"]
+    assert all(seconds >= 0 for _, seconds in info.stages)
+    output = worker.execute(first_step())
+    assert output.seq_ids == [7]
+    assert 0 < output.forward_s <= output.step_s
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_steps_need_a_running_worker(path: Path) -> None:
+    worker = Worker(config(path))
+    with pytest.raises(RuntimeError, match="not been started"):
+        worker.execute(first_step())
+    worker.start()
+    worker.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        worker.execute(first_step())
+
+
+def test_the_default_pool_is_a_modest_share_of_what_is_free(path: Path) -> None:
+    info = Worker(config(path, cache={}, scheduler={"max_num_seqs": 4})).start()
+    assert info.max_model_len == 256
+    assert 0 < info.kv_cache_bytes <= min(4 << 30, 0.4 * available_memory() + (1 << 30))
+
+
+def test_threads_default_to_the_cores_less_one(path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert (
+            Worker(config(path, engine={})).start().threads == max(1, available_cores() - 1) == torch.get_num_threads()
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"max_model_len": 257}, "max_model_len: 257 exceeds the 256 positions"),
+        ({"max_model_len": 129}, "max_model_len: 129 .* fit 128 tokens"),
+        ({"cache": {"num_blocks": 1 << 40}}, r"cache\.num_blocks"),
+        ({"dtype": "float16"}, "dtype: float16"),
+        ({"model": "./no-such-folder"}, "no-such-folder"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_start(path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Worker(config(path, **changes)).start()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_absent_gpu_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="device: cuda"):
+        Worker(config(path, device="cuda")).start()
+
+
+def test_neither_import_nor_construction_needs_torch() -> None:
+    code = (
+        "import sys; from raylm.worker import Worker; from raylm.config import Config; Worker(Config());"
+        "assert not {'torch', 'transformers', 'ray'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def cgroup(path: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (path / name.replace("_", ".")).write_text(text)
+    return path
+
+
+def test_a_container_narrows_cores_and_memory(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  8000 kB\nMemAvailable:   4000 kB\n")
+    assert available_memory(meminfo, tmp_path) == 4000 * 1024
+    cgroup(tmp_path, memory_max="max\n", cpu_max="max 100000\n")
+    assert available_memory(meminfo, tmp_path) == 4000 * 1024
+    assert available_cores(tmp_path) == available_cores(tmp_path / "none")
+    stat = "anon 5\nfile 300000\ninactive_file 200000\n"
+    cgroup(tmp_path, memory_max="1000000\n", memory_current="500000\n", memory_stat=stat, cpu_max="50000 100000\n")
+    assert available_memory(meminfo, tmp_path) == 700_000
+    assert available_cores(tmp_path) == 1
+
+
+def test_a_model_without_a_stated_length_takes_the_pools(path: Path, tmp_path: Path) -> None:
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stated = json.loads((tmp_path / "config.json").read_text())
+    del stated["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert Worker(config(tmp_path, cache={"num_blocks": 40})).start().max_model_len == 640
