@@ -171,7 +171,7 @@ class Scheduler:
         plan.add(seq, min(len(seq.token_ids) - cached, plan.tokens))
 
     def _make_room(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
-        """Let the block table of ``seq`` hold its next token, preempting sequences behind it if need be.
+        """Let the block table of ``seq``, the plan's next row, hold a token more; preempt who is behind it if need be.
 
         Without success the sequence keeps its blocks and sits this step out: it loses no work, and those before it
         may still preempt it.
@@ -182,7 +182,7 @@ class Scheduler:
             self._preempt(min(self.running[place + 1 :], key=self._cost_of_preemption))
             plan.close()
         if blocks:
-            plan.grown[seq.id] = blocks
+            plan.grown[len(plan.ids)] = blocks
         return True
 
     def _cost_of_preemption(self, seq: Sequence) -> tuple[int, int, int]:

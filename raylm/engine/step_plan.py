@@ -10,7 +10,7 @@ class StepPlan:
     """The budget that is left of a step, and the rows scheduled so far.
 
     ``tokens`` may still be computed and ``seats`` sequences may still join. Rows of one token stand before longer
-    ones; ``mute`` are the one-token rows that draw nothing.
+    ones; ``mute`` are the one-token rows that draw nothing, ``grown`` the blocks by which one-token rows grew.
     """
 
     __slots__ = ("chunks", "computed", "grown", "ids", "mute", "new", "seats", "tokens")
@@ -51,16 +51,17 @@ class StepPlan:
         for row in self.mute:
             samples[row] = False
         chunk_ids, chunk_computed, counts, draws = zip(*self.chunks, strict=True) if self.chunks else ((), (), (), ())
-        seq_ids = [*self.ids, *chunk_ids]
-        grown = [self.grown.get(seq_id, ()) for seq_id in seq_ids] if self.grown else ()
+        block_counts = [0] * (singles + len(chunk_ids))
+        for row, blocks in self.grown.items():
+            block_counts[row] = len(blocks)
         return SchedulerOutput(
             step=step,
             finished=finished,
             new=self.new,
-            seq_ids=seq_ids,
+            seq_ids=[*self.ids, *chunk_ids],
             num_computed=[*self.computed, *chunk_computed],
             num_scheduled=[1] * singles + list(counts),
             samples=samples + list(draws),
-            new_block_counts=[len(blocks) for blocks in grown] if grown else [0] * len(seq_ids),
-            new_block_ids=[block for blocks in grown for block in blocks],
+            new_block_counts=block_counts,
+            new_block_ids=[block for blocks in self.grown.values() for block in blocks],
         )
