@@ -14,7 +14,8 @@
     │   └── HeadersTooLargeError    431 headers_too_large
     ├── OverloadedError             429 rate_limit_error, carries Retry-After
     └── EngineUnavailableError      503 service_unavailable, carries Retry-After
-        └── EngineDiedError         503 the engine was lost while it served this request
+        ├── EngineDiedError         503 the engine was lost while it served this request
+        └── ShuttingDownError       503 shutting_down, this replica is about to end
 
 Ingress maps them once, along the class's MRO; everything else becomes a neutral 500.
 """
@@ -138,3 +139,9 @@ class EngineDiedError(EngineUnavailableError):
     """The engine was lost while it served this request; sending it again is safe."""
 
     code = "engine_died"
+
+
+class ShuttingDownError(EngineUnavailableError):
+    """This replica is about to end; another one, or a later try, will serve the request."""
+
+    code = "shutting_down"

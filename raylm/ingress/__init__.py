@@ -1,1 +1,19 @@
-"""Front door of this room."""
+"""Front door of this room: the OpenAI-compatible HTTP side over an AsyncLLM."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raylm.ingress.http_app import build_asgi_app
+
+__all__ = ["build_asgi_app"]
+
+_HOMES = {"build_asgi_app": "raylm.ingress.http_app"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raylm.ingress' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,156 @@
+"""POST /v1/chat/completions: a conversation in, an assistant's message out, whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from raylm.config import Config
+from raylm.ingress.chat_messages import template_messages, template_tools
+from raylm.ingress.endpoint import Answer, Chunks
+from raylm.ingress.generation import Choice, Generation, Usage, finish_reason, gather, interleave
+from raylm.ingress.json_body import JSONObject
+from raylm.ingress.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from raylm.ingress.models import check_model
+from raylm.ingress.protocol_chat import ChatCompletionRequest
+from raylm.ingress.sse import DONE, ChunkTemplate
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM, CompletionDelta, RequestOutput
+    from raylm.ingress.generation import Outputs
+
+
+class ChatCompletions:
+    """The handler of the route."""
+
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+        self._llm = llm
+        self._config = config
+        self._tokens = TokenTexts(llm)
+
+    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
+        """Answer one request.
+
+        Raises:
+            RayLMError: the request is refused or failed.
+        """
+        body = ChatCompletionRequest.parse(data)
+        body.check(self._config)
+        check_model(body.model, self._llm)
+        options = body.options
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
+        prompt = await self._render(body)
+        name = f"chatcmpl-{body.request_id or request_id}"
+        outputs = self._llm.generate(
+            prompt, params, request_id=name, priority=body.priority or 0, cache_salt=body.cache_salt
+        )
+        head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": body.model}
+        if body.service_tier:
+            head["service_tier"] = "default"
+        if body.stream:
+            head["object"] = "chat.completion.chunk"
+            include_usage = bool(options.include_usage)
+            stream = ChatStream(body, ChunkTemplate(head, "delta.content", null_usage=include_usage), self._tokens)
+            return stream.chunks(outputs, include_usage, bool(options.continuous_usage_stats))
+        return await self._whole(head, body, outputs, params.n)
+
+    async def _render(self, body: ChatCompletionRequest) -> list[int]:
+        token_ids = await self._llm.render_chat(
+            template_messages(body.messages),
+            tools=template_tools(body.tools, body.tool_choice),
+            add_generation_prompt=body.generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs,
+        )
+        return token_ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens else token_ids
+
+    async def _whole(self, head: JSONObject, body: ChatCompletionRequest, outputs: Outputs, n: int) -> bytes:
+        usage = Usage()
+        (generation,) = await gather([outputs], n, usage)
+        choices = [self._choice(index, choice, body) for index, choice in enumerate(generation.choices)]
+        return orjson.dumps(head | {"choices": choices, "usage": usage.as_json()} | self._prompt_part(generation, body))
+
+    def _choice(self, index: int, choice: Choice, body: ChatCompletionRequest) -> JSONObject:
+        shown: JSONObject = {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": chat_logprobs(choice.logprobs, self._tokens) if body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
+
+    def _prompt_part(self, generation: Generation, body: ChatCompletionRequest) -> JSONObject:
+        part: JSONObject = {}
+        if body.return_token_ids:
+            part["prompt_token_ids"] = generation.prompt_token_ids
+        if body.prompt_logprobs is not None:
+            part["prompt_logprobs"] = prompt_logprobs(
+                generation.prompt_logprobs or (), body.prompt_logprobs, self._tokens
+            )
+        return part
+
+
+def extras(with_token_ids: bool | None, token_ids: Sequence[int], stop_reason: int | str | None) -> JSONObject:
+    """The fields of a choice beyond OpenAI's: ``token_ids`` if asked for, ``stop_reason`` if there is one."""
+    found: JSONObject = {"token_ids": token_ids} if with_token_ids else {}
+    return found if stop_reason is None else found | {"stop_reason": stop_reason}
+
+
+class ChatStream:
+    """Turns one request's outputs into chunks: the role first, then text, then the finish_reason, for each choice."""
+
+    def __init__(self, body: ChatCompletionRequest, template: ChunkTemplate, tokens: TokenTexts) -> None:
+        self._template = template
+        self._tokens = tokens
+        self._with_logprobs = bool(body.logprobs)
+        self._with_token_ids = bool(body.return_token_ids)
+        self._opened: set[int] = set()
+        self._usage = Usage()
+
+    async def chunks(self, outputs: Outputs, include_usage: bool, continuous_usage: bool) -> Chunks:
+        """The stream's events; one item holds all that arrived together."""
+        plain = not (self._with_logprobs or self._with_token_ids or continuous_usage)
+        async with aclosing(interleave([outputs])) as items:
+            async for _, output in items:
+                if not self._opened:
+                    self._usage.count_prompt(output)
+                data = b"".join([self._delta(delta, output, plain, continuous_usage) for delta in output.deltas])
+                if data:
+                    yield data
+        last = self._template.choices([], self._usage.as_json()) if include_usage else b""
+        yield last + DONE
+
+    def _delta(self, delta: CompletionDelta, output: RequestOutput, plain: bool, continuous_usage: bool) -> bytes:
+        reason = finish_reason(delta)
+        self._usage.completion_tokens += len(delta.token_ids)
+        usage = self._usage.as_json() if continuous_usage else None
+        data = b""
+        if delta.index not in self._opened:
+            data = self._role(delta.index, output, usage)
+        if plain and delta.text:
+            data += self._template.text(delta.index, delta.text)
+        elif not plain and (delta.text or delta.token_ids):
+            data += self._template.choices([self._rich_choice(delta)], usage)
+        if reason is not None:
+            end: dict[str, Any] = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}
+            data += self._template.choices([end | extras(False, (), delta.stop_reason)], usage)
+        return data
+
+    def _role(self, index: int, output: RequestOutput, usage: JSONObject | None) -> bytes:
+        self._opened.add(index)
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        choice: JSONObject = {"index": index, "delta": opening, "logprobs": None, "finish_reason": None}
+        if self._with_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        return self._template.choices([choice], usage)
+
+    def _rich_choice(self, delta: CompletionDelta) -> JSONObject:
+        choice: JSONObject = {"index": delta.index, "delta": {"content": delta.text}, "finish_reason": None}
+        entries = delta.logprobs or ()
+        choice["logprobs"] = chat_logprobs(entries, self._tokens) if self._with_logprobs else None
+        return choice | extras(self._with_token_ids, delta.token_ids, None)

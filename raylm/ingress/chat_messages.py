@@ -1,0 +1,160 @@
+"""Chat messages and tools: from OpenAI's wire form, checked piece by piece, to the plain dicts that templates read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from raylm.errors import InvalidRequestError, UnsupportedFieldError
+from raylm.ingress.envelope import clip
+from raylm.ingress.json_body import JSONObject
+from raylm.ingress.protocol import json_name, unsupported
+
+_TEMPLATE_ROLE = {
+    "developer": "system",  # OpenAI's newer name for it; chat templates know only the older one
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_FIELDS = {
+    "developer": {"role", "content", "name"},
+    "system": {"role", "content", "name"},
+    "user": {"role", "content", "name"},
+    "assistant": {"role", "content", "name", "tool_calls"},
+    "tool": {"role", "content", "name", "tool_call_id"},
+}
+_EMPTY_WHEN_ECHOED = ("refusal", "annotations", "audio", "function_call")  # of an answer sent back as history
+
+
+def template_messages(messages: list[JSONObject]) -> list[JSONObject]:
+    """The messages for the chat template: contents as strings, tool calls' arguments parsed.
+
+    Raises:
+        InvalidRequestError: a role, field, or content part is wrong; ``param`` is its dotted path.
+    """
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def template_tools(tools: list[JSONObject] | None, tool_choice: object) -> list[JSONObject] | None:
+    """The tools for the chat template; none where ``tool_choice`` forbids calling them.
+
+    Raises:
+        InvalidRequestError: a tool is not a function with a name; ``param`` is its dotted path.
+    """
+    for index, tool in enumerate(tools or ()):
+        _check_tool(tool, f"tools[{index}]")
+    return None if tool_choice == "none" else tools or None
+
+
+def _message(message: JSONObject, path: str) -> JSONObject:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _TEMPLATE_ROLE:
+        known = ", ".join(_TEMPLATE_ROLE)
+        shown = f"'{clip(role, 30)}'" if isinstance(role, str) else json_name(role)
+        raise _wrong(f"{path}.role", f"expected one of {known}, but got {shown}")
+    _check_fields(message, _FIELDS[role], path)
+    calls, content = message.get("tool_calls"), message.get("content")
+    content = "" if content is None and calls else content
+    rendered: JSONObject = {"role": _TEMPLATE_ROLE[role], "content": _content(content, f"{path}.content")}
+    if calls:
+        rendered["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls")
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            rendered[name] = _string(message, name, path)
+    if role == "tool":
+        _string(message, "tool_call_id", path)
+    return rendered
+
+
+def _check_fields(message: JSONObject, known: set[str], path: str) -> None:
+    for name in message.keys() - known:
+        if name in _EMPTY_WHEN_ECHOED and not message[name]:
+            continue
+        where = f"{path}.{clip(name, 64)}"
+        raise UnsupportedFieldError(f"Unrecognized field: '{where}'.", param=where)
+
+
+def _content(content: object, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(path, f"expected a string or an array of text parts, but got {json_name(content)}")
+    if not content:
+        raise _wrong(path, "expected at least one part")
+    return "\n".join(_text_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _text_part(part: object, path: str) -> str:
+    if not isinstance(part, dict):
+        raise _wrong(path, f"expected an object, but got {json_name(part)}")
+    kind = _string(part, "type", path)
+    if kind != "text":
+        raise unsupported(f"{path}.type", f"parts of type '{clip(kind, 30)}' are not supported; only text is.")
+    _check_fields(part, {"type", "text"}, path)
+    return _string(part, "text", path)
+
+
+def _tool_calls(calls: object, path: str) -> list[JSONObject]:
+    if not isinstance(calls, list):
+        raise _wrong(path, f"expected an array, but got {json_name(calls)}")
+    return [_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: object, path: str) -> JSONObject:
+    call = _function_object(call, path, {"type", "id", "index", "function"})
+    function: JSONObject = call["function"]
+    _check_fields(function, {"name", "arguments"}, f"{path}.function")
+    where = f"{path}.function.arguments"
+    arguments = _string(function, "arguments", f"{path}.function")
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        raise _wrong(where, "expected a string that holds a JSON object") from None
+    if not isinstance(parsed, dict):
+        raise _wrong(where, f"expected a string that holds a JSON object, but it holds {json_name(parsed)}")
+    name = _string(function, "name", f"{path}.function")
+    return {"type": "function", "id": _string(call, "id", path), "function": {"name": name, "arguments": parsed}}
+
+
+def _check_tool(tool: JSONObject, path: str) -> None:
+    function = _function_object(tool, path, {"type", "function"})["function"]
+    _check_fields(function, {"name", "description", "parameters", "strict"}, f"{path}.function")
+    _string(function, "name", f"{path}.function")
+    _optional(function, "description", str, "a string", path)
+    _optional(function, "parameters", dict, "an object", path)
+    _optional(function, "strict", bool, "a boolean", path)
+    if function.get("strict"):
+        raise unsupported(f"{path}.function.strict", "arguments are not constrained; give false.")
+
+
+def _function_object(value: object, path: str, fields: set[str]) -> JSONObject:
+    """``value`` as {"type": "function", "function": {"name": …}, …}."""
+    if not isinstance(value, dict):
+        raise _wrong(path, f"expected an object, but got {json_name(value)}")
+    kind = _string(value, "type", path)
+    if kind != "function":
+        raise unsupported(f"{path}.type", f"'{clip(kind, 30)}' is not supported; only function is.")
+    _check_fields(value, fields, path)
+    if not isinstance(value.get("function"), dict):
+        raise _wrong(f"{path}.function", f"expected an object, but got {json_name(value.get('function'))}")
+    return value
+
+
+def _string(holder: Mapping[str, Any], name: str, path: str) -> str:
+    value = holder.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{path}.{name}", f"expected a string, but got {json_name(value)}")
+    return value
+
+
+def _optional(function: JSONObject, name: str, kind: type, expected: str, path: str) -> None:
+    value = function.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise _wrong(f"{path}.function.{name}", f"expected {expected}, but got {json_name(value)}")
+
+
+def _wrong(param: str, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)

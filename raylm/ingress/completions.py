@@ -1,0 +1,130 @@
+"""POST /v1/completions: one prompt or a batch, as text or token ids, continued; whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import orjson
+
+from raylm.config import Config
+from raylm.ingress.chat import extras
+from raylm.ingress.completion_stream import CompletionStream
+from raylm.ingress.endpoint import Answer
+from raylm.ingress.generation import Choice, Generation, Usage, gather
+from raylm.ingress.json_body import JSONObject
+from raylm.ingress.logprobs import CompletionLogprobs, TokenTexts, join_columns, prompt_logprobs
+from raylm.ingress.models import check_model
+from raylm.ingress.protocol_completions import DEFAULT_MAX_TOKENS, CompletionRequest, Prompt
+from raylm.ingress.sse import ChunkTemplate
+from raylm.params import SamplingParams
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+    from raylm.ingress.generation import Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One prompt as it goes to the engine, and the text that stands before its completion ("" without echo)."""
+
+    prompt: Prompt
+    echoed: str
+
+
+class Completions:
+    """The handler of the route."""
+
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+        self._llm = llm
+        self._config = config
+        self._tokens = TokenTexts(llm)
+
+    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
+        """Answer one request.
+
+        Raises:
+            RayLMError: the request is refused or failed.
+        """
+        body = CompletionRequest.parse(data)
+        body.check(self._config)
+        check_model(body.model, self._llm)
+        options = body.options
+        params = self._params(body)
+        jobs = [await self._job(prompt, body) for prompt in body.prompts()]
+        name = f"cmpl-{body.request_id or request_id}"
+        outputs = [self._generate(job, params, body, f"{name}-{place}") for place, job in enumerate(jobs)]
+        head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": body.model}
+        echoed = [job.echoed for job in jobs]
+        if body.stream:
+            include_usage = bool(options.include_usage)
+            template = ChunkTemplate(head, "text", null_usage=include_usage)
+            stream = CompletionStream(body, echoed, params.n, template, self._tokens)
+            return stream.chunks(outputs, include_usage, bool(options.continuous_usage_stats))
+        return await self._whole(head, body, outputs, params.n, echoed)
+
+    def _params(self, body: CompletionRequest) -> SamplingParams:
+        """Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that nobody is shown."""
+        wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+        defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **self._llm.sampling_defaults}
+        limit = max(body.max_tokens, 1) if body.max_tokens is not None else None
+        params = body.sampling(defaults, max_tokens=limit, logprobs=body.logprobs)
+        return replace(params, prompt_logprobs=max(wanted, default=None))
+
+    async def _job(self, prompt: Prompt, body: CompletionRequest) -> _Job:
+        limit = body.truncate_prompt_tokens
+        if limit is not None:
+            token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+            prompt = token_ids[-limit:] if len(token_ids) > limit else prompt
+        if not body.echo:
+            return _Job(prompt, "")
+        return _Job(prompt, prompt if isinstance(prompt, str) else await self._llm.detokenize(prompt))
+
+    def _generate(self, job: _Job, params: SamplingParams, body: CompletionRequest, name: str) -> Outputs:
+        return self._llm.generate(
+            job.prompt, params, request_id=name, priority=body.priority or 0, cache_salt=body.cache_salt
+        )
+
+    async def _whole(
+        self, head: JSONObject, body: CompletionRequest, outputs: list[Outputs], n: int, echoed: list[str]
+    ) -> bytes:
+        usage = Usage()
+        generations = await gather(outputs, n, usage)
+        if body.max_tokens == 0:
+            usage.completion_tokens = 0
+        choices = [
+            self._choice(place * n + index, choice, generation, body, echoed[place])
+            for place, generation in enumerate(generations)
+            for index, choice in enumerate(generation.choices)
+        ]
+        return orjson.dumps(head | {"choices": choices, "usage": usage.as_json()})
+
+    def _choice(
+        self, index: int, choice: Choice, generation: Generation, body: CompletionRequest, echoed: str
+    ) -> JSONObject:
+        if body.max_tokens == 0:
+            choice = Choice(finish_reason="length")
+        shown: JSONObject = {
+            "index": index,
+            "text": echoed + choice.text,
+            "logprobs": self._logprobs(choice, generation, body, echoed),
+            "finish_reason": choice.finish_reason,
+        }
+        if body.return_token_ids:
+            shown["prompt_token_ids"] = generation.prompt_token_ids
+        if body.prompt_logprobs is not None:
+            entries = generation.prompt_logprobs or ()
+            shown["prompt_logprobs"] = prompt_logprobs(entries, body.prompt_logprobs, self._tokens)
+        return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
+
+    def _logprobs(
+        self, choice: Choice, generation: Generation, body: CompletionRequest, echoed: str
+    ) -> JSONObject | None:
+        if body.logprobs is None:
+            return None
+        columns = CompletionLogprobs(self._tokens, body.logprobs)
+        if not body.echo:
+            return columns.generated(choice.token_ids, choice.logprobs)
+        prompt = columns.prompt(echoed, generation.prompt_token_ids, generation.prompt_logprobs or ())
+        return join_columns(prompt, columns.generated(choice.token_ids, choice.logprobs))

@@ -1,0 +1,65 @@
+"""Edge: what holds for every route; bounded headers, a request id, and an envelope around whatever goes wrong."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from raylm.errors import HeadersTooLargeError
+from raylm.ingress.envelope import as_known_error, error_response, logger
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 256
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+
+_Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Edge:
+    """ASGI middleware; the innermost frame that a client can see failing, so nothing passes it unanswered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection scope; anything but HTTP is handed through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope["raylm.request_id"] = _request_id(scope["headers"])
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        try:
+            _check_headers(scope["headers"])
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:
+                logger.error("request %s broke off after its answer had begun", request_id, exc_info=error)
+                raise
+            await error_response(as_known_error(error, request_id))(scope, receive, send_with_id)
+
+
+def _request_id(headers: _Headers) -> str:
+    """The client's X-Request-Id if it is a plain short token, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and REQUEST_ID.match(text := value.decode("latin-1")):
+            return text
+    return uuid.uuid4().hex
+
+
+def _check_headers(headers: _Headers) -> None:
+    sizes = [len(name) + len(value) for name, value in headers]
+    if len(sizes) > MAX_HEADERS:
+        raise HeadersTooLargeError(f"The request has more than {MAX_HEADERS} headers.")
+    if sum(sizes) > MAX_HEADER_BYTES:
+        raise HeadersTooLargeError(f"The request's headers are longer than {MAX_HEADER_BYTES} bytes.")

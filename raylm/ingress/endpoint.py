@@ -1,0 +1,104 @@
+"""JSONEndpoint: one POST route as a bare ASGI app; admission, body, disconnects, an answer whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+
+from starlette.types import Receive, Scope, Send
+
+from raylm.ingress.envelope import as_known_error, error_event
+from raylm.ingress.json_body import JSONObject, read_json_object
+from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
+
+Chunks = AsyncGenerator[bytes, None]
+Answer = bytes | Chunks
+Handler = Callable[[JSONObject, str], Awaitable[Answer]]
+
+_LAST_WORDS_S = 1.0
+_JSON_HEADERS = [(b"content-type", b"application/json")]
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class JSONEndpoint:
+    """Calls ``handler(body, request_id)`` and sends its Answer.
+
+    A stream's head is held back until the first chunk is there, so that everything that goes wrong before the first
+    token has its true status; what goes wrong later becomes an error event and the end of the stream.
+    """
+
+    def __init__(self, handler: Handler, lifecycle: Lifecycle, max_body_bytes: int) -> None:
+        self._handler = handler
+        self._lifecycle = lifecycle
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request.
+
+        Raises:
+            RayLMError: the request was refused or failed; nothing has been sent.
+        """
+        ongoing = self._lifecycle.admit()
+        try:
+            await self._serve(ongoing, scope, receive, send)
+        except ClientDisconnectedError:
+            return
+        finally:
+            self._lifecycle.release(ongoing)
+
+    async def _serve(self, ongoing: OngoingRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id: str = scope["raylm.request_id"]
+        with ongoing:
+            data = await read_json_object(scope, receive, self._max_body_bytes)
+        watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
+        try:
+            with ongoing:
+                answer = await self._handler(data, request_id)
+            if isinstance(answer, bytes):
+                await _send_whole(answer, send)
+            else:
+                async with aclosing(answer):
+                    await _send_stream(answer, ongoing, request_id, send)
+        finally:
+            watch.cancel()
+
+
+async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ongoing.interrupt(ClientDisconnectedError())
+
+
+async def _send_whole(body: bytes, send: Send) -> None:
+    headers = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, request_id: str, send: Send) -> None:
+    with ongoing:
+        first = await anext(chunks)
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    try:
+        with ongoing:
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+    except ClientDisconnectedError:
+        raise
+    except Exception as error:
+        await _send_last_words(error_event(as_known_error(error, request_id)), send)
+
+
+async def _send_last_words(event: bytes, send: Send) -> None:
+    """End a broken stream; a client that does not read may not hold this up for long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,54 @@
+"""OpenAI's error envelope: the one place where an exception becomes what a client reads."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from raylm.errors import RayLMError
+
+logger = logging.getLogger("raylm.ingress")
+
+_MAX_MESSAGE = 600
+_MAX_PARAM = 120
+
+
+def clip(text: str, limit: int) -> str:
+    """At most ``limit`` characters of ``text``: what the client reads never grows with what it sent."""
+    short = text if len(text) <= limit else text[: limit - 1] + "…"
+    return short.encode(errors="replace").decode()
+
+
+def envelope(error: RayLMError) -> bytes:
+    """The JSON body of ``error``."""
+    body: dict[str, Any] = {
+        "message": clip(error.message, _MAX_MESSAGE),
+        "type": error.type,
+        "param": None if error.param is None else clip(error.param, _MAX_PARAM),
+        "code": error.code,
+    }
+    return orjson.dumps({"error": body})
+
+
+def error_event(error: RayLMError) -> bytes:
+    """``error`` as the last event of a stream whose head said 200 already."""
+    return b"data: " + envelope(error) + b"\n\n"
+
+
+def error_response(error: RayLMError, headers: dict[str, str] | None = None) -> Response:
+    """``error`` as a response with its status, and Retry-After where the class has one."""
+    headers = dict(headers or {})
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    return Response(envelope(error), error.status, headers, media_type="application/json")
+
+
+def as_known_error(error: Exception, request_id: str) -> RayLMError:
+    """``error`` itself if it was raised on purpose; anything else is logged and becomes a neutral 500."""
+    if isinstance(error, RayLMError):
+        return error
+    logger.error("request %s failed unexpectedly", request_id, exc_info=error)
+    return RayLMError("The server had an error while processing your request.")

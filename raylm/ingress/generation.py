@@ -1,0 +1,159 @@
+"""What the endpoints make of AsyncLLM's outputs: gathered whole, several prompts interleaved, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raylm.errors import RayLMError
+
+if TYPE_CHECKING:
+    from raylm.frontend import CompletionDelta, RequestOutput, TokenLogprob
+
+    Outputs = AsyncGenerator[RequestOutput, None]
+    _Item = tuple[int, RequestOutput] | Exception | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one HTTP request over all its prompts and choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def count_prompt(self, output: RequestOutput) -> None:
+        """Count the prompt of a request; call it once, with the request's first output."""
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.cached_tokens += output.num_cached_tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished sequence."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self.texts)
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Append what is new."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason = finish_reason(delta)
+        self.stop_reason = delta.stop_reason
+
+
+@dataclass(slots=True)
+class Generation:
+    """Everything that one prompt's request produced."""
+
+    choices: list[Choice]
+    prompt_token_ids: list[int] = field(default_factory=list)
+    seen: bool = False
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+def finish_reason(delta: CompletionDelta) -> str | None:
+    """OpenAI's finish_reason of ``delta``.
+
+    Raises:
+        RayLMError: the sequence did not end by itself, which no finish_reason may claim.
+    """
+    if delta.finish_reason in ("abort", "error"):
+        raise RayLMError("The engine ended this request before it was finished.")
+    return delta.finish_reason
+
+
+async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Generation]:
+    """Read the requests of ``streams``, of ``n`` sequences each, to their end."""
+    found = [Generation([Choice() for _ in range(n)]) for _ in streams]
+    async with aclosing(interleave(streams)) as outputs:
+        async for place, output in outputs:
+            generation = found[place]
+            if not generation.seen:
+                usage.count_prompt(output)
+                generation.seen = True
+                generation.prompt_token_ids = output.prompt_token_ids
+                generation.prompt_logprobs = output.prompt_logprobs
+            for delta in output.deltas:
+                generation.choices[delta.index].add(delta)
+                usage.completion_tokens += len(delta.token_ids)
+    return found
+
+
+async def interleave(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(place of the stream, output) of all streams as they come; closes them when it is closed.
+
+    Raises:
+        Exception: what the first failing stream raised, or RayLMError if one ended without a last output.
+    """
+    if len(streams) > 1:
+        async with aclosing(_interleave_many(streams)) as items:
+            async for item in items:
+                yield item
+        return
+    finished = False
+    async with aclosing(streams[0]) as outputs:
+        async for output in outputs:
+            finished = output.finished
+            yield 0, output
+    _check_finished(finished)
+
+
+async def _interleave_many(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
+    tasks = [asyncio.create_task(_pump(place, stream, queue)) for place, stream in enumerate(streams)]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_streams -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item]) -> None:
+    finished = False
+    try:
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                finished = output.finished
+                await queue.put((place, output))
+        _check_finished(finished)
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
+
+
+def _check_finished(finished: bool) -> None:
+    if not finished:
+        raise RayLMError("The engine ended this request before it was finished.")

@@ -1,0 +1,63 @@
+"""The OpenAI-compatible ASGI app of one ingress replica: its routes, and nothing about Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from raylm.config import Config
+from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError
+from raylm.ingress.chat import ChatCompletions
+from raylm.ingress.completions import Completions
+from raylm.ingress.edge import Edge
+from raylm.ingress.endpoint import Handler, JSONEndpoint
+from raylm.ingress.envelope import clip, error_response
+from raylm.ingress.health import health_routes
+from raylm.ingress.lifecycle import Lifecycle
+from raylm.ingress.models import model_routes
+from raylm.ingress.tokenize import Detokenize, Tokenize
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+
+_MIB = 1024 * 1024
+
+
+def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
+    """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown."""
+    lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
+    max_body_bytes = int(config.ingress.max_body_mib * _MIB)
+
+    def post(path: str, handler: Handler) -> Route:
+        return Route(path, JSONEndpoint(handler, lifecycle, max_body_bytes), methods=["POST"])
+
+    routes = [
+        post("/v1/chat/completions", ChatCompletions(async_llm, config)),
+        post("/v1/completions", Completions(async_llm, config)),
+        post("/tokenize", Tokenize(async_llm)),
+        post("/detokenize", Detokenize(async_llm)),
+        *model_routes(async_llm),
+        *health_routes(async_llm, lifecycle),
+    ]
+    app = Starlette(
+        routes=routes, middleware=[Middleware(Edge)], exception_handlers={HTTPException: _routing_error_response}
+    )
+    app.router.redirect_slashes = False
+    app.state.lifecycle = lifecycle
+    return app
+
+
+def _routing_error_response(request: Request, error: Exception) -> Response:
+    """The router's own refusals, which it states as HTTPException."""
+    refused = cast(HTTPException, error)
+    place = f"{clip(request.method, 20)} {clip(request.scope['path'], 100)}"
+    found: InvalidRequestError = NotFoundError(f"There is no route {place}.")
+    if refused.status_code == 405:
+        found = MethodNotAllowedError(f"The route of {place} does not take this method.")
+    return error_response(found, dict(refused.headers or {}))

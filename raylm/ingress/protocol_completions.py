@@ -1,0 +1,94 @@
+"""The body of /v1/completions, and the four forms in which prompts come."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, cast
+
+from pydantic import Field
+
+from raylm.config import Config
+from raylm.errors import InvalidRequestError
+from raylm.ingress.protocol import json_name, unsupported
+from raylm.ingress.protocol_sampling import GenerationBody
+from raylm.params import MAX_LOGPROBS
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 4096
+DEFAULT_MAX_TOKENS = 16
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(GenerationBody):
+    """Fields of a completion. ``best_of`` is accepted where it means nothing: equal to ``n``."""
+
+    unserved: ClassVar[frozenset[str]] = frozenset({"suffix", "structured_outputs", "response_format"})
+
+    prompt: Any
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    def check(self, config: Config) -> None:
+        """Refuse combinations and values that are not served.
+
+        Raises:
+            InvalidRequestError: fields contradict each other.
+            UnsupportedFieldError: OpenAI serves this value and this server does not.
+        """
+        self.check_common(config)
+        if self.best_of not in (None, self.n or 1):
+            raise unsupported("best_of", "only a value equal to 'n' is supported.")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise InvalidRequestError("'min_tokens' must not exceed 'max_tokens'.", param="min_tokens")
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each a string or token ids.
+
+        Raises:
+            InvalidRequestError: ``prompt`` has none of the four forms, or asks for too much at once.
+        """
+        prompts = _split(self.prompt)
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError(f"'prompt' may hold at most {MAX_PROMPTS} prompts.", param="prompt")
+        if len(prompts) * (self.n or 1) > MAX_CHOICES:
+            raise InvalidRequestError(f"'n' times the prompts may make at most {MAX_CHOICES} choices.", param="n")
+        return prompts
+
+
+def _split(value: object) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        expected = "expected a string, an array of strings, an array of token ids, or an array of those"
+        raise InvalidRequestError(f"Invalid type for 'prompt': {expected}, but got {json_name(value)}.", param="prompt")
+    if not value:
+        raise InvalidRequestError("'prompt' must not be an empty array.", param="prompt")
+    if isinstance(value[0], str):
+        _check_items(value, str, "a string", "prompt")
+        return cast(list[Prompt], value)
+    if isinstance(value[0], list):
+        _check_items(value, list, "an array", "prompt")
+        for index, item in enumerate(value):
+            _check_token_ids(item, f"prompt[{index}]")
+        return cast(list[Prompt], value)
+    _check_token_ids(value, "prompt")
+    return [cast(list[int], value)]
+
+
+def _check_token_ids(value: list[Any], param: str) -> None:
+    if not value:
+        raise InvalidRequestError(f"'{param}' must not be empty.", param=param)
+    _check_items(value, int, "an integer", param)
+
+
+def _check_items(value: list[Any], kind: type, expected: str, param: str) -> None:
+    if all(type(item) is kind for item in value):
+        return
+    place = next(index for index, item in enumerate(value) if type(item) is not kind)
+    where = f"{param}[{place}]"
+    got = json_name(value[place])
+    raise InvalidRequestError(f"Invalid type for '{where}': expected {expected}, but got {got}.", param=where)

@@ -1,0 +1,80 @@
+"""Cut out of OpenAI's specification what the tests of the HTTP side check against; writes openai_schemas.json.
+
+    python tests/data/extract_openai_schemas.py openapi.json
+
+The specification (https://github.com/openai/openai-openapi, MIT licence) is 1.5 MB; the part used here, without its
+prose, is about 1 % of it. OpenAPI 3.0's ``nullable`` is rewritten as JSON Schema.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOTS = [
+    "CreateChatCompletionResponse",
+    "CreateChatCompletionStreamResponse",
+    "CreateCompletionResponse",
+    "ErrorResponse",
+    "ListModelsResponse",
+    "Model",
+]
+REQUESTS = ["CreateChatCompletionRequest", "CreateCompletionRequest"]
+PROSE = {"description", "example", "examples", "title", "deprecated", "discriminator"}
+
+
+def clean(node: Any, *, names: bool = False) -> Any:
+    """``node`` without prose and vendor keys; ``names`` where its keys are names of properties, not keywords."""
+    if isinstance(node, list):
+        return [clean(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {
+        key: clean(value, names=key == "properties" and not names)
+        for key, value in node.items()
+        if names or not (key in PROSE or key.startswith("x-") or key == "nullable")
+    }
+    return {"anyOf": [kept, {"type": "null"}]} if node.get("nullable") is True and not names else kept
+
+
+def references(node: Any) -> set[str]:
+    """Names of the component schemas that ``node`` refers to."""
+    if isinstance(node, list):
+        return set().union(*map(references, node))
+    if not isinstance(node, dict):
+        return set()
+    own = {node["$ref"].rsplit("/", 1)[1]} if isinstance(node.get("$ref"), str) else set()
+    return own.union(*map(references, node.values()))
+
+
+def fields(schemas: dict[str, Any], name: str) -> set[str]:
+    """Property names of a request schema, through its allOf."""
+    found: set[str] = set()
+    for part in schemas[name].get("allOf", [schemas[name]]):
+        found |= fields(schemas, part["$ref"].rsplit("/", 1)[1]) if "$ref" in part else set(part.get("properties", {}))
+    return found
+
+
+def main() -> None:
+    """Read the specification named on the command line."""
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    schemas = spec["components"]["schemas"]
+    wanted, kept = list(ROOTS), {}
+    while wanted:
+        name = wanted.pop()
+        if name not in kept:
+            kept[name] = clean(schemas[name])
+            wanted += references(kept[name])
+    out = {
+        "source": f"OpenAI API {spec['info']['version']}, https://github.com/openai/openai-openapi, MIT licence",
+        "request_fields": {name: sorted(fields(schemas, name)) for name in REQUESTS},
+        "components": {"schemas": dict(sorted(kept.items()))},
+    }
+    target = Path(__file__).with_name("openai_schemas.json")
+    target.write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

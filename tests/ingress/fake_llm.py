@@ -1,0 +1,137 @@
+"""An AsyncLLM made of a byte tokenizer and a scripted reply, for tests of the HTTP side alone."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from raylm.errors import ContextLengthError, InvalidRequestError
+from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
+from raylm.params import SamplingParams
+
+BOS, EOS = 256, 257
+SPECIAL = {BOS: b"<s>", EOS: b"</s>"}
+VOCAB = 258
+
+
+@dataclass
+class Call:
+    """One call of ``generate`` and how it ended."""
+
+    prompt: str | list[int]
+    params: SamplingParams
+    request_id: str
+    priority: int
+    cache_salt: str | None
+    ended: str = "open"  # then "finished", "failed" or "aborted"
+
+
+@dataclass
+class FakeAsyncLLM:
+    """Replies ``reply`` (sequence i of n: the reply, then its number i if i > 0), ``step`` tokens an output."""
+
+    reply: str = "Hello wörld"
+    step: int = 1
+    fail_after: int | None = None  # outputs before ``failure`` is raised
+    failure: Exception = field(default_factory=RuntimeError)
+    gate: asyncio.Event | None = None  # awaited before each output after ``open_outputs`` of them
+    open_outputs: int = 1
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int = 4096
+    model_name: str = "org/fake-model"
+    is_ready: bool = True
+    calls: list[Call] = field(default_factory=list)
+    rendered: list[dict[str, Any]] = field(default_factory=list)
+
+    def metrics_text(self) -> bytes:
+        return b"# HELP vllm:num_requests_running x\nvllm:num_requests_running 0\n"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return SPECIAL.get(token_id) or bytes([token_id])
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        if any(token_id >= VOCAB for token_id in token_ids):
+            raise InvalidRequestError("A token id is not in the vocabulary.", param="tokens")
+        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        self.rendered.append({
+            "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "template_kwargs": template_kwargs,
+        })  # fmt: skip
+        return await self.tokenize("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        call = Call(prompt, params, request_id, priority, cache_salt)
+        self.calls.append(call)
+        try:
+            async for output in self._outputs(call):
+                yield output
+            call.ended = "finished"
+        except (GeneratorExit, asyncio.CancelledError):
+            call.ended = "aborted"
+            raise
+        except Exception:
+            call.ended = "failed"
+            raise
+
+    async def _outputs(self, call: Call) -> AsyncGenerator[RequestOutput, None]:
+        params = call.params
+        ids = await self.tokenize(call.prompt) if isinstance(call.prompt, str) else call.prompt
+        if len(ids) >= self.max_model_len:
+            raise ContextLengthError(f"This model's maximum context length is {self.max_model_len} tokens.")
+        replies = [[*(self.reply + (str(i) if i else "")).encode(), EOS] for i in range(params.n)]
+        replies = [tokens[: params.max_tokens] for tokens in replies]
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in replies]
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(logprob(t, params.prompt_logprobs) for t in ids[1:])]
+        steps = range(0, max(map(len, replies)), self.step)
+        for number, start in enumerate(steps):
+            if number == self.fail_after:
+                raise self.failure
+            if self.gate is not None and number >= self.open_outputs:
+                await self.gate.wait()
+            await asyncio.sleep(0)
+            deltas = []
+            for i, tokens in enumerate(replies):
+                if new := tokens[start : start + self.step]:
+                    last = start + self.step >= len(tokens)
+                    text = decoders[i].decode(bytes(t for t in new if t < 256))
+                    reason = ("stop" if tokens[-1] == EOS else "length") if last else None
+                    logprobs = None
+                    if params.logprobs is not None:
+                        logprobs = [logprob(t, params.logprobs) for t in new]
+                    deltas.append(CompletionDelta(i, text, new, logprobs, reason))
+            yield RequestOutput(
+                call.request_id, ids, deltas, len(ids) // 2, prompt_logprobs, finished=start == steps[-1]
+            )
+
+
+def logprob(token_id: int, num_top: int) -> TokenLogprob:
+    """The token itself is always the most likely one; the next ids follow at equal distances."""
+    top = [((token_id + i) % VOCAB, -0.25 * (i + 1)) for i in range(num_top)]
+    return TokenLogprob(token_id, -0.25, 1, top)

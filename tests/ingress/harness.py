@@ -1,0 +1,55 @@
+"""Ways to speak to the app: httpx in this process, or a real server; and what streams are read with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import orjson
+import uvicorn
+from starlette.applications import Starlette
+
+
+def client_of(app: Starlette) -> httpx.AsyncClient:
+    """A client that calls the app in this process and reads whole answers."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@asynccontextmanager
+async def served(app: Starlette) -> AsyncIterator[str]:
+    """Serve the app by uvicorn on a free port; yields its base URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+def events(text: str) -> list[Any]:
+    """The data of each event of a stream, parsed; [DONE] stays a string."""
+    assert text.endswith("\n\n")
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        assert block.startswith("data: ")
+        assert "\n" not in block
+        data = block.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else orjson.loads(data))
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` holds."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the condition is any
+            await asyncio.sleep(0.005)
+
+
+CHAT = {"model": "org/fake-model", "messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"model": "org/fake-model", "prompt": "Say"}

@@ -1,0 +1,121 @@
+"""Every answer and every chunk against OpenAI's own specification."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from raylm.ingress.protocol_chat import ChatCompletionRequest
+from raylm.ingress.protocol_completions import CompletionRequest
+from tests.ingress.harness import CHAT, TEXT, events
+
+SPEC = json.loads((Path(__file__).parent.parent / "data" / "openai_schemas.json").read_text())
+
+
+def check(value: Any, name: str, spec: dict[str, Any] = SPEC) -> None:
+    schema = {"$ref": f"#/components/schemas/{name}", "components": spec["components"]}
+    jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def nullable_completion_spec() -> dict[str, Any]:
+    """The specification with the nulls that OpenAI's server really sends in completions.
+
+    It types finish_reason as never null (yet every chunk but the last has null), the logprobs' entries as numbers
+    (yet the first one of an echoed prompt is null), and usage as an object (yet its own text on stream_options says
+    that chunks before the last have null).
+    """
+    spec: dict[str, Any] = json.loads(json.dumps(SPEC))
+    response = spec["components"]["schemas"]["CreateCompletionResponse"]["properties"]
+    response["usage"] = {"anyOf": [response["usage"], {"type": "null"}]}
+    choice = response["choices"]["items"]["properties"]
+    choice["finish_reason"] = {"anyOf": [choice["finish_reason"], {"type": "null"}]}
+    columns = choice["logprobs"]["anyOf"][0]["properties"]
+    for name in ("token_logprobs", "top_logprobs"):
+        columns[name]["items"] = {"anyOf": [columns[name]["items"], {"type": "null"}]}
+    return spec
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"max_tokens": 4},
+    {"return_token_ids": True},
+    {"n": 2, "seed": 1, "temperature": 0.5, "user": "u"},
+]
+STREAM_OPTIONS: list[dict[str, Any] | None] = [
+    None,
+    {"include_usage": True},
+    {"continuous_usage_stats": True, "include_usage": True, "include_obfuscation": False},
+]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3, "n": 2}])
+async def test_chat_completion(client: httpx.AsyncClient, options: dict[str, Any]) -> None:
+    answer = await client.post("/v1/chat/completions", json=CHAT | options)
+    assert answer.status_code == 200
+    check(answer.json(), "CreateChatCompletionResponse")
+    assert len(answer.json()["choices"]) == options.get("n", 1)
+
+
+@pytest.mark.parametrize("stream_options", STREAM_OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS, {"logprobs": True, "top_logprobs": 2}])
+async def test_chat_chunks(
+    client: httpx.AsyncClient, options: dict[str, Any], stream_options: dict[str, Any] | None
+) -> None:
+    body = CHAT | options | {"stream": True, "stream_options": stream_options}
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(answer.text)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        check(chunk, "CreateChatCompletionStreamResponse")
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"logprobs": 0}, {"logprobs": 3}, {"echo": True}])
+@pytest.mark.parametrize("prompt", ["Say", ["a", "b"], [1, 2], [[1, 2], [3]]])
+async def test_completion(client: httpx.AsyncClient, options: dict[str, Any], prompt: Any) -> None:
+    answer = await client.post("/v1/completions", json=TEXT | options | {"prompt": prompt})
+    assert answer.status_code == 200
+    check(answer.json(), "CreateCompletionResponse")
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 2}, {"logprobs": 1, "max_tokens": 0}])
+async def test_echoed_completion(client: httpx.AsyncClient, options: dict[str, Any]) -> None:
+    answer = await client.post("/v1/completions", json=TEXT | {"echo": True} | options)
+    check(answer.json(), "CreateCompletionResponse", nullable_completion_spec())
+
+
+@pytest.mark.parametrize("stream_options", STREAM_OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS, {"logprobs": 3}, {"echo": True, "logprobs": 1}])
+async def test_completion_chunks(
+    client: httpx.AsyncClient, options: dict[str, Any], stream_options: dict[str, Any] | None
+) -> None:
+    answer = await client.post(
+        "/v1/completions", json=TEXT | options | {"stream": True, "stream_options": stream_options}
+    )
+    *chunks, done = events(answer.text)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        check(chunk, "CreateCompletionResponse", nullable_completion_spec())
+
+
+async def test_models_and_errors(client: httpx.AsyncClient) -> None:
+    check((await client.get("/v1/models")).json(), "ListModelsResponse")
+    check((await client.get("/v1/models/org/fake-model")).json(), "Model")
+    check((await client.get("/v1/models/other")).json(), "ErrorResponse")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(ChatCompletionRequest, "CreateChatCompletionRequest"), (CompletionRequest, "CreateCompletionRequest")],
+)
+def test_every_field_of_openai_is_decided(model: type[ChatCompletionRequest], name: str) -> None:
+    decided = model.model_fields.keys() | model.unserved
+    assert set(SPEC["request_fields"][name]) <= decided
+    assert not model.model_fields.keys() & model.unserved

@@ -1,0 +1,226 @@
+"""Streams that do not go to plan: clients that hang up, engines that die, replicas that end, too many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from starlette.applications import Starlette
+
+from raylm.config import Config
+from raylm.errors import EngineDiedError
+from raylm.frontend.outputs import CompletionDelta
+from raylm.ingress import build_asgi_app
+from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
+from tests.ingress.fake_llm import FakeAsyncLLM
+from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
+from tests.ingress.test_refusals import error_of
+
+PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/v1/completions", TEXT | {"prompt": ["a", "b"]})]
+
+
+def held(app: Starlette) -> int:
+    lifecycle: Lifecycle = app.state.lifecycle
+    return lifecycle.num_ongoing
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS)
+@pytest.mark.parametrize(
+    ("failure", "code"), [(EngineDiedError("The engine was lost."), "engine_died"), (RuntimeError("secret"), None)]
+)
+async def test_a_failure_after_the_first_token_is_an_error_event_and_the_end(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str, body: dict[str, Any], failure: Exception, code: str | None
+) -> None:
+    llm.fail_after, llm.failure = 3, failure
+    answer = await client.post(path, json=body | {"stream": True})
+    assert answer.status_code == 200
+    *chunks, last = events(answer.text)
+    assert set(last) == {"error"}
+    assert last["error"]["code"] == code
+    assert "secret" not in answer.text
+    assert chunks
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_false_finish_reason(client: httpx.AsyncClient, llm: FakeAsyncLLM, stream: bool,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    real = llm._outputs
+
+    async def aborted(call: Any) -> Any:
+        async for output in real(call):
+            if output.finished:
+                output.deltas = [CompletionDelta(0, finish_reason="abort")]
+            yield output
+
+    monkeypatch.setattr(llm, "_outputs", aborted)
+    answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    if stream:
+        assert set(events(answer.text)[-1]) == {"error"}
+        assert "abort" not in answer.text
+    else:
+        error_of(answer, 500)
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_an_engine_that_falls_silent_is_no_finished_answer(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = llm._outputs
+
+    async def cut(call: Any) -> Any:
+        async for output in real(call):
+            if output.finished:
+                return
+            yield output
+
+    monkeypatch.setattr(llm, "_outputs", cut)
+    error_of(await client.post(path, json=body), 500)
+    assert set(events((await client.post(path, json=body | {"stream": True})).text)[-1]) == {"error"}
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_ends_its_request(
+    app: Starlette, llm: FakeAsyncLLM, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    llm.gate = asyncio.Event()
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        if stream:
+            async with client.stream("POST", path, json=body | {"stream": True}) as answer:
+                await anext(answer.aiter_bytes())
+                assert all(call.ended == "open" for call in llm.calls)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(path, json=body, timeout=0.2)
+        await until(lambda: all(call.ended == "aborted" for call in llm.calls) and held(app) == 0)
+        llm.gate.set()
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_the_head_waits_for_the_first_token(app: Starlette, llm: FakeAsyncLLM) -> None:
+    llm.gate, llm.open_outputs = asyncio.Event(), 0
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=TEXT | {"stream": True}, timeout=0.2)
+        await until(lambda: llm.calls[0].ended == "aborted")
+
+
+async def test_tokens_are_sent_as_they_come(app: Starlette, llm: FakeAsyncLLM) -> None:
+    llm.gate = asyncio.Event()
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        async with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
+            lines = answer.aiter_lines()
+            texts = [(await anext(lines)) for _ in range(4)]
+            assert orjson.loads(texts[2][6:])["choices"][0]["delta"]["content"] == "H"
+            llm.gate.set()
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+
+
+async def test_too_many_at_once_are_told_so_before_anything_is_done(llm: FakeAsyncLLM) -> None:
+    app = build_asgi_app(llm, Config.model_validate({"ingress": {"max_ongoing_requests": 2}}))  # type: ignore[arg-type]
+    llm.gate, llm.open_outputs = asyncio.Event(), 0
+    async with client_of(app) as client:
+        running = [asyncio.create_task(client.post("/v1/completions", json=TEXT)) for _ in range(2)]
+        await until(lambda: len(llm.calls) == 2)
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            answer = await client.post(path, content=b"not even JSON")
+            assert error_of(answer, 429)["type"] == "rate_limit_error"
+            assert int(answer.headers["retry-after"]) >= 1
+        assert (await client.get("/health")).status_code == 200
+        llm.gate.set()
+        assert [(await task).status_code for task in running] == [200, 200]
+        assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
+    assert held(app) == 0
+
+
+async def test_refused_requests_free_their_place(app: Starlette, client: httpx.AsyncClient) -> None:
+    for content in (b"{", b'{"model": 1}'):
+        await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        await client.post("/v1/completions", content=content)
+    assert held(app) == 0
+
+
+async def test_a_drained_replica_lets_streams_end_within_its_grace(app: Starlette, llm: FakeAsyncLLM) -> None:
+    llm.gate = asyncio.Event()
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+        await until(lambda: held(app) == 1)
+        drained = asyncio.create_task(app.state.lifecycle.drain(30))
+        await until(lambda: app.state.lifecycle.shutting_down)
+        refused = await client.post("/v1/chat/completions", json=CHAT)
+        assert error_of(refused, 503)["code"] == "shutting_down"
+        assert refused.headers["retry-after"]
+        error_of(await client.get("/health"), 503)
+        llm.gate.set()
+        assert (await running).text.endswith("data: [DONE]\n\n")
+        await drained
+
+
+async def test_a_drained_replica_tells_streams_that_outlast_its_grace(app: Starlette, llm: FakeAsyncLLM) -> None:
+    llm.gate = asyncio.Event()
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+        whole = asyncio.create_task(client.post("/v1/completions", json=TEXT))
+        await until(lambda: held(app) == 2)
+        await app.state.lifecycle.drain(0.1)
+        *chunks, last = events((await stream).text)
+        assert last["error"]["code"] == "shutting_down"
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert error_of(await whole, 503)["code"] == "shutting_down"
+        assert [call.ended for call in llm.calls] == ["aborted", "aborted"]
+        assert held(app) == 0
+
+
+async def test_a_drain_does_not_wait_for_a_client_that_reads_nothing(app: Starlette, llm: FakeAsyncLLM) -> None:
+    llm.reply = "x" * 200_000
+    async with served(app) as url:
+        host, port = url.removeprefix("http://").split(":")
+        body = orjson.dumps(TEXT | {"stream": True, "max_tokens": 200_000})
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        await reader.readexactly(100)
+        await until(lambda: held(app) == 1)
+        await asyncio.sleep(0.3)  # until the socket's buffers are full
+        start = time.monotonic()
+        await app.state.lifecycle.drain(0.1)
+        assert time.monotonic() - start < 10
+        await until(lambda: held(app) == 0)
+        assert llm.calls[0].ended == "aborted"
+        writer.close()
+
+
+async def test_a_cancellation_from_outside_stays_one() -> None:
+    async def work(ongoing: OngoingRequest) -> None:
+        with ongoing:
+            await asyncio.sleep(100)
+
+    ongoing = OngoingRequest()
+    task = asyncio.create_task(work(ongoing))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    task = asyncio.create_task(work(ongoing))
+    await asyncio.sleep(0)
+    ongoing.interrupt(ClientDisconnectedError())
+    ongoing.interrupt(RuntimeError())
+    with pytest.raises(ClientDisconnectedError):
+        await task
+    with pytest.raises(ClientDisconnectedError):
+        await work(ongoing)
+
+    both = OngoingRequest()
+    task = asyncio.create_task(work(both))
+    await asyncio.sleep(0)
+    both.interrupt(ClientDisconnectedError())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
