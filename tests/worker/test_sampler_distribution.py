@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.worker.sampler_reference import Reference
 
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampler import Sampler
+from tests.worker.sampler_reference import Reference
 
 DRAWS = 24_000
 WAYS = {"candidates": Sampler(), "few candidates": Sampler((2, 5)), "whole rows": Sampler(())}

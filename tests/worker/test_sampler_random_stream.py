@@ -2,14 +2,20 @@
 
 import numpy as np
 import torch
-from tests.worker.sampler_reference import exponential
 
 from raylm.worker.random_stream import exponentials, nth_output, stream_states
+from tests.worker.sampler_reference import exponential
 
 
 def test_published_outputs_of_splitmix64() -> None:
     # The first outputs at state 1234567, as listed for the reference C code.
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     got = nth_output(torch.tensor([1234567]), torch.arange(5))
     assert [value % 2**64 for value in got.tolist()] == expected
 
@@ -38,5 +44,8 @@ def test_exponentials_are_distributed_as_such() -> None:
     # Neither neighbouring seeds, positions, purposes nor indices are correlated.
     cube = values.reshape(2, 40, 40, 300)
     for axis in range(4):
-        a, b = np.take(cube, range(cube.shape[axis] - 1), axis).ravel(), np.take(cube, range(1, cube.shape[axis]), axis).ravel()
+        a, b = (
+            np.take(cube, range(cube.shape[axis] - 1), axis).ravel(),
+            np.take(cube, range(1, cube.shape[axis]), axis).ravel(),
+        )
         assert abs(np.corrcoef(a, b)[0, 1]) < 4.5 / np.sqrt(a.size)
