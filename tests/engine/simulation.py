@@ -16,7 +16,7 @@ from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutp
 from raylm.params import SamplingParams
 from tests.fakes import FakeModel, FakeWorker
 
-MODEL = FakeModel(vocab_size=6, eos_token_id=0, eos_period=9)
+MODEL = FakeModel(vocab_size=4, eos_token_id=0, eos_period=9)
 POISON = 99
 
 
@@ -53,7 +53,7 @@ def random_setup(rng: Random) -> Setup:
         max_num_seqs=rng.randint(1, 5),
         max_num_batched_tokens=rng.randint(1, 14),
         policy=rng.choice(["fcfs", "priority"]),
-        steps_in_flight=rng.choice([1, 2]),
+        steps_in_flight=rng.choice([1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.7,
     )
 
@@ -181,6 +181,7 @@ class Run:
             if (client_id, request.key) in self.scheduler.open_requests():
                 self.aborted.add(request.key)
             self.scheduler.abort(client_id, request.key)
+            assert (client_id, request.key) not in self.scheduler.open_requests()
 
     def schedule(self, op: Op) -> None:
         """Hand a step over, if there is room for one in flight."""
@@ -247,6 +248,7 @@ class Run:
             assert self.added[key][0] == client_id, "somebody else's tokens"
             answer = self.answers.setdefault((key, index), Answer())
             assert answer.finish is None, "a token after the end"
+            assert key not in self.aborted, "a token after an abort"
             end = start + outputs.token_counts[row]
             answer.token_ids += outputs.token_ids[start:end]
             for position in range(start, end):
