@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 LinearKernel = Callable[[Tensor], Tensor]
@@ -22,11 +21,6 @@ class Weighted(nn.Module):
 
     def freeze(self, kernels: KernelFactory) -> None:
         """Called once after loading: bring the weights into the form that the forward pass reads."""
-
-
-def dense(weight: Tensor, bias: Tensor | None) -> LinearKernel:
-    """The plain kernel: weights as in the checkpoint."""
-    return lambda x: F.linear(x, weight, bias)
 
 
 class Linear(Weighted):

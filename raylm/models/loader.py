@@ -16,7 +16,7 @@ from tqdm import tqdm
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM
-from raylm.models.linear import dense
+from raylm.models.linear_kernels import select_kernels
 from raylm.models.registry import model_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,7 +41,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
     model.to(dtype).to_empty(device=device)
     targets = model.targets()
     _load(checkpoint, targets, ignored=model.redundant)
-    model.freeze(dense)
+    model.freeze(select_kernels(device, dtype))
     return model, sum(target.nbytes for target in targets.values())
 
 
