@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from raylm.engine.model_executor import LocalExecutor, ModelExecutor, WorkerInterface
     from raylm.engine.outbox import Outbox
     from raylm.engine.scheduler import Scheduler
-    from raylm.engine.supervisor import Engine, placement_bundles
+    from raylm.engine.supervisor import SUPERVISOR_CPUS, Engine, placement_bundles
 
 __all__ = [
     "MAX_OUTPUTS_IN_FLIGHT",
     "NAMESPACE",
+    "SUPERVISOR_CPUS",
     "Engine",
     "EngineCore",
     "LocalExecutor",
@@ -30,6 +31,7 @@ __all__ = [
 _HOMES = {
     "MAX_OUTPUTS_IN_FLIGHT": "raylm.engine.actor",
     "NAMESPACE": "raylm.engine.actor",
+    "SUPERVISOR_CPUS": "raylm.engine.supervisor",
     "Engine": "raylm.engine.supervisor",
     "EngineCore": "raylm.engine.engine_core",
     "LocalExecutor": "raylm.engine.model_executor",

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raylm.ingress.http_app import build_asgi_app
+    from raylm.ingress.ingress import Ingress
 
-__all__ = ["build_asgi_app"]
+__all__ = ["Ingress", "build_asgi_app"]
 
-_HOMES = {"build_asgi_app": "raylm.ingress.http_app"}
+_HOMES = {"Ingress": "raylm.ingress.ingress", "build_asgi_app": "raylm.ingress.http_app"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,63 @@
+"""build_app: the only place where the deployments of a served model are wired together."""
+
+# No `from __future__ import annotations` here: Serve validates the arguments of an application by the annotation of
+# its builder, and must find the class there, not its name.
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from raylm import checkpoint
+from raylm.config import Config
+from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
+from raylm.errors import ConfigError
+from raylm.ingress import Ingress
+from raylm.stages import say
+
+INGRESS_CPUS = 0.1
+STOP_POLL_S = 0.1
+DRAIN_MARGIN_S = 3.0
+HEALTH_PERIOD_S = 1.0
+
+
+def build_app(config: Config) -> Application:
+    """The Serve application of one model: HTTP ingress replicas in front of engine replicas.
+
+    Raises:
+        ConfigError: the model is not there, or the device is not in the cluster.
+    """
+    try:
+        checkpoint.resolve(config.model, config.revision)
+        gpus = _gpus(config)
+    except ConfigError as error:
+        say("error", "config", error.message)
+        raise
+    engine = serve.deployment(
+        Engine,
+        num_replicas=config.engine.replicas,
+        placement_group_bundles=placement_bundles(config, gpus),
+        placement_group_strategy="STRICT_PACK",
+        ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=STOP_POLL_S,
+        max_constructor_retry_count=1,
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        num_replicas=config.ingress.replicas,
+        max_ongoing_requests=2 * config.ingress.max_ongoing_requests,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=STOP_POLL_S,
+        max_constructor_retry_count=1,
+    )
+    return ingress.bind(config, engine.bind(config, gpus))
+
+
+def _gpus(config: Config) -> int:
+    """GPUs that each worker gets: one where the configuration and the cluster say so."""
+    found = int(ray.cluster_resources().get("GPU", 0))
+    if config.device == "cuda" and not found:
+        raise ConfigError("device: 'cuda' is asked for, but the cluster has no GPU.")
+    return int(config.device != "cpu" and found > 0)

@@ -1,0 +1,86 @@
+"""The `raylm` command: serve a configuration file, print every knob, print the version."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from raylm import __version__
+from raylm.config import knobs
+from raylm.errors import ConfigError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+_PR_SET_PDEATHSIG = 1
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="A Serve configuration file, for example configs/llama.yaml.")],
+    verbose: Annotated[bool, typer.Option(help="Show everything that Ray writes.")] = False,
+) -> None:
+    """Serve a model over HTTP until Ctrl-C."""
+    from raylm.launcher import Launcher, read_serve_file
+
+    try:
+        status = Launcher(read_serve_file(config), verbose).run()
+    except ConfigError as error:
+        print(f"raylm: {error.message}", file=sys.stderr)
+        status = 2
+    raise typer.Exit(status)
+
+
+@app.command("config")
+def print_config() -> None:
+    """Print every knob of the args section with its default and what it does."""
+    for name, description, default in knobs():
+        print(f"{name:34} {default!s:12} {description}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command("run-serve", hidden=True)
+def run_serve(config: Path) -> None:
+    """The child of `raylm serve`: `serve run` on a Ray of its own, or on the one that RAY_ADDRESS names."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)  # stop in order also if the parent was killed
+    import ray
+    from ray import serve
+    from ray.serve.scripts import cli
+
+    from raylm.stages import say
+
+    def delete_apps_first(number: int, frame: FrameType | None) -> None:
+        """`serve run` would end the proxies at once, and with them all running streams; so end these in order."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for name in serve.status().applications:
+            serve.delete(name)
+        raise KeyboardInterrupt
+
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(namespace="serve")
+    else:
+        ray.init(address="local", namespace="serve", include_dashboard=False)
+    found = ray.cluster_resources()
+    say("stage", "ray", f"{found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
+    signal.signal(signal.SIGINT, delete_apps_first)
+    cli(["run", str(config)])
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

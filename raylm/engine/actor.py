@@ -1,0 +1,99 @@
+"""EngineCoreActor: the Ray shell of one EngineCore; it owns the core's run and the streams to its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from raylm.config import Config
+from raylm.engine.engine_core import EngineCore
+from raylm.engine.model_executor import LocalExecutor, ModelExecutor
+from raylm.engine.ray_executor import RayExecutor, prepare_process
+from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo
+
+NAMESPACE = "raylm"
+MAX_OUTPUTS_IN_FLIGHT = 8
+_DRAIN_POLL_S = 0.05
+
+
+def engine_core_prefix(app_name: str, config: Config) -> str:
+    """What the names of all EngineCores of an application begin with.
+
+    It holds a digest of the configuration: during a rolling update an ingress sees only engines that run its own.
+    """
+    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
+    return f"EngineCore:{app_name}:{digest}:"
+
+
+class EngineCoreActor:
+    """One engine's scheduler in a process of its own, without torch unless the executor is local."""
+
+    def __init__(self, config: Config, engine_id: str, workers: list[ActorHandle]) -> None:
+        self._core = EngineCore(config, _executor(config, workers))
+        self._engine_id = engine_id
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_event_loop().create_future()
+
+    async def start(self) -> EngineInfo:
+        """Start executor and core; called once, by the supervisor."""
+        worker = await self._core.start()
+        info = EngineInfo(self._engine_id, worker.max_model_len, worker)
+        self._ready.set_result(info)
+        return info
+
+    async def run(self) -> None:
+        """Schedule steps until the engine is lost; called once, by the supervisor, who awaits the end.
+
+        Raises:
+            EngineDiedError: a worker is gone. The supervisor then kills this process, which is how clients learn of it.
+        """
+        await self._core.run()
+
+    async def drained(self) -> None:
+        """Wait until nobody has a request open; the supervisor asks before it ends an engine that works."""
+        while self._core.scheduler.has_work:  # noqa: ASYNC110 - asked once in an engine's life
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def info(self) -> EngineInfo:
+        """What clients need to know; waits until the engine is ready."""
+        return await asyncio.shield(self._ready)
+
+    async def stream(self, client_id: str) -> AsyncIterator[EngineCoreOutputs]:
+        """All outputs for one client; the first item, empty, says that its batches may come now.
+
+        Ray holds back the next item while MAX_OUTPUTS_IN_FLIGHT are not taken; meanwhile the outbox merges.
+        When the client ends the stream or its process dies, Ray closes this generator and all its requests end.
+        """
+        outbox = self._core.connect(client_id)
+        try:
+            while True:
+                yield await outbox.get()
+        finally:
+            self._core.drop_client(client_id, outbox)
+
+    async def submit(self, client_id: str, batch: ClientBatch) -> None:
+        """Take in new requests and aborts of one client."""
+        self._core.add(client_id, batch.adds)
+        self._core.abort(client_id, batch.aborts)
+
+
+def _executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
+    if config.engine.executor == "ray":
+        return RayExecutor(workers)
+    prepare_process()
+    return LocalExecutor(config)
+
+
+def create_engine_core(
+    config: Config, name: str, engine_id: str, workers: list[ActorHandle], **options: Any
+) -> ActorHandle:
+    """Start the process of one EngineCore; ``options`` are Ray's (resources, placement). It is never restarted."""
+    return (
+        ray.remote(EngineCoreActor)
+        .options(name=name, namespace=NAMESPACE, max_restarts=0, max_task_retries=0, **options)
+        .remote(config, engine_id, workers)
+    )

@@ -1,0 +1,97 @@
+"""RayExecutor: workers as Ray actors, one process and one device each; steps travel as diffs, results by object ref."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from raylm.config import Config
+from raylm.engine.model_executor import ModelExecutor
+from raylm.errors import EngineDiedError, RayLMError
+from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+
+def prepare_process() -> None:
+    """Set what OpenMP reads once, when torch is imported; must run before that.
+
+    Idle OpenMP threads that spin starve every other process of a small machine, so they wait passively. Ray presets
+    one thread for an actor that reserves less than a CPU; the worker sets its number itself.
+    """
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.pop("OMP_NUM_THREADS", None)
+
+
+class WorkerActor:
+    """One rank: a Worker in a process of its own. Its single thread runs the calls in the order they were made."""
+
+    def __init__(self, config: Config) -> None:
+        prepare_process()
+        from raylm.worker import Worker
+
+        self._worker = Worker(config)
+
+    def start(self) -> WorkerInfo:
+        """Load weights, profile, allocate the KV pool."""
+        return self._worker.start()
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        return self._worker.execute(plan)
+
+
+def create_worker(config: Config, **options: Any) -> ActorHandle:
+    """Start one worker process; ``options`` are Ray's (resources, placement). It is never restarted: state is lost."""
+    return ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **options).remote(config)
+
+
+class RayExecutor(ModelExecutor):
+    """Drives worker actors that somebody else created, so that they start beside the EngineCore and not after it.
+
+    Every rank is handed every step at once; only the first rank's result is awaited. The death of any rank shows in
+    the first rank's result, because ranks step together.
+    """
+
+    def __init__(self, workers: list[ActorHandle]) -> None:
+        self._workers = workers
+
+    async def start(self) -> WorkerInfo:
+        """Start all ranks together; the first rank speaks for all."""
+        try:
+            infos = await asyncio.gather(*(worker.start.remote() for worker in self._workers))
+        except RayError as error:
+            raise as_raylm_error(error) from error
+        info: WorkerInfo = infos[0]
+        return info
+
+    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+        """Submit the step before returning; the awaitable only waits."""
+        results = [worker.execute.remote(plan) for worker in self._workers]
+        return self._result(results[0])
+
+    async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
+        try:
+            return await ref
+        except RayError as error:
+            raise as_raylm_error(error) from error
+
+    async def shutdown(self) -> None:
+        """Kill the workers' processes; they hold nothing that outlives them."""
+        for worker in self._workers:
+            ray.kill(worker)
+
+
+def as_raylm_error(error: RayError) -> RayLMError:
+    """What was raised in another actor as the error it is there; everything else as EngineDiedError, in one line."""
+    cause: BaseException = getattr(error, "cause", None) or error
+    if isinstance(cause, RayLMError):
+        return cause
+    if isinstance(cause, RayError):
+        return EngineDiedError(f"A process of the engine was lost ({type(cause).__name__}).")
+    said = str(cause).strip().splitlines()
+    return EngineDiedError(f"{type(cause).__name__}: {said[-1] if said else 'no message'}")

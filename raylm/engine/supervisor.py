@@ -1,0 +1,166 @@
+"""Engine: the Serve deployment whose replicas each own one engine's processes, and start new ones when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raylm.config import Config
+from raylm.engine.actor import create_engine_core, engine_core_prefix
+from raylm.engine.ray_executor import as_raylm_error, create_worker
+from raylm.errors import EngineDiedError, RayLMError
+from raylm.messages import EngineInfo
+from raylm.stages import say
+
+SUPERVISOR_CPUS = 0.1
+ENGINE_CORE_CPUS = 0.1
+LAST_WORDS_S = 1.5
+_SUPERVISOR_BUNDLE, _CORE_BUNDLE, _WORKER_BUNDLE = 0, 1, 2
+
+
+def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
+    """What one engine reserves: for its supervisor, its EngineCore and its worker, in this order."""
+    device = {"GPU": float(gpus)} if gpus else {"CPU": config.engine.num_cpus}
+    core = {"CPU": ENGINE_CORE_CPUS}
+    if config.engine.executor == "local":
+        return [{"CPU": SUPERVISOR_CPUS}, core | device]
+    return [{"CPU": SUPERVISOR_CPUS}, core, device]
+
+
+class EngineProcesses:
+    """One incarnation of an engine: its EngineCore and workers, from start to end; never started twice.
+
+    Workers start beside the EngineCore, not after it: importing torch is what takes longest.
+    """
+
+    def __init__(self, config: Config, name: str, engine_id: str, gpus: int) -> None:
+        bundles = placement_bundles(config, gpus)
+        self._workers: list[ActorHandle] = []
+        if config.engine.executor == "ray":
+            self._workers.append(create_worker(config, **_options(bundles, _WORKER_BUNDLE)))
+        self._core = create_engine_core(config, name, engine_id, self._workers, **_options(bundles, _CORE_BUNDLE))
+
+    async def start(self) -> EngineInfo:
+        """Wait until the engine is ready.
+
+        Raises:
+            RayLMError: the configuration cannot be served, or a process died on the way.
+        """
+        try:
+            info: EngineInfo = await self._core.start.remote()
+        except RayError as error:
+            raise as_raylm_error(error) from error
+        return info
+
+    async def run(self) -> str:
+        """Let the engine run to its end, which only a fault brings; return what happened."""
+        try:
+            await self._core.run.remote()
+        except RayError as error:
+            return as_raylm_error(error).message
+        return "The EngineCore stopped."
+
+    async def drain(self, limit_s: float) -> None:
+        """Let running requests end, for at most ``limit_s`` seconds."""
+        with suppress(TimeoutError, RayError):
+            async with asyncio.timeout(limit_s):
+                await self._core.drained.remote()
+
+    def kill(self) -> None:
+        """End all processes of this incarnation at once; safe when they are gone already."""
+        for actor in (self._core, *self._workers):
+            ray.kill(actor)
+
+
+def _options(bundles: list[dict[str, float]], index: int) -> dict[str, Any]:
+    """Ray's options of an actor that takes a whole bundle of the supervisor's placement group."""
+    group = get_current_placement_group()
+    return {
+        "num_cpus": bundles[index].get("CPU", 0),
+        "num_gpus": bundles[index].get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+    }
+
+
+class Engine:
+    """Starts one engine, watches it, and has another in its place when a process of it dies.
+
+    Serve owns the placement group and removes it with the replica; children die with their supervisor.
+    """
+
+    async def __init__(self, config: Config, gpus: int) -> None:  # type: ignore[misc]  # Serve awaits it
+        context = serve.get_replica_context()
+        self._config = config
+        self._gpus = gpus
+        self._prefix = engine_core_prefix(context.app_name, config)
+        self._replica = context.replica_tag
+        self._incarnation = 0
+        self._processes = await self._launch()
+        self._watch = asyncio.create_task(self._keep_alive())
+
+    async def _launch(self) -> EngineProcesses:
+        """Start the next incarnation; when that fails, leave nothing behind and say why."""
+        engine_id = f"{self._replica}.{self._incarnation}"
+        self._incarnation += 1
+        processes = EngineProcesses(self._config, self._prefix + engine_id, engine_id, self._gpus)
+        try:
+            info = await processes.start()
+        except RayLMError as error:
+            processes.kill()
+            say("error", "engine", error.message)
+            raise
+        _report(info)
+        return processes
+
+    async def _keep_alive(self) -> None:
+        """Replace the engine whenever it ends; gives up (and fails the health check) when a start fails."""
+        while True:
+            reason = await self._processes.run()
+            lost = time.monotonic()
+            say("stage", "lost", f"{reason} Starting a new engine.")
+            self._processes.kill()
+            self._processes = await self._launch()
+            say("stage", "engine", f"back after {time.monotonic() - lost:.1f} s")
+
+    async def check_health(self) -> None:
+        """Serve calls this; an error replaces the whole replica.
+
+        Raises:
+            EngineDiedError: the engine was lost and could not be started again here.
+        """
+        if self._watch.done():
+            raise EngineDiedError(f"The engine cannot be started again: {self._watch.exception()}")
+
+    async def __del__(self) -> None:
+        """Serve calls this when the replica stops; the ingress ends its requests in that time, one way or another."""
+        self._watch.cancel()
+        await self._processes.drain(self._config.ingress.shutdown_grace_s + LAST_WORDS_S)
+        self._processes.kill()
+
+
+def _report(info: EngineInfo) -> None:
+    """Tell the terminal what the worker found out, one line a stage."""
+    worker = info.worker
+    for name, seconds in worker.stages:
+        say("stage", "worker", f"{name} {seconds:.1f} s")
+    say(
+        "stage",
+        "model",
+        f"{worker.dtype} on {worker.device}, {worker.threads} threads, attention {worker.attention_backend}, "
+        f"weights {worker.weights_bytes / 2**20:,.0f} MiB",
+    )
+    say(
+        "stage",
+        "kv",
+        f"{worker.num_blocks:,} blocks of {worker.block_size} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB), "
+        f"longest context {info.max_model_len:,} tokens",
+    )

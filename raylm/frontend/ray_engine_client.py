@@ -1,0 +1,89 @@
+"""RayEngineClient: this process's line to one EngineCore actor; it owns the stream of outputs and the sender task."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+import ray
+from ray import ObjectRefGenerator
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT
+from raylm.errors import EngineDiedError
+from raylm.frontend.engine_client import EngineClient
+from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo
+
+
+class RayEngineClient(EngineClient):
+    """One stream down and one task up, whatever the number of requests; both are started here and never in a request.
+
+    Ray cancels what a cancelled request started, recursively; so a request only puts into this client's lists, and
+    whatever collects there while a batch is on its way makes the next one.
+    """
+
+    def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
+        self.info = info
+        self._core = core
+        self._client_id = uuid.uuid4().hex
+        self._adds: list[EngineCoreRequest] = []
+        self._aborts: list[int] = []
+        self._wake = asyncio.Event()
+        self._stream: ObjectRefGenerator = core.stream.options(
+            num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
+        ).remote(self._client_id)
+        self._sender: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, core: ActorHandle) -> RayEngineClient:
+        """Wait until the engine is ready, then open the stream.
+
+        Raises:
+            EngineDiedError: the engine ended before that.
+        """
+        try:
+            client = cls(core, await core.info.remote())
+            await (await anext(client._stream))
+        except RayError as error:
+            raise EngineDiedError("The engine ended before it was ready.") from error
+        client._sender = asyncio.create_task(client._send())
+        return client
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Put a request into the next batch."""
+        self._adds.append(request)
+        self._wake.set()
+
+    def abort(self, keys: list[int]) -> None:
+        """Put keys into the next batch."""
+        self._aborts.extend(keys)
+        self._wake.set()
+
+    async def _send(self) -> None:
+        """Send batch after batch; ends with the engine, which the stream reports to everybody."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch = ClientBatch(self._adds, self._aborts)
+            self._adds, self._aborts = [], []
+            try:
+                await self._core.submit.remote(self._client_id, batch)
+            except RayError:
+                return
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        """The stream; every item is one or more scheduler steps."""
+        try:
+            async for ref in self._stream:
+                yield await ref
+        except RayError as error:
+            raise EngineDiedError("The engine that served this request was lost.") from error
+        raise EngineDiedError("The engine that served this request has ended.")
+
+    async def close(self) -> None:
+        """Leave the engine, which ends this client's requests; dropping the stream alone would leave it running."""
+        if self._sender is not None:
+            self._sender.cancel()
+        ray.cancel(self._stream)

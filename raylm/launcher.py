@@ -1,0 +1,205 @@
+"""Launcher: serves a Serve configuration file in a child, tells its start in clean lines, and ends all of it."""
+
+from __future__ import annotations
+
+import queue
+import re
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from raylm import __version__
+from raylm.checkpoint import resolve
+from raylm.config import Config
+from raylm.errors import ConfigError
+from raylm.serve_process import ServeProcess, port_is_free
+from raylm.stages import parse
+
+TEARDOWN_S = 7.0
+KILL_S = 2.0
+_POLL_S = 0.05
+_FAILED_START_S = 4.0
+_LINES_LAG_S = 1.0
+_SHOWN_ON_FAILURE = 30
+_SUBMITTED = "Submitted deploy config successfully"
+_FATAL = re.compile(
+    r"Deploying app '.*' failed|Runtime env setup for app '.*' failed|failed to start \d+ times in a row"
+)
+_OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\) (.*)")
+
+
+@dataclass(frozen=True)
+class ServedFile:
+    """What the launcher needs to know of a Serve configuration file before it starts anything."""
+
+    path: Path
+    config: Config
+    host: str
+    port: int
+    route_prefix: str
+
+    @property
+    def url(self) -> str:
+        """Where clients find the application, without a slash at the end."""
+        host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
+        return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
+
+
+def read_serve_file(path: Path) -> ServedFile:
+    """Read and check a Serve configuration file with one RayLM application.
+
+    Raises:
+        ConfigError: it cannot be read, or its args are wrong; the message names the knob.
+    """
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    applications = data.get("applications") if isinstance(data, dict) else None
+    ours = [app for app in applications or [] if str(app.get("import_path", "")).startswith("raylm")]
+    if len(ours) != 1:
+        raise ConfigError(f"{path} must have exactly one application whose import_path is raylm:build_app.")
+    http = data.get("http_options") or {}
+    return ServedFile(
+        path=path,
+        config=_read_args(path, ours[0].get("args") or {}),
+        host=http.get("host", "0.0.0.0"),
+        port=int(http.get("port", 8000)),
+        route_prefix=ours[0].get("route_prefix", "/"),
+    )
+
+
+def _read_args(path: Path, args: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(args)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".lstrip(": ") for fault in error.errors()]
+        raise ConfigError(f"{path}, args: {'; '.join(faults)}") from error
+
+
+class Launcher:
+    """Runs until it is told to stop (SIGINT, SIGTERM, SIGHUP) or the server has ended; a second signal kills."""
+
+    def __init__(self, served: ServedFile, verbose: bool) -> None:
+        self._served = served
+        self._verbose = verbose
+        self._started = time.monotonic()
+        self._signals = 0
+        self._ready = False
+        self._failure: str | None = None
+        self._told: set[str] = set()
+        self._hidden: deque[str] = deque(maxlen=_SHOWN_ON_FAILURE)
+
+    def run(self) -> int:
+        """Serve; return the exit status.
+
+        Raises:
+            ConfigError: the port is taken, or the model is not there.
+        """
+        config, served = self._served.config, self._served
+        if not port_is_free(served.host, served.port):
+            raise ConfigError(f"http_options.port: something listens on port {served.port} already.")
+        resolve(config.model, config.revision)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._tell(
+            "config", f"RayLM {__version__}, {served.path}: model {config.model}, executor {config.engine.executor}"
+        )
+        process = ServeProcess(served.path)
+        try:
+            self._watch(process)
+        finally:
+            clean = self._stop(process)
+        return 0 if self._signals and clean and self._failure is None else 1
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+    def _watch(self, process: ServeProcess) -> None:
+        """Follow the server until a signal, its end, or a start that failed."""
+        while process.is_running and not self._signals and self._failure is None:
+            self._take_lines(process)
+            if not self._ready and _is_healthy(self._served.url):
+                self._await_engine_lines(process)
+                self._ready = True
+                self._tell("ready", f"{self._served.url}/v1   (Ctrl-C stops)")
+        self._take_lines(process)
+        if not self._signals and self._failure is None:
+            self._failure = "the server ended by itself"
+        if self._failure is not None:
+            self._tell("failed", self._failure)
+
+    def _await_engine_lines(self, process: ServeProcess) -> None:
+        """What the engine says of itself comes a moment after it serves; it should be read before 'ready'."""
+        deadline = time.monotonic() + _LINES_LAG_S
+        while "kv" not in self._told and time.monotonic() < deadline:
+            self._take_lines(process)
+
+    def _stop(self, process: ServeProcess) -> bool:
+        """Let Serve shut down in order, then end what is left; whether nothing is."""
+        began, grace_s = time.monotonic(), self._served.config.ingress.shutdown_grace_s
+        limit_s = grace_s + TEARDOWN_S if self._ready else _FAILED_START_S
+        if self._ready and self._failure is None:
+            self._tell("stop", f"running requests get up to {grace_s:g} s to end")
+        process.interrupt()
+        before = self._signals
+        while process.is_running and self._signals == before and time.monotonic() - began < limit_s:
+            self._take_lines(process)
+        clean = process.kill(KILL_S)
+        if self._signals:
+            self._tell("stopped", f"after {time.monotonic() - began:.1f} s")
+        return clean
+
+    def _take_lines(self, process: ServeProcess) -> None:
+        """Handle what the server has written; waits a moment for the first line."""
+        try:
+            self._take_line(process.lines.get(timeout=_POLL_S))
+            while True:
+                self._take_line(process.lines.get_nowait())
+        except queue.Empty:
+            return
+
+    def _take_line(self, line: str) -> None:
+        said = parse(line)
+        ours = _OUR_ACTORS.search(line)
+        if self._verbose:
+            print(line, flush=True)
+        if said is not None:
+            kind, stage, text = said
+            self._tell(stage, text)
+            if kind == "error" and not self._ready:
+                self._failure = "the server cannot start; the reason is above"
+        elif _SUBMITTED in line:
+            self._tell("serve", "controller and HTTP proxy are up")
+        elif ours and self._ready and not self._verbose:
+            print(ours[1], flush=True)
+        else:
+            self._hidden.append(line)
+            if _FATAL.search(line) and not self._ready and self._failure is None:
+                self._fail_with_hidden()
+
+    def _fail_with_hidden(self) -> None:
+        print("\n".join(self._hidden), flush=True)
+        self._failure = "the server cannot start; what it wrote last is above"
+
+    def _tell(self, stage: str, text: str) -> None:
+        self._told.add(stage)
+        print(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}", flush=True)
+
+
+def _is_healthy(url: str) -> bool:
+    """Whether a request would be answered now."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,118 @@
+"""ServeProcess: the child that runs Serve in a session of its own, and with it everything that Ray starts."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+_POLL_S = 0.05
+_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # Ray would run its workers at nice 15: behind everything else on the machine
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONUNBUFFERED": "1",
+}
+_INTERNAL_PORTS = {  # what HAProxy and Serve's fallback proxy listen on, taken by a second server on one machine
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+}
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serve_environment() -> dict[str, str]:
+    """This process's environment, with what Ray reads from it; what the user has set stays."""
+    ports = {name: str(port if port_is_free("", port) else _free_port()) for name, port in _INTERNAL_PORTS.items()}
+    return _ENVIRONMENT | ports | os.environ
+
+
+class ServeProcess:
+    """All that is in the session is ours, also what its parent left behind (Ray orphans HAProxy), and nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "raylm.cli", "run-serve", str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=serve_environment(),
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self.lines.put(line.rstrip())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the child itself is alive."""
+        return self._child.poll() is None
+
+    def interrupt(self) -> None:
+        """Ask Serve to shut down in order, as Ctrl-C does."""
+        if self.is_running:
+            self._child.send_signal(signal.SIGINT)
+
+    def kill(self, timeout_s: float) -> bool:
+        """End every process of the session at once; whether none was left after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while members := session_members(self._child.pid):
+            for pid in members:
+                _kill(pid)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return not self.is_running
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def session_members(session: int) -> list[int]:
+    """Process ids of all live processes of a session (Linux: read from /proc)."""
+    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return [int(entry.name) for entry in entries if _session_of(entry) == session]
+
+
+def _session_of(entry: Path) -> int | None:
+    """The session of a live process; the fields of stat follow its name, which may hold anything, in parentheses."""
+    try:
+        state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state == "Z" else int(session)
