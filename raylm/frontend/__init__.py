@@ -1,1 +1,42 @@
-"""Front door of this room."""
+"""Front door of this room: AsyncLLM and the lines to the engines, imported when first used (Discovery needs Ray)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raylm.frontend.async_llm import AsyncLLM
+    from raylm.frontend.discovery import Discovery
+    from raylm.frontend.engine_client import EngineClient
+    from raylm.frontend.local_engine_client import LocalEngineClient
+    from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
+    from raylm.frontend.ray_engine_client import RayEngineClient
+    from raylm.frontend.router import Router
+
+__all__ = [
+    "AsyncLLM",
+    "CompletionDelta",
+    "Discovery",
+    "EngineClient",
+    "LocalEngineClient",
+    "RayEngineClient",
+    "RequestOutput",
+    "Router",
+    "TokenLogprob",
+]
+
+_HOMES = {
+    "AsyncLLM": "raylm.frontend.async_llm",
+    "Discovery": "raylm.frontend.discovery",
+    "EngineClient": "raylm.frontend.engine_client",
+    "LocalEngineClient": "raylm.frontend.local_engine_client",
+    "RayEngineClient": "raylm.frontend.ray_engine_client",
+    "Router": "raylm.frontend.router",
+} | dict.fromkeys(("CompletionDelta", "RequestOutput", "TokenLogprob"), "raylm.frontend.outputs")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raylm.frontend' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

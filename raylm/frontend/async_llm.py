@@ -1,0 +1,180 @@
+"""AsyncLLM: one ingress replica's whole front end; owns tokenizer, router and the text side of all requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from raylm.checkpoint import resolve
+from raylm.config import Config
+from raylm.errors import EngineUnavailableError
+from raylm.frontend.chat_template import ChatTemplate, check_templates
+from raylm.frontend.engine_client import EngineClient
+from raylm.frontend.input_processor import InputProcessor, check_length, sampling_defaults
+from raylm.frontend.output_processor import OutputProcessor
+from raylm.frontend.outputs import RequestOutput
+from raylm.frontend.router import Router
+from raylm.frontend.telemetry import Telemetry
+from raylm.frontend.tokenizer import Tokenizer
+from raylm.params import SamplingParams
+
+
+class AsyncLLM:
+    """Text in, deltas of text out; everything runs on one event loop, long tokenizing and templates on threads.
+
+    Args:
+        config: names the checkpoint, whose tokenizer, chat template and generation_config are read here and now.
+        router: the engines, if the caller wants to keep hold of it.
+
+    Raises:
+        ConfigError: the checkpoint cannot be served.
+    """
+
+    def __init__(self, config: Config, router: Router | None = None) -> None:
+        checkpoint = resolve(config.model, config.revision)
+        self.model_name = config.model_name
+        self.sampling_defaults: dict[str, Any] = sampling_defaults(checkpoint)
+        self._longest = config.max_model_len or checkpoint.max_position_embeddings
+        self._tokenizer = Tokenizer(checkpoint.path)
+        check_templates(self._tokenizer.chat_templates)
+        self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
+        self._router = router or Router()
+        self._telemetry = Telemetry(self.model_name, self._router.stats)
+        self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids)
+        self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
+        self._router.bind(self._outputs.process, self._outputs.fail)
+
+    def add_engine(self, client: EngineClient) -> None:
+        """Take in a ready engine; call it from a task that outlives every request. One that dies leaves by itself."""
+        self._router.add(client)
+
+    async def stop(self) -> None:
+        """Leave all engines, which ends what is open, and end the threads."""
+        await self._router.close()
+        self._template.close()
+        self._tokenizer.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an engine is ready."""
+        return self._router.is_ready
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens that every ready engine takes; without one, what configuration and model say.
+
+        Raises:
+            EngineUnavailableError: no engine is ready, and neither of them says.
+        """
+        if self._router.is_ready:
+            return self._router.limits.max_model_len
+        if self._longest is None:
+            raise EngineUnavailableError("No engine is ready; try again shortly.")
+        return self._longest
+
+    def metrics_text(self) -> bytes:
+        """All series in Prometheus' text format."""
+        return self._telemetry.text()
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+        prompt_param: str = "prompt",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate for one prompt; nothing happens before the first item is asked for.
+
+        Closing the generator, or cancelling who waits for it, aborts the request. What the caller has not read is
+        merged, so reading slowly is safe. ``arrival_time`` is in seconds since the epoch, by default now;
+        ``prompt_param`` is the field that errors about the prompt name.
+
+        Raises:
+            InvalidRequestError: a field is wrong; ContextLengthError if prompt and answer do not fit.
+            EngineUnavailableError: no engine is ready; EngineDiedError if it was lost meanwhile.
+        """
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        limits = self._router.limits
+        if isinstance(prompt, str):
+            self._input.check_text(prompt, limits, prompt_param)
+            prompt = await self._tokenizer.encode(prompt, add_special_tokens=True, param=prompt_param)
+        request = self._input.build(
+            prompt,
+            params,
+            limits,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+            param=prompt_param,
+        )
+        engine = self._router.pick(prompt, cache_salt)
+        queue = self._outputs.open(request)
+        engine.open_keys.add(request.key)
+        engine.client.add(request)
+        try:
+            while True:
+                output = await queue.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            # No await may stand here: a cancelled task must not lose the abort.
+            engine.open_keys.discard(request.key)
+            if self._outputs.close(request.key):
+                engine.client.abort([request.key])
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation by the checkpoint's chat template.
+
+        Raises:
+            InvalidRequestError: there is no template, it refuses the messages, or it takes too long.
+            ContextLengthError: the conversation alone does not fit; ``param`` is ``messages``.
+        """
+        text = await self._template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        limits = self._router.limits if self._router.is_ready else None
+        if limits is not None:
+            self._input.check_text(text, limits, "messages")
+        token_ids = await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
+        if limits is not None:
+            check_length(len(token_ids), None, limits, "messages")
+        return token_ids
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``.
+
+        Raises:
+            InvalidRequestError: it is not valid Unicode.
+        """
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """The text of ``ids``, special tokens included.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary; ``param`` is ``tokens``.
+        """
+        return await self._tokenizer.decode(ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes that a token adds to a text, b"" for an id without a token; may be part of a character."""
+        return self._tokenizer.token_bytes(token_id)

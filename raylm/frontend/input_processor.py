@@ -1,0 +1,158 @@
+"""InputProcessor: turns what a caller asked into an EngineCoreRequest, every default resolved and every id checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
+from raylm.frontend.tokenizer import Tokenizer
+from raylm.messages import EngineCoreRequest
+from raylm.params import SamplingParams
+
+MAX_STOP_CHARS = 2_048
+MAX_CACHE_SALT_CHARS = 128
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every ready engine can take: the longest sequence in tokens, and ids below ``vocab_size``."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class InputProcessor:
+    """Owns the numbering of requests; keeps nothing of any of them."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._keys = count(1)
+
+    def check_text(self, text: str, limits: Limits, param: str) -> None:
+        """Refuse a text that is too long for the context whatever its tokens are, before it is tokenized.
+
+        Raises:
+            ContextLengthError: naming ``param``.
+        """
+        most = limits.max_model_len * self._tokenizer.longest_token_chars
+        if len(text) > most:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt has "
+                f"{len(text)} characters, which can never fit. Please shorten it.",
+                param=param,
+            )
+
+    def build(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        limits: Limits,
+        *,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+        arrival_time: float,
+        param: str = "prompt",
+    ) -> EngineCoreRequest:
+        """Check and complete one request; ``param`` is the field that the prompt came from.
+
+        Raises:
+            ContextLengthError: prompt and max_tokens do not fit.
+            InvalidRequestError: a field is out of its range.
+        """
+        self._check_prompt(prompt_token_ids, limits, param)
+        check_length(len(prompt_token_ids), params.max_tokens, limits, param)
+        self._check_params(params, limits, cache_salt)
+        max_tokens = params.max_tokens or limits.max_model_len - len(prompt_token_ids)
+        return EngineCoreRequest(
+            key=next(self._keys),
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=replace(
+                params, max_tokens=max_tokens, seed=random.getrandbits(63) if params.seed is None else params.seed
+            ),
+            eos_token_ids=self._eos_token_ids,
+            bad_words_token_ids=self._bad_words(params.bad_words, limits),
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+        )
+
+    def _check_prompt(self, token_ids: list[int], limits: Limits, param: str) -> None:
+        if not token_ids:
+            raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        _check_ids(param, (min(token_ids), max(token_ids)), limits)
+
+    def _check_params(self, params: SamplingParams, limits: Limits, cache_salt: str | None) -> None:
+        _check_ids("logit_bias", params.logit_bias, limits)
+        _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
+        _check_ids("stop_token_ids", params.stop_token_ids, limits)
+        if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
+            raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
+        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+            raise InvalidRequestError(
+                f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt"
+            )
+
+    def _bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenized at the start of a text and after a space: banned in both places."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                token_ids = self._tokenizer.encode_now(text, add_special_tokens=False, param="bad_words")
+                _check_ids("bad_words", token_ids, limits)
+                found[tuple(token_ids)] = None
+        return tuple(found)
+
+
+def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, param: str) -> None:
+    """Check that the prompt, and the answer that is asked for, fit into the context.
+
+    Raises:
+        ContextLengthError: naming ``param``.
+    """
+    most = limits.max_model_len
+    head = f"This model's maximum context length is {most} tokens. However, "
+    if num_prompt_tokens >= most:
+        raise ContextLengthError(
+            f"{head}your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer. "
+            "Please shorten the prompt.",
+            param=param,
+        )
+    if max_tokens is not None and num_prompt_tokens + max_tokens > most:
+        raise ContextLengthError(
+            f"{head}you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, "
+            f"{max_tokens} in the completion). Please reduce the length of the {param} or of the completion.",
+            param=param,
+        )
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's own wishes for sampling: the values its generation_config.json sets.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+    found = {name: checkpoint.generation_config.get(name) for name in _DEFAULTS}
+    defaults = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except (InvalidRequestError, TypeError) as error:
+        raise ConfigError(f"model: generation_config.json holds a bad value: {error}") from error
+    return defaults
+
+
+def _check_ids(param: str, token_ids: Iterable[int], limits: Limits) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds the token id {str(token_id)[:24]}; ids go from 0 to {limits.vocab_size - 1}.",
+                param=param,
+            )

@@ -1,0 +1,176 @@
+"""OutputProcessor: takes an engine's column batches apart, and owns the text side of every open request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from raylm.errors import RayLMError
+from raylm.frontend.output_queue import OutputQueue
+from raylm.frontend.outputs import CompletionDelta, TokenLogprob
+from raylm.frontend.sequence_text import SequenceText
+from raylm.frontend.telemetry import Telemetry
+from raylm.frontend.tokenizer import Tokenizer
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, Logprobs
+
+logger = logging.getLogger("raylm.frontend")
+
+
+class OpenRequest:
+    """One open request: its sequences, its caller's queue, the times of its tokens."""
+
+    __slots__ = ("cut_short", "last_token_times", "num_finished", "queue", "request", "texts")
+
+    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.queue = OutputQueue(request)
+        self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
+        self.last_token_times = [0.0] * request.params.n
+        self.num_finished = 0
+        self.cut_short = False  # a stop string ended a sequence that the engine still runs
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its sequences have ended."""
+        return self.num_finished == len(self.texts)
+
+
+class OutputProcessor:
+    """One for all engines; a request is known by its key, unique in this process.
+
+    A sequence that a stop string ends still runs in the engine, which gives up whole requests only: its further
+    tokens are dropped here, and the request is aborted when all of its sequences have ended.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, telemetry: Telemetry) -> None:
+        self._tokenizer = tokenizer
+        self._telemetry = telemetry
+        self._open: dict[int, OpenRequest] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose callers still want news."""
+        return len(self._open)
+
+    def open(self, request: EngineCoreRequest) -> OutputQueue:
+        """Expect outputs of ``request``; its caller reads the queue."""
+        opened = self._open[request.key] = OpenRequest(request, self._tokenizer)
+        return opened.queue
+
+    def close(self, key: int) -> bool:
+        """The caller wants no more; returns whether the engine may still be at work on it."""
+        opened = self._open.pop(key, None)
+        if opened is None:
+            return False
+        for text in opened.texts:
+            if not text.finished:
+                self._telemetry.finished("abort", 0.0)
+        return True
+
+    def fail(self, keys: Iterable[int], error: RayLMError) -> None:
+        """End requests with an error that their callers see at once."""
+        for key in keys:
+            opened = self._open.pop(key, None)
+            if opened is not None:
+                opened.queue.fail(error)
+                self._telemetry.finished("error", 0.0)
+
+    def process(self, outputs: EngineCoreOutputs) -> list[int]:
+        """Hand every entry to its caller's queue; return the keys that the engine can give up.
+
+        What goes wrong with one request ends that request alone.
+        """
+        now = time.time()
+        aborts: list[int] = []
+        for key, logprobs in outputs.prompt_logprobs:
+            if key in self._open:
+                self._add_prompt_logprobs(self._open[key], logprobs)
+        start, logprobs_start = 0, 0
+        for entry, key in enumerate(outputs.keys):
+            end = start + outputs.token_counts[entry]
+            entries = None
+            if outputs.logprobs is not None:
+                entries, logprobs_start = read_logprobs(outputs.logprobs, start, end, logprobs_start)
+            opened = self._open.get(key)
+            if opened is not None:
+                self._advance(opened, outputs, entry, outputs.token_ids[start:end], entries, now)
+                self._settle(key, opened, aborts)
+            start = end
+        for key, message in outputs.errors:
+            self.fail([key], RayLMError(message))
+        return aborts
+
+    def _advance(
+        self,
+        opened: OpenRequest,
+        outputs: EngineCoreOutputs,
+        entry: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
+        now: float,
+    ) -> None:
+        index, ended = outputs.indexes[entry], outputs.finish_reasons[entry]
+        text = opened.texts[index]
+        if text.finished:
+            return
+        try:
+            piece, count, stop = text.push(token_ids, ended)
+        except Exception:
+            logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
+            opened.cut_short, opened.num_finished = True, len(opened.texts)
+            opened.queue.fail(RayLMError("The answer could not be decoded."))
+            return
+        delta = CompletionDelta(index, piece, token_ids[:count], finish_reason=ended)
+        delta.stop_reason = outputs.stop_reasons[entry]
+        if opened.request.params.logprobs is not None:
+            delta.logprobs = (logprobs or [])[:count]
+        if stop is not None:
+            opened.cut_short = opened.cut_short or ended is None
+            delta.finish_reason, delta.stop_reason = "stop", stop
+        opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
+        self._measure(opened, delta, now)
+        opened.num_finished += delta.finish_reason is not None
+        opened.queue.put(delta, finished=opened.finished)
+
+    def _settle(self, key: int, opened: OpenRequest, aborts: list[int]) -> None:
+        if opened.finished:
+            self._open.pop(key, None)
+            if opened.cut_short:
+                aborts.append(key)
+
+    def _measure(self, opened: OpenRequest, delta: CompletionDelta, now: float) -> None:
+        arrival, last = opened.request.arrival_time, opened.last_token_times[delta.index]
+        if delta.token_ids:
+            self._telemetry.tokens(len(delta.token_ids), now - (last or arrival), first=not last)
+            opened.last_token_times[delta.index] = now
+        if delta.finish_reason is not None:
+            self._telemetry.finished(delta.finish_reason, now - arrival)
+
+    def _add_prompt_logprobs(self, opened: OpenRequest, logprobs: Logprobs) -> None:
+        """Put the entries behind those that came before; nothing comes before the first token, so it has none."""
+        found, _ = read_logprobs(logprobs, 0, len(logprobs.counts), 0)
+        known = opened.queue.prompt_logprobs or []
+        known += [entry if count else None for entry, count in zip(found, logprobs.counts, strict=True)]
+        if len(known) == len(opened.request.prompt_token_ids) - 1 and known[0] is not None:
+            known.insert(0, None)
+        opened.queue.prompt_logprobs = known
+
+
+def read_logprobs(columns: Logprobs, start: int, end: int, offset: int) -> tuple[list[TokenLogprob], int]:
+    """Entries of the tokens start .. end, whose columns begin at ``offset``; and where the next ones begin.
+
+    A token that nobody asked about has an entry with token id -1.
+    """
+    found = []
+    for place in range(start, end):
+        stop = offset + columns.counts[place]
+        ids, values = columns.token_ids[offset:stop], columns.logprobs[offset:stop]
+        if ids:
+            found.append(
+                TokenLogprob(ids[0], values[0], columns.ranks[place], list(zip(ids[1:], values[1:], strict=True)))
+            )
+        else:
+            found.append(TokenLogprob(-1, 0.0, 0))
+        offset = stop
+    return found, offset

@@ -1,0 +1,68 @@
+"""OutputQueue: what one caller has not read yet; it holds one item at most, so a slow caller's deltas merge."""
+
+from __future__ import annotations
+
+import asyncio
+
+from raylm.errors import RayLMError
+from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
+from raylm.messages import EngineCoreRequest
+
+
+class OutputQueue:
+    """One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop."""
+
+    __slots__ = ("_deltas", "_error", "_finished", "_request", "_wake", "num_cached_tokens", "prompt_logprobs")
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._request = request
+        self._deltas: dict[int, CompletionDelta] = {}
+        self._error: RayLMError | None = None
+        self._finished = False
+        self._wake = asyncio.Event()
+
+    def put(self, delta: CompletionDelta, *, finished: bool) -> None:
+        """Add news of one sequence; ``finished`` if it is the last news of the whole request."""
+        waiting = self._deltas.get(delta.index)
+        if waiting is None:
+            self._deltas[delta.index] = delta
+        else:
+            _merge(waiting, delta)
+        self._finished = self._finished or finished
+        self._wake.set()
+
+    def fail(self, error: RayLMError) -> None:
+        """End the request: the reader gets ``error`` at once, in place of what it has not read."""
+        self._error = error
+        self._wake.set()
+
+    async def get(self) -> RequestOutput:
+        """All news since the last call, waiting for some if there are none.
+
+        Raises:
+            RayLMError: what ``fail`` was called with.
+        """
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        deltas, self._deltas = list(self._deltas.values()), {}
+        return RequestOutput(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            deltas=deltas,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            finished=self._finished,
+        )
+
+
+def _merge(into: CompletionDelta, later: CompletionDelta) -> None:
+    into.text += later.text
+    into.token_ids += later.token_ids
+    if later.logprobs is not None:
+        into.logprobs = (into.logprobs or []) + later.logprobs
+    into.finish_reason = later.finish_reason
+    into.stop_reason = later.stop_reason

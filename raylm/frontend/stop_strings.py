@@ -1,0 +1,72 @@
+"""StopStrings: finds the first stop string in a text that comes in pieces, and holds back what might become one."""
+
+from __future__ import annotations
+
+
+class StopStrings:
+    """One Knuth-Morris-Pratt automaton a stop string, run over the text character by character.
+
+    The match that ends first wins, of those that end together the longest; so the result does not depend on how the
+    text is cut into pieces, and each character costs amortized constant time however long the strings are.
+    """
+
+    __slots__ = ("_failures", "_firsts", "_held", "_include", "_states", "_stops")
+
+    def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._failures = [_failure_table(stop) for stop in stops]
+        self._firsts = {stop[0] for stop in stops}
+        self._states = [0] * len(stops)
+        self._held = ""
+
+    def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
+        """Take in the next piece; return (text that is final, stop string that matched or None).
+
+        Without ``armed`` no match may end in this piece, though one may begin in it. After a match the object is
+        used up.
+        """
+        if not self._held and self._firsts.isdisjoint(text):
+            return text, None
+        buffer = self._held + text
+        for place in range(len(self._held), len(buffer)):
+            ended = self._advance(buffer[place])
+            if ended and armed:
+                stop = max(ended, key=len)
+                end = place + 1
+                return buffer[: end if self._include else end - len(stop)], stop
+        cut = len(buffer) - max(self._states)
+        self._held = buffer[cut:]
+        return buffer[:cut], None
+
+    def flush(self) -> str:
+        """What is held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> list[str]:
+        """Move every automaton by one character; return the stop strings that end here."""
+        ended = []
+        for which, stop in enumerate(self._stops):
+            state, failure = self._states[which], self._failures[which]
+            while state and stop[state] != char:
+                state = failure[state - 1]
+            if stop[state] == char:
+                state += 1
+            if state == len(stop):
+                ended.append(stop)
+                state = failure[state - 1]
+            self._states[which] = state
+        return ended
+
+
+def _failure_table(stop: str) -> list[int]:
+    """For each prefix of ``stop`` the length of its longest proper border."""
+    table = [0] * len(stop)
+    border = 0
+    for place in range(1, len(stop)):
+        while border and stop[place] != stop[border]:
+            border = table[border - 1]
+        border += stop[place] == stop[border]
+        table[place] = border
+    return table

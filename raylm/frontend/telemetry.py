@@ -1,0 +1,117 @@
+"""Telemetry: owns the Prometheus series of one AsyncLLM: latencies seen here, and what its engines last told."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from raylm import metrics
+from raylm.messages import EngineStats
+
+_ENGINE_GAUGES: list[tuple[metrics.Metric, Callable[[EngineStats], float]]] = [
+    (metrics.RUNNING, lambda stats: stats.running),
+    (metrics.WAITING, lambda stats: stats.waiting),
+    (metrics.KV_USAGE, lambda stats: stats.kv_usage),
+]
+_ENGINE_COUNTERS: list[tuple[metrics.Metric, Callable[[EngineStats], float]]] = [
+    (metrics.PREEMPTIONS, lambda stats: stats.preemptions),
+    (metrics.PREFIX_QUERIES, lambda stats: stats.prefix_queries),
+    (metrics.PREFIX_HITS, lambda stats: stats.prefix_hits),
+    (metrics.PROMPT_TOKENS, lambda stats: stats.prompt_tokens),
+    (metrics.GENERATION_TOKENS, lambda stats: stats.generation_tokens),
+]
+
+
+class _Histogram:
+    """Counts by bucket. prometheus_client's own locks and searches linearly: 2 µs a token against 0.3."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(metrics.LATENCY_BUCKETS_S) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        self.counts[bisect_left(metrics.LATENCY_BUCKETS_S, seconds)] += count
+        self.total += seconds * count
+
+    def family(self, metric: metrics.Metric, model_name: str) -> HistogramMetricFamily:
+        bounds = [*map(str, metrics.LATENCY_BUCKETS_S), "+Inf"]
+        family = HistogramMetricFamily(metric.name, metric.help, labels=["model_name"])
+        family.add_metric([model_name], list(zip(bounds, accumulate(self.counts), strict=True)), self.total)
+        return family
+
+
+class Telemetry(Collector):
+    """Owned by one event loop: nothing here locks.
+
+    ``engines`` gives the newest EngineStats by engine id whenever the series are read.
+    """
+
+    def __init__(self, model_name: str, engines: Callable[[], Mapping[str, EngineStats]]) -> None:
+        self._model_name = model_name
+        self._engines = engines
+        self._ttft, self._itl, self._e2e = _Histogram(), _Histogram(), _Histogram()
+        self._success: Counter[str] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+        """``count`` tokens of a sequence came together, ``seconds`` after the last one, or, ``first``, the arrival."""
+        if first:
+            self._ttft.observe(max(seconds, 0.0))
+        else:
+            self._itl.observe(max(seconds, 0.0) / count, count)
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """A sequence ended; ``seconds`` since its request arrived count only if it ran to its end."""
+        self._success[reason] += 1
+        if reason in ("stop", "length"):
+            self._e2e.observe(max(seconds, 0.0))
+
+    def text(self) -> bytes:
+        """All series in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What prometheus_client calls to read the series."""
+        engines = self._engines()
+        for metric, read in _ENGINE_GAUGES:
+            yield self._filled(
+                GaugeMetricFamily(metric.name, metric.help, labels=["model_name", "engine"]), engines, read
+            )
+        for metric, read in _ENGINE_COUNTERS:
+            yield self._filled(
+                CounterMetricFamily(metric.name, metric.help, labels=["model_name", "engine"]), engines, read
+            )
+        for metric, histogram in ((metrics.TTFT, self._ttft), (metrics.ITL, self._itl), (metrics.E2E, self._e2e)):
+            yield histogram.family(metric, self._model_name)
+        success = CounterMetricFamily(
+            metrics.SUCCESS.name, metrics.SUCCESS.help, labels=["model_name", "finished_reason"]
+        )
+        for reason in sorted({"stop", "length", "abort", "error"} | self._success.keys()):
+            success.add_metric([self._model_name, reason], self._success[reason])
+        yield success
+        ready = GaugeMetricFamily(metrics.ENGINES.name, metrics.ENGINES.help, labels=["model_name"])
+        ready.add_metric([self._model_name], len(engines))
+        yield ready
+
+    def describe(self) -> Iterable[Metric]:
+        """No names are reserved: this collector is the only one of its registry."""
+        return []
+
+    def _filled(
+        self,
+        family: GaugeMetricFamily | CounterMetricFamily,
+        engines: Mapping[str, EngineStats],
+        read: Callable[[EngineStats], float],
+    ) -> Metric:
+        for engine_id, stats in engines.items():
+            family.add_metric([self._model_name, engine_id], read(stats))
+        return family
