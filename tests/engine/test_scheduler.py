@@ -1,0 +1,464 @@
+"""The Scheduler's decisions one by one: budget, order, preemption, ends, and what the columns say."""
+
+from __future__ import annotations
+
+import pytest
+
+from raylm.engine.sequence import sequence_seed
+from raylm.errors import ContextLengthError, InvalidRequestError
+from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
+from tests.engine.build import CLIENT, EOS, Engine, request
+
+
+def rows(plan: SchedulerOutput) -> list[tuple[int, int, int, bool]]:
+    return list(zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, plan.samples, strict=True))
+
+
+# -------------------------------------------------------------------- catching up
+
+
+def test_a_prompt_then_one_token_a_step() -> None:
+    engine = Engine()
+    engine.add([1] * 6)
+    first = engine.schedule()
+    assert first.step == 1
+    assert rows(first) == [(0, 0, 6, True)]
+    assert first.new[0].token_ids == [1] * 6
+    assert first.new[0].block_ids == [0, 1]
+    assert (first.new_block_counts, first.new_block_ids) == ([0], [])
+    engine.update(first)
+    assert rows(engine.schedule()) == [(0, 6, 1, True)]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_draws_at_its_end() -> None:
+    engine = Engine(num_blocks=20, max_num_batched_tokens=16)
+    engine.add([1] * 40)
+    plans = [engine.schedule() for _ in range(3)]
+    assert [rows(plan)[0] for plan in plans] == [(0, 0, 16, False), (0, 16, 16, False), (0, 32, 8, True)]
+    assert [len(plan.new) for plan in plans] == [1, 0, 0]
+
+
+def test_new_blocks_are_sent_when_a_block_border_is_crossed() -> None:
+    engine = Engine()
+    engine.add([1] * 3)
+    engine.add([1] * 2, key=1)
+    plans = []
+    for _ in range(4):
+        plans.append(engine.schedule())
+        engine.update(plans[-1])
+    assert [plan.new_block_counts for plan in plans] == [[0, 0], [0, 0], [1, 0], [0, 1]]
+    assert [plan.new_block_ids for plan in plans] == [[], [], [2], [3]]
+
+
+def test_a_long_prompt_leaves_a_token_for_each_sequence_behind_it_and_stands_last() -> None:
+    engine = Engine(num_blocks=40, max_num_batched_tokens=8, policy="priority")
+    for key in (1, 2, 3):
+        engine.add([1], key=key, priority=1)
+    engine.step()
+    engine.add([1] * 30, key=4, priority=0)
+    plans = [engine.schedule(), engine.schedule()]
+    assert [rows(plan) for plan in plans] == [
+        [(0, 1, 1, True), (1, 1, 1, True), (2, 1, 1, True), (3, 0, 5, False)],
+        [(0, 2, 1, True), (1, 2, 1, True), (2, 2, 1, True), (3, 5, 5, False)],
+    ]
+
+
+def test_no_more_sequences_than_seats() -> None:
+    engine = Engine(max_num_seqs=2)
+    for key in range(3):
+        engine.add([1], key=key)
+    assert engine.schedule().seq_ids == [0, 1]
+    assert engine.scheduler.stats().waiting == 1
+
+
+def test_nobody_overtakes_the_head_of_the_line() -> None:
+    engine = Engine(num_blocks=4)
+    engine.add([1] * 8, key=0)
+    engine.step()
+    engine.add([2] * 12, key=1)
+    engine.add([3], key=2)
+    assert engine.schedule().seq_ids == [0]
+    assert engine.scheduler.stats().waiting == 2
+
+
+def test_a_sequence_is_admitted_only_if_every_running_one_may_still_grow_by_a_block() -> None:
+    engine = Engine(num_blocks=4)
+    engine.add([1] * 8, key=0)
+    engine.add([2] * 5, key=1)
+    assert engine.schedule().seq_ids == [0], "two blocks are free and would do, but none would be left to grow"
+
+
+def test_nothing_to_do() -> None:
+    assert Engine().scheduler.schedule() is None
+
+
+# -------------------------------------------------------------------- two steps in flight
+
+
+def test_the_second_step_counts_on_a_token_that_nobody_has_seen() -> None:
+    engine = Engine()
+    engine.add([1] * 5)
+    first, second = engine.schedule(), engine.schedule()
+    assert rows(second) == [(0, 5, 1, True)]
+    engine.update(first, 3)
+    engine.update(second, 4)
+    assert engine.scheduler.running[0].token_ids == [1] * 5 + [3, 4]
+
+
+def test_nothing_is_scheduled_beyond_the_last_token() -> None:
+    engine = Engine()
+    engine.add([1] * 5, max_tokens=2)
+    first, second = engine.schedule(), engine.schedule()
+    assert engine.scheduler.schedule() is None
+    engine.update(first, 3)
+    assert engine.scheduler.schedule() is None
+    out = engine.update(second, 4)
+    assert out is not None
+    assert (out.token_ids, out.finish_reasons) == ([4], ["length"])
+    engine.kv.check_idle()
+
+
+def test_one_step_is_wasted_at_eos() -> None:
+    engine = Engine()
+    engine.add([1] * 5)
+    first, second = engine.schedule(), engine.schedule()
+    out = engine.update(first, EOS)
+    assert out is not None
+    assert (out.token_ids, out.finish_reasons, out.stop_reasons) == ([EOS], ["stop"], [None])
+    assert engine.scheduler.schedule() is None
+    assert engine.update(second, 4) is None, "the token after the end is nobody's"
+    engine.kv.check_idle()
+    engine.add([1], key=1)
+    assert engine.schedule().finished == [0], "its row is free by the next step"
+
+
+def test_a_preempted_sequence_waits_for_its_token_in_flight_and_comes_back_with_it() -> None:
+    engine = Engine(num_blocks=4)
+    crowd(engine, 6, 5, max_tokens=[6, 100])
+    in_flight = [engine.schedule(), engine.schedule()]
+    while engine.scheduler.counters.preemptions == 0:
+        engine.update(in_flight.pop(0), 5, 5)
+        in_flight.append(engine.schedule())
+    victim = engine.scheduler.waiting.peek()
+    known = list(victim.token_ids)
+    assert victim.key == 1
+    assert in_flight[1].finished == [1]
+    assert victim.num_tokens == len(known) + 1
+    engine.update(in_flight[0], 5, 9)
+    assert victim.token_ids == [*known, 9]
+    engine.update(in_flight[1])
+    while not (plan := engine.schedule()).new:
+        engine.update(plan)
+    assert plan.new[0].token_ids == [*known, 9]
+    assert plan.new[0].num_prompt_tokens == 5
+
+
+# -------------------------------------------------------------------- preemption
+
+
+def crowd(engine: Engine, *lengths: int, **fields: list[int]) -> None:
+    """Sequences of the given lengths, all running; a multiple of 4 needs a block for its next token."""
+    for key, length in enumerate(lengths):
+        engine.add([key + 1] * length, key=key, **{name: values[key] for name, values in fields.items()})
+    admit = engine.kv.admit
+    engine.kv.admit = lambda seq, spare, **kwargs: admit(seq, 0, **kwargs)  # type: ignore[method-assign]
+    engine.step()
+    engine.kv.admit = admit  # type: ignore[method-assign]
+    assert len(engine.scheduler.running) == len(lengths)
+
+
+def test_the_one_with_the_least_work_to_lose_goes_first() -> None:
+    engine = Engine(num_blocks=6)
+    crowd(engine, 4, 6, 9)  # 1 + 2 + 3 blocks: the pool is full
+    plan = engine.schedule()
+    assert [seq.key for seq in engine.scheduler.running] == [0, 2]
+    assert plan.finished == [1]
+    assert plan.new_block_counts == [1, 0]
+
+
+def test_the_lower_class_goes_first_whatever_it_loses() -> None:
+    engine = Engine(num_blocks=6, policy="priority")
+    crowd(engine, 4, 6, 9, priority=[0, 1, 2])
+    engine.schedule()
+    assert [seq.key for seq in engine.scheduler.running] == [0, 1]
+
+
+def test_who_only_waits_for_its_last_token_loses_nothing() -> None:
+    engine = Engine(num_blocks=6)
+    crowd(engine, 4, 6, 9, max_tokens=[9, 9, 2])
+    running = engine.scheduler.running
+    assert running[2].num_tokens < running[2].limit
+    running[2].num_tokens = running[2].limit  # its last token is on its way
+    assert engine.schedule().finished == [2]
+
+
+def test_shared_blocks_are_no_loss() -> None:
+    engine = Engine(num_blocks=20)
+    crowd(engine, 4, 6)
+    prompt = [9] * 33
+    for key in (2, 3):
+        engine.add(prompt, key=key)
+        engine.step()
+    costs = {seq.key: engine.scheduler._cost_of_preemption(seq)[1] for seq in engine.scheduler.running}
+    assert costs[1] == 8
+    assert costs[3] == 33 - 32
+    assert costs[2] == 34 - 32
+
+
+def test_who_comes_behind_sits_out_and_keeps_its_work() -> None:
+    engine = Engine(num_blocks=5)
+    crowd(engine, 9, 8)  # 3 + 2 blocks; the second one needs another
+    plan = engine.schedule()
+    assert plan.seq_ids == [0]
+    assert len(engine.scheduler.running) == 2
+    assert engine.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("num_blocks", [2, 3, 5])
+def test_a_sequence_alone_always_fits(num_blocks: int, steps_in_flight: int) -> None:
+    """max_model_len is cut to the pool, so the longest sequence ends by length and is never preempted."""
+    engine = Engine(num_blocks=num_blocks, max_model_len=10**6)
+    longest = num_blocks * 4
+    assert engine.scheduler.max_model_len == longest
+    for prompt in range(1, longest):
+        engine.add([1] * prompt, key=prompt)
+        in_flight, tokens, reasons = [], 0, []
+        while engine.scheduler.has_work:
+            while len(in_flight) < steps_in_flight and (plan := engine.scheduler.schedule()):
+                in_flight.append(plan)
+            out = engine.update(in_flight.pop(0))
+            assert out is not None
+            tokens += len(out.token_ids)
+            reasons += out.finish_reasons
+        assert tokens == longest - prompt
+        assert reasons[-1] == "length"
+        engine.kv.check_idle()
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_two_that_do_not_fit_together_both_end() -> None:
+    engine = Engine(num_blocks=4, max_model_len=16)
+    for key in (0, 1):
+        engine.add([key + 1] * 4, key=key)
+    steps = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        steps += 1
+        assert steps < 60
+    assert engine.scheduler.counters.generation_tokens == 24
+    assert engine.scheduler.counters.preemptions > 0
+
+
+# -------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason", "stop_reason"),
+    [
+        ({}, [4, EOS], "stop", None),
+        ({"ignore_eos": True, "max_tokens": 3}, [4, EOS, 4], "length", None),
+        ({"stop_token_ids": (3,)}, [4, 3], "stop", 3),
+        ({"stop_token_ids": (EOS,)}, [EOS], "stop", None),
+        ({"stop_token_ids": (EOS,), "ignore_eos": True}, [4, EOS], "stop", EOS),
+        ({"min_tokens": 2}, [EOS, 4, EOS], "stop", None),
+        ({"min_tokens": 2, "max_tokens": 2}, [EOS, EOS], "length", None),
+        ({"max_tokens": 1}, [EOS], "stop", None),
+        ({"max_tokens": 1}, [4], "length", None),
+    ],
+)
+def test_finish(params: dict[str, object], tokens: list[int], reason: str, stop_reason: int | None) -> None:
+    engine = Engine()
+    engine.add([1] * 5, **params)
+    for token in tokens[:-1]:
+        out = engine.step(token)
+        assert out is not None
+        assert out.finish_reasons == [None]
+    out = engine.step(tokens[-1])
+    assert out is not None
+    assert (out.finish_reasons, out.stop_reasons) == ([reason], [stop_reason])
+    assert not engine.scheduler.has_work
+    engine.kv.check_idle()
+
+
+def test_the_context_ends() -> None:
+    engine = Engine(max_model_len=7)
+    engine.add([1] * 5, max_tokens=100)
+    engine.step()
+    out = engine.step()
+    assert out is not None
+    assert out.finish_reasons == ["length"]
+
+
+def test_requests_that_cannot_be_served() -> None:
+    engine = Engine(max_model_len=7)
+    with pytest.raises(ContextLengthError, match=r"7 tokens.*at most 7"):
+        engine.add([1] * 7)
+    with pytest.raises(InvalidRequestError, match="no tokens"):
+        engine.add([])
+    engine.add([1])
+    with pytest.raises(InvalidRequestError, match="key 0"):
+        engine.add([1])
+
+
+@pytest.mark.parametrize("state", ["waiting", "in flight", "running", "preempted"])
+def test_abort(state: str) -> None:
+    engine = Engine(num_blocks=6)
+    plan = None
+    if state == "preempted":
+        crowd(engine, 4, 6, 9)
+        plan = engine.schedule()
+        assert engine.scheduler.waiting.peek().key == 1
+    else:
+        engine.add([1] * 5, key=1, n=2)
+        if state == "in flight":
+            plan = engine.schedule()
+        elif state == "running":
+            engine.step()
+            engine.step()
+    engine.scheduler.abort(CLIENT, 1)
+    engine.scheduler.abort(CLIENT, 1)
+    engine.scheduler.abort(CLIENT, 77)
+    engine.scheduler.abort("another client", 0)
+    assert (CLIENT, 1) not in engine.scheduler.open_requests()
+    out = engine.update(plan) if plan else None
+    assert out is None or 1 not in out.keys
+    for key in (0, 2):
+        engine.scheduler.abort(CLIENT, key)
+    engine.kv.check_idle()
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.schedule() is None
+
+
+def test_a_failed_sequence_ends_its_request_and_its_content_is_not_reused() -> None:
+    engine = Engine(num_blocks=20)
+    engine.add([1] * 9, key=0, n=2)
+    engine.add([2] * 9, key=1)
+    engine.step()
+    plan = engine.schedule()
+    out = engine.update(plan, 5, 5, failed=[(0, "logits are not finite")])
+    assert out is not None
+    assert out.errors == [(0, "logits are not finite")]
+    assert set(out.keys) == {1}
+    engine.add([1] * 9, key=2)
+    engine.add([2] * 9, key=3)
+    again = engine.schedule()
+    computed = dict(zip(again.seq_ids, again.num_computed, strict=True))
+    assert [computed[new.seq_id] for new in again.new] == [0, 8]
+
+
+# -------------------------------------------------------------------- several sequences of one request
+
+
+def test_sequences_of_a_request_share_its_prompt() -> None:
+    engine = Engine(num_blocks=20)
+    engine.add([1] * 9, n=3)
+    first = engine.schedule()
+    assert first.seq_ids == [0]
+    engine.update(first)
+    plan = engine.schedule()
+    assert rows(plan) == [(0, 9, 1, True), (1, 8, 1, True), (2, 8, 1, True)]
+    assert [new.block_ids[:2] for new in plan.new] == [[0, 1], [0, 1]]
+    assert [new.seed for new in plan.new] == [sequence_seed(7, 1), sequence_seed(7, 2)]
+    out = engine.update(plan)
+    assert out is not None
+    assert (out.indexes, out.cached_tokens) == ([0, 1, 2], [0, 8, 8])
+
+
+def test_sequences_start_although_the_first_ends_at_once() -> None:
+    engine = Engine(num_blocks=20)
+    engine.add([1] * 9, n=2, max_tokens=1)
+    engine.step()
+    out = engine.step()
+    assert out is not None
+    assert (out.indexes, out.finish_reasons) == ([1], ["length"])
+    assert not engine.scheduler.has_work
+
+
+def test_seeds() -> None:
+    assert sequence_seed(42, 0) == 42
+    assert sequence_seed(-3, 0) == -3
+    seeds = {sequence_seed(seed, index) for seed in range(-50, 50) for index in range(128)}
+    assert len(seeds) == 100 * 128
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert sequence_seed(0, 1) == 0xE220A8397B1DCDAF - 2**64, "the first number of the published SplitMix64 from 0"
+
+
+def test_a_request_without_a_seed_gets_one_and_keeps_it() -> None:
+    engine = Engine()
+    for key in (0, 1):
+        engine.add([1] * 5, key=key, seed=None)
+    seeds = [new.seed for new in engine.schedule().new]
+    assert seeds[0] != seeds[1]
+    seq = engine.scheduler.running[0]
+    assert seq.as_new([]).seed == seeds[0]
+
+
+# -------------------------------------------------------------------- logprobs, counts
+
+
+def test_prompt_logprobs_are_computed_at_every_position_and_once() -> None:
+    engine = Engine(num_blocks=20, max_num_batched_tokens=16)
+    engine.add([1] * 20, key=0)
+    engine.step()
+    engine.step()
+    engine.add([1] * 20, key=1, prompt_logprobs=0, n=2)
+    plan = engine.schedule()
+    assert plan.num_computed[plan.seq_ids.index(plan.new[0].seq_id)] == 0, "no prefix hit"
+    part = [Logprobs([0] + [1] * 14, [1] * 14, [-1.0] * 14, [0] + [1] * 14)]
+    out = engine.update(plan, prompt_logprobs=[(1, part[0])])
+    assert out is not None
+    assert out.prompt_logprobs == []
+    part.append(Logprobs([1] * 5, [1] * 5, [-2.0] * 5, [1] * 5))
+    out = engine.update(engine.schedule(), prompt_logprobs=[(1, part[1])])
+    assert out is not None
+    assert out.prompt_logprobs == [
+        (1, Logprobs([0] + [1] * 19, [1] * 19, [-1.0] * 14 + [-2.0] * 5, [0] + [1] * 19)),
+    ]
+    sibling = engine.schedule().new[0]
+    assert sibling.params.prompt_logprobs is None
+    assert engine.scheduler.running[1].as_new([]).params.prompt_logprobs is None, "not again after preemption"
+
+
+def test_counts() -> None:
+    engine = Engine(num_blocks=20)
+    engine.add([1] * 9, key=0, max_tokens=3)
+    engine.add([2] * 5, key=1, max_tokens=9)
+    for _ in range(3):
+        engine.step()
+    engine.add([1] * 10, key=2)
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.steps) == (2, 0, 4)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (24, 8)
+    assert (stats.prefix_queries, stats.prefix_hits) == (24, 8)
+    assert stats.kv_usage == (2 + 3) / 20
+
+
+def test_clients_get_their_own_entries_and_logprobs() -> None:
+    engine = Engine(num_blocks=20)
+    engine.scheduler.add("a", request([1], 0, logprobs=0))
+    engine.scheduler.add("b", request([1], 0))
+    engine.scheduler.add("a", request([1], 1, logprobs=1))
+    plan = engine.schedule()
+    logprobs = Logprobs([1, 0, 2], [7, 9, 6], [-0.1, -0.2, -0.3], [1, 0, 2])
+    news = engine.scheduler.update(plan, ModelRunnerOutput(1, [0, 1, 2], [1, 1, 1], [7, 8, 9], logprobs))
+    assert (news["a"].keys, news["a"].token_ids, news["a"].logprobs) == (
+        [0, 1],
+        [7, 9],
+        Logprobs([1, 2], [7, 9, 6], [-0.1, -0.2, -0.3], [1, 2]),
+    )
+    assert (news["b"].keys, news["b"].token_ids, news["b"].logprobs) == ([0], [8], None)
+
+
+def test_several_tokens_of_a_step_are_entries_one_after_the_other() -> None:
+    engine = Engine()
+    engine.add([1] * 3, key=0)
+    engine.add([2] * 3, key=1)
+    plan = engine.schedule()
+    for seq in engine.scheduler.running:
+        seq.num_tokens += 2
+    news = engine.scheduler.update(plan, ModelRunnerOutput(1, [0, 1], [3, 3], [5, EOS, 5, 6, 6, 6]))[CLIENT]
+    assert news.keys == [0, 0, 1, 1, 1]
+    assert news.token_ids == [5, EOS, 6, 6, 6]
+    assert news.finish_reasons == [None, "stop", None, None, None]
