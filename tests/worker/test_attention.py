@@ -140,9 +140,16 @@ def worst_error(pool: Pool) -> float:
 
 @pytest.mark.parametrize("name", attention_registry.BACKENDS)
 @given(case=cases)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_equals_brute_force(name: str, case: Case) -> None:
     assert worst_error(Pool(case, name)) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("name", attention_registry.BACKENDS)
+@pytest.mark.parametrize("window", [19, 20, 21])
+@pytest.mark.parametrize("lengths", [[(0, 20)], [(19, 1)], [(18, 2)], [(31, 1), (0, 1), (15, 17)], [(16, 16)]])
+def test_edges_of_windows_and_blocks(name: str, window: int, lengths: list[tuple[int, int]]) -> None:
+    assert worst_error(Pool(Case(lengths, 2, 2, 8, 16, window, torch.float32, 5), name)) < 2e-5
 
 
 @pytest.mark.parametrize("name", attention_registry.BACKENDS)

@@ -22,7 +22,7 @@ LIMIT = 1e-4
 Maker = Callable[..., tuple[Driver, Reference]]
 VARIANTS = {
     "llama": {"tie_word_embeddings": True, "num_key_value_heads": 1},
-    "qwen2": {"num_key_value_heads": 4},
+    "qwen2": {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1},
     "qwen3": {"head_dim": 24},
     "mistral": {"sliding_window": 21},
 }
@@ -189,6 +189,9 @@ def test_prompt_logprobs_describe_every_prompt_token_but_the_first(
     assert told == prompt[1:]
     expected = wanted[torch.arange(40), torch.tensor(prompt[1:])]
     assert np.allclose(chosen, expected.numpy(), atol=1e-3)
+    driver.finish(0)
+    driver.add(0, prompt)
+    assert driver.step({0: 41}).prompt_logprobs == []
 
 
 @pytest.mark.parametrize(
