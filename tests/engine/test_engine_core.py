@@ -1,0 +1,322 @@
+"""EngineCore over a fake executor: clients, two steps in flight, idleness, and every way to die."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raylm.config import CacheConfig, Config, SchedulerConfig
+from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, Outbox
+from raylm.engine.sequence import sequence_seed
+from raylm.errors import ConfigError, EngineDiedError, EngineUnavailableError
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from tests.engine.build import request
+from tests.fakes import FakeExecutor, FakeModel, FakeWorker
+
+Tokens = dict[tuple[int, int], list[int]]
+
+
+def config(steps_in_flight: Any = 2, max_model_len: int | None = None, num_blocks: int = 40) -> Config:
+    return Config(
+        max_model_len=max_model_len,
+        cache=CacheConfig(num_blocks=num_blocks),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, steps_in_flight=steps_in_flight),
+    )
+
+
+@asynccontextmanager
+async def running(executor: ModelExecutor, settings: Config | None = None) -> AsyncIterator[EngineCore]:
+    """A started core that runs in the background; afterwards it must be idle and whole."""
+    core = EngineCore(settings or config(), executor)
+    await core.start()
+    run = asyncio.create_task(core.run())
+    try:
+        yield core
+        await until(lambda: not core.scheduler.has_work and not core._in_flight)
+        core.scheduler.kv.check()
+        core.scheduler.kv.check_idle()
+    finally:
+        run.cancel()
+        with suppress(asyncio.CancelledError, EngineDiedError):
+            await run
+        await core.shutdown()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - what is waited for sets no event
+            await asyncio.sleep(0.001)
+
+
+async def collect(outbox: Outbox, sequences: int) -> Tokens:
+    """Everything until so many sequences have ended."""
+    tokens: Tokens = defaultdict(list)
+    while sequences:
+        out = await outbox.get()
+        assert not out.errors
+        start = 0
+        for key, index, count in zip(out.keys, out.indexes, out.token_counts, strict=True):
+            tokens[key, index] += out.token_ids[start : start + count]
+            start += count
+        sequences -= sum(reason is not None for reason in out.finish_reasons)
+    return tokens
+
+
+def answers(requests: list[EngineCoreRequest]) -> Tokens:
+    """What requests with ignore_eos and max_tokens must get."""
+    return {
+        (one.key, index): FakeModel().continuation(
+            one.prompt_token_ids, sequence_seed(one.params.seed or 0, index), one.params.max_tokens or 0
+        )
+        for one in requests
+        for index in range(one.params.n)
+    }
+
+
+def some(count: int = 12, **params: Any) -> list[EngineCoreRequest]:
+    return [
+        request([1 + key % 3] * (5 + 5 * key), key, **{"max_tokens": 30, "ignore_eos": True, "n": 1 + key % 2} | params)
+        for key in range(count)
+    ]
+
+
+# -------------------------------------------------------------------- life
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("delay_s", [0.0, 0.0005])
+async def test_every_client_gets_its_tokens(steps_in_flight: int, delay_s: float) -> None:
+    executor = FakeExecutor(FakeWorker(num_blocks=20, max_num_seqs=8, max_num_batched_tokens=64), delay_s)
+    async with running(executor, config(steps_in_flight)) as core:
+        outboxes = {client_id: core.connect(client_id) for client_id in "ab"}
+        requests = {"a": some(), "b": some(9, seed=99)}
+        for client_id, batch in requests.items():
+            core.add(client_id, batch)
+        for client_id, outbox in outboxes.items():
+            batch = requests[client_id]
+            assert await collect(outbox, sum(one.params.n for one in batch)) == answers(batch)
+        assert core.scheduler.counters.preemptions > 0
+    assert executor.most_in_flight == steps_in_flight
+    assert executor.shut_down
+
+
+async def test_a_core_that_was_idle_goes_on() -> None:
+    async with running(FakeExecutor()) as core:
+        outbox = core.connect("a")
+        for _ in range(3):
+            core.add("a", some(1))
+            assert await collect(outbox, 1) == answers(some(1))
+            await asyncio.sleep(0.002)
+
+
+async def test_the_first_message_is_there_at_once_and_empty() -> None:
+    async with running(FakeExecutor()) as core:
+        out = await core.connect("a").get()
+        assert (out.keys, out.errors) == ([], [])
+
+
+async def test_a_slow_client_stalls_nobody() -> None:
+    async with running(FakeExecutor()) as core:
+        slow, quick = core.connect("slow"), core.connect("quick")
+        core.add("slow", some(2))
+        core.add("quick", some(2))
+        assert await collect(quick, 3) == answers(some(2))
+        await until(lambda: not core.scheduler.has_work)
+        out = await slow.get()
+        assert len(out.token_ids) == 3 * 30, "all in one message"
+        assert out.stats.running == 0
+
+
+async def test_an_executor_that_is_always_ready_does_not_starve_the_loop() -> None:
+    class Ready(FakeExecutor):
+        def execute(self, plan: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(self.worker.execute(plan))
+            return done
+
+    async with running(Ready(FakeWorker(max_model_len=1000, num_blocks=70, max_num_batched_tokens=64))) as core:
+        outbox = core.connect("a")
+        core.add("a", [request([1], max_tokens=900, ignore_eos=True)])
+        await outbox.get()
+        assert len((await outbox.get()).token_ids) < 100
+        core.abort("a", [0])
+
+
+async def test_a_request_that_cannot_be_served_gets_an_error_and_others_go_on() -> None:
+    async with running(FakeExecutor(), config(max_model_len=20)) as core:
+        outbox = core.connect("a")
+        await outbox.get()
+        core.add("a", [request([1] * 20, 7), request([1] * 5, 8, max_tokens=2, ignore_eos=True)])
+        out = await outbox.get()
+        assert [key for key, _ in out.errors] == [7]
+        assert "20 tokens" in out.errors[0][1]
+        assert len((await collect(outbox, 1))[8, 0]) == 2
+
+
+async def test_abort_tells_how_busy_the_engine_is() -> None:
+    async with running(FakeExecutor(delay_s=0.001)) as core:
+        outbox = core.connect("a")
+        core.add("a", some(3, max_tokens=100))
+        while (await outbox.get()).stats.running < 3:
+            pass
+        core.abort("a", [0, 1, 2, 55])
+        await asyncio.sleep(0)
+        out = await outbox.get()
+        assert (out.stats.running, out.stats.kv_usage) == (0, 0.0)
+
+
+async def test_a_client_that_leaves_takes_its_requests_along() -> None:
+    async with running(FakeExecutor(delay_s=0.0005)) as core:
+        gone, stays = core.connect("gone"), core.connect("stays")
+        core.add("gone", some(5))
+        core.add("stays", some(5))
+        await gone.get()
+        core.drop_client("gone")
+        core.drop_client("gone")
+        core.add("gone", some(5))
+        assert {client_id for client_id, _ in core.scheduler.open_requests()} == {"stays"}
+        assert await collect(stays, 7) == answers(some(5))
+        with pytest.raises(EngineUnavailableError):
+            await collect(gone, sequences=99)
+
+
+async def test_a_client_that_connects_again_starts_anew() -> None:
+    async with running(FakeExecutor(delay_s=0.0005)) as core:
+        old = core.connect("a")
+        core.add("a", some(3))
+        new = core.connect("a")
+        core.drop_client("a", old)  # the end of the old stream, noticed late
+        core.add("a", some(2))
+        assert await collect(new, 3) == answers(some(2))
+
+
+async def test_what_is_discovered_is_cut_to_what_fits() -> None:
+    async def longest(settings: Config, worker: FakeWorker) -> int:
+        core = EngineCore(settings, FakeExecutor(worker))
+        return (await core.start()).max_model_len
+
+    assert await longest(config(), FakeWorker(max_model_len=100)) == 100
+    assert await longest(config(max_model_len=50), FakeWorker(max_model_len=100)) == 50
+    assert await longest(config(max_model_len=50), FakeWorker(num_blocks=2, max_model_len=100)) == 32
+
+
+# -------------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+async def test_every_open_request_of_every_client_learns_of_the_death(steps_in_flight: int) -> None:
+    core = EngineCore(config(steps_in_flight), FakeExecutor(delay_s=0.0001, die_at_step=6))
+    await core.start()
+    outboxes = {client_id: core.connect(client_id) for client_id in "ab"}
+    for client_id in outboxes:
+        core.add(client_id, some(12))
+    with pytest.raises(EngineDiedError, match="worker is gone"):
+        await core.run()
+    for outbox in outboxes.values():
+        out = await outbox.get()
+        finished = {key for key, reason in zip(out.keys, out.finish_reasons, strict=True) if reason}
+        assert {key for key, _ in out.errors} == set(range(12)) - finished
+        with pytest.raises(EngineDiedError):
+            await outbox.get()
+    with pytest.raises(EngineDiedError):
+        core.add("a", some(1))
+    with pytest.raises(EngineDiedError):
+        core.connect("c")
+    await core.shutdown()
+
+
+async def test_a_fault_of_the_core_itself_is_a_death_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(config(), FakeExecutor())
+    await core.start()
+    outbox = core.connect("a")
+    core.add("a", some(1))
+    monkeypatch.setattr(core.scheduler, "update", lambda plan, result: 1 / 0)
+    with pytest.raises(EngineDiedError, match="ZeroDivisionError"):
+        await core.run()
+    assert [key for key, _ in (await outbox.get()).errors] == [0]
+    with pytest.raises(EngineDiedError):
+        await outbox.get()
+
+
+async def test_a_lost_block_is_noticed_when_the_engine_is_idle() -> None:
+    core = EngineCore(config(), FakeExecutor())
+    await core.start()
+    core.scheduler.kv.pool.allocate(1)
+    with pytest.raises(EngineDiedError, match="1 KV blocks are held by no sequence"):
+        await core.run()
+
+
+async def test_an_engine_that_cannot_go_on_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(config(), FakeExecutor())
+    await core.start()
+    core.connect("a")
+    core.add("a", some(1))
+    monkeypatch.setattr(core.scheduler.kv, "admit", lambda *args, **kwargs: None)
+    with pytest.raises(EngineDiedError, match="nothing can be scheduled"):
+        await core.run()
+
+
+# -------------------------------------------------------------------- LocalExecutor
+
+
+async def test_the_local_executor_runs_a_worker_on_one_thread() -> None:
+    threads = set()
+
+    class Watched(FakeWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            threads.add(threading.current_thread().name)
+            return super().execute(plan)
+
+    async with running(LocalExecutor(config(), Watched.from_config)) as core:
+        outbox = core.connect("a")
+        core.add("a", some())
+        assert await collect(outbox, 18) == answers(some())
+    assert len(threads) == 1
+    assert "raylm-worker" in threads.pop()
+    assert not [thread for thread in threading.enumerate() if "raylm-worker" in thread.name]
+
+
+async def test_a_worker_that_fails_is_gone_for_all_later_steps() -> None:
+    class Failing(FakeWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            if plan.step == 2:
+                raise MemoryError("no memory")
+            return super().execute(plan)
+
+    executor = LocalExecutor(config(), Failing.from_config)
+    core = EngineCore(config(), executor)
+    await core.start()
+    outbox = core.connect("a")
+    core.add("a", some(1))
+    plans = [core.scheduler.schedule() for _ in range(2)]
+    assert None not in plans
+    results = [executor.execute(replace(plans[0], step=1)), executor.execute(replace(plans[1], step=2))]  # type: ignore
+    results.append(executor.execute(plans[1]))  # type: ignore[arg-type]
+    await results[0]
+    with pytest.raises(EngineDiedError, match="MemoryError: no memory"):
+        await results[1]
+    with pytest.raises(EngineDiedError, match="The worker is gone"):
+        await results[2]
+    core.drop_client("a", outbox)
+    await core.shutdown()
+    await core.shutdown()
+
+
+async def test_shutdown_after_a_failed_start() -> None:
+    class Broken(FakeWorker):
+        def start(self) -> WorkerInfo:
+            raise ConfigError("no such model")
+
+    executor = LocalExecutor(config(), Broken.from_config)
+    with pytest.raises(ConfigError, match="no such model"):
+        await executor.start()
+    await executor.shutdown()
+    await executor.shutdown()
+    await LocalExecutor(config(), Broken.from_config).shutdown()
