@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
+
+Ids = NDArray[np.int64]
 
 BLOCK = 128
 _ROWS_AT_ONCE = 8
@@ -20,7 +26,7 @@ class BlockMaxima:
         logits: [S, V] float32, contiguous.
         blocks: [S, V / 128 rounded up, 128], the same, filled up.
         maxima: [S, V / 128 rounded up].
-        peak: [S], each row's largest logit; NaN if the row holds one.
+        peak: [S] float32 on the host, each row's largest logit; NaN if the row holds one.
     """
 
     def __init__(self, logits: torch.Tensor) -> None:
@@ -29,50 +35,75 @@ class BlockMaxima:
         filled = functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         self.blocks = filled.view(len(logits), filled.shape[1] // BLOCK, BLOCK)
         self.maxima = self.blocks.amax(dim=2)
-        self.peak = self.maxima.amax(dim=1)
+        self.peak: NDArray[np.float32] = self.maxima.amax(dim=1).cpu().numpy()
 
     @property
     def vocab_size(self) -> int:
         """V."""
         return self.logits.shape[1]
 
-    def argmax(self, positions: torch.Tensor) -> torch.Tensor:
+    def argmax(self, positions: Ids) -> Ids:
         """The most likely token of the rows at ``positions`` [R]; among equals the smallest id."""
-        block = self.maxima[positions].argmax(dim=1)
-        return block * BLOCK + self.blocks[positions, block].argmax(dim=1)
+        where = self._on_device(positions)
+        block = self.maxima[where].argmax(dim=1)
+        return (block * BLOCK + self.blocks[where, block].argmax(dim=1)).cpu().numpy()
 
-    def top(self, positions: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def top(self, positions: Ids, k: int) -> tuple[NDArray[np.float32], Ids]:
         """The k largest logits and their ids, [R, k] both, in falling order; k is cut to the vocabulary.
 
         Equal logits come in no order, and which of those equal to the last one are left out is not defined. An entry
         of -inf may repeat an id.
         """
-        blocks = self.maxima[positions].topk(min(k, self.maxima.shape[1]), sorted=False).indices
-        values = self.blocks[positions[:, None], blocks].flatten(1)
-        best, at = values.topk(min(k, self.vocab_size))
+        where = self._on_device(positions)
+        blocks = self.maxima[where].topk(min(k, self.maxima.shape[1]), sorted=False).indices
+        values, at = self.blocks[where[:, None], blocks].flatten(1).topk(min(k, self.vocab_size))
         ids = blocks.gather(1, at // BLOCK) * BLOCK + at % BLOCK
-        return best, ids.clamp_(max=self.vocab_size - 1)
+        return values.cpu().numpy(), ids.clamp_(max=self.vocab_size - 1).cpu().numpy()
 
-    def masses(self, positions: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Each block's sum of exp((logit - peak) / temperature), [R, blocks] float64, from float32 terms.
+    def pick(self, positions: Ids, token_ids: Ids) -> NDArray[np.float32]:
+        """The logit of one token of each row, [R]."""
+        return self.logits[self._on_device(positions), self._on_device(token_ids)].cpu().numpy()
 
-        ``peak`` and ``temperature`` are [R] float64. A few rows at a time, so that what is between stays in the cache.
+    def window(self, positions: Ids, first: Ids, count: int) -> torch.Tensor:
+        """``count`` blocks of each row, from block ``first`` [R] on: [R, count * 128], -inf beyond the vocabulary."""
+        where, block = self._on_device(positions)[:, None], self._on_device(first[:, None] + np.arange(count))
+        there = block < self.blocks.shape[1]
+        return self.blocks[where, block * there].masked_fill(~there[:, :, None], -torch.inf).flatten(1)
+
+    def masses(
+        self, positions: Ids, peak: NDArray[np.float64], temperature: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Each block's sum of exp((logit - peak) / temperature), [R, blocks], from float32 terms.
+
+        A few rows at a time, so that what is between stays in the cache.
         """
         parts = []
-        slope = temperature.reciprocal().float()
+        where = self._on_device(positions)
+        shift, slope = (self._on_device(x.astype(np.float32))[:, None, None] for x in (peak, 1 / temperature))
         for start in range(0, len(positions), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
-            terms = self.blocks.index_select(0, positions[some])
-            terms.sub_(peak[some, None, None].float()).mul_(slope[some, None, None]).exp_()
-            parts.append(terms.sum(dim=2))
-        return torch.cat(parts).double()
+            terms = self.blocks.index_select(0, where[some])
+            parts.append(terms.sub_(shift[some]).mul_(slope[some]).exp_().sum(dim=2))
+        return torch.cat(parts).cpu().numpy().astype(np.float64)
 
-    def count_above(self, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """How many logits of each row exceed ``values`` [R], [R] int64."""
+    def tail_bound(
+        self, positions: Ids, peak: NDArray[np.float64], temperature: NDArray[np.float64], last: NDArray[np.float32]
+    ) -> NDArray[np.float64]:
+        """At most what the logits beyond the candidates, none above the ``last`` one [R], add to the masses; [R]."""
+        capped = self.maxima[self._on_device(positions)].clamp(max=self._on_device(last)[:, None]).double()
+        shift, slope = self._on_device(peak)[:, None], self._on_device(1 / temperature)[:, None]
+        return capped.sub_(shift).mul_(slope).exp_().sum(dim=1).mul_(BLOCK).cpu().numpy()
+
+    def count_above(self, positions: Ids, values: NDArray[np.float32]) -> Ids:
+        """How many logits of each row exceed ``values`` [R], [R]."""
         parts = []
+        where, limits = self._on_device(positions), self._on_device(values)[:, None]
         for start in range(0, len(positions), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
-            above = self.logits.index_select(0, positions[some]) > values[some, None]
+            above = self.logits.index_select(0, where[some]) > limits[some]
             # Summed as bytes: torch sums booleans eight times slower.
             parts.append(above.view(torch.int8).sum(dim=1, dtype=torch.int32))
-        return torch.cat(parts).long()
+        return torch.cat(parts).cpu().numpy().astype(np.int64)
+
+    def _on_device(self, column: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(column).to(self.logits.device)

@@ -9,106 +9,125 @@ A race over a whole vocabulary would take one random number for each of its toke
 first among blocks of 512 neighbouring token ids by their total weights, the second within the winning block: about 800
 numbers for 151,936 tokens, the same distribution, and the same winner whether the weights come as a few candidates or
 as a whole row.
+
+What is left to draw from is small, so it comes to the host, where numpy takes a third of torch's time per operation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from raylm.worker.block_maxima import BLOCK, BlockMaxima
-from raylm.worker.random_stream import exponentials, stream_states
+from raylm.worker.random_stream import Bits, exponentials, stream_states
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
 
 _BLOCKS_PER_HEAT = 4
 HEAT_BLOCK = _BLOCKS_PER_HEAT * BLOCK
+# Tokens have their ids in the random stream, the blocks of the first heat the numbers from here on.
+_BLOCK_INDEX = 2**32
 # Below it a temperature would overflow the float32 slope; the draw is one among the equals of the maximum long before.
 _MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """The rows of one step that are drawn at random, as columns [R] on the logits' device.
+    """The rows of one step that are drawn at random, as columns [R] on the host.
 
-    ``positions`` (int64) say which rows of the logits; ``peak`` is the largest logit; ``peak``, ``temperature``,
-    ``top_p`` and ``min_p`` are float64, ``top_k`` int64 (the vocabulary's size when off). ``block_states`` and
-    ``token_states`` are the random streams of the two heats.
+    ``positions`` say which rows of the logits, ``peak`` is the largest logit, ``top_k`` the vocabulary's size when
+    off, and ``states`` the random streams.
     """
 
-    positions: torch.Tensor
-    peak: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    top_k: torch.Tensor
-    block_states: torch.Tensor
-    token_states: torch.Tensor
+    positions: Ids
+    peak: Floats
+    temperature: Floats
+    top_p: Floats
+    min_p: Floats
+    top_k: Ids
+    states: Bits
 
     @classmethod
     def gather(
-        cls, positions: NDArray[np.int64], sampling: NDArray[np.void], num_tokens: NDArray[np.int32], peak: torch.Tensor
+        cls, positions: Ids, sampling: NDArray[np.void], num_tokens: NDArray[np.int32], peak: NDArray[np.float32]
     ) -> RandomRows:
-        """The rows at ``positions`` of a step: ``sampling``, ``num_tokens`` and ``peak`` are columns over the step."""
+        """The rows at ``positions`` of a step; the other arguments are columns over the step."""
         mine = sampling[positions]
-        floats = np.stack([np.maximum(mine["temperature"], _MIN_TEMPERATURE), mine["top_p"], mine["min_p"]])
-        temperature, top_p, min_p = torch.from_numpy(floats).to(peak.device)
-        where, top_k = torch.from_numpy(np.stack([positions, mine["top_k"]])).to(peak.device)
-        states = stream_states(mine["seed"].copy(), num_tokens[positions], purposes=2).to(peak.device)
-        return cls(where, peak[where].double(), temperature, top_p, min_p, top_k, states[0], states[1])
+        return cls(
+            positions,
+            peak[positions].astype(np.float64),
+            np.maximum(mine["temperature"], _MIN_TEMPERATURE),
+            mine["top_p"],
+            mine["min_p"],
+            mine["top_k"],
+            stream_states(mine["seed"], num_tokens[positions]),
+        )
 
     def __len__(self) -> int:
         return len(self.positions)
 
     @property
-    def softmax(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the sums of the rows' exponentials take: positions, peak, temperature."""
+    def softmax(self) -> tuple[Ids, Floats, Floats]:
+        """What sums of the rows' weights take: positions, peak and temperature."""
         return self.positions, self.peak, self.temperature
 
-    def take(self, index: torch.Tensor) -> RandomRows:
+    def take(self, index: NDArray[Any]) -> RandomRows:
         """Some of the rows, by index or mask."""
         return RandomRows(*(getattr(self, column.name)[index] for column in fields(self)))
 
+    def weights(self, logits: NDArray[np.float32]) -> Floats:
+        """exp((logit - peak) / temperature) of logits [R, n] of these rows."""
+        scaled = (logits - self.peak[:, None]) / self.temperature[:, None]
+        return np.exp(scaled, out=scaled)
 
-def draw_from_candidates(weights: torch.Tensor, ids: torch.Tensor, rows: RandomRows, vocab_size: int) -> torch.Tensor:
-    """Draw from weights [R, C] (float64, 0 for dropped tokens) of the token ids [R, C]; gives [R] int64."""
+
+def draw_from_candidates(weights: Floats, ids: Ids, rows: RandomRows, vocab_size: int) -> Ids:
+    """Draw from weights [R, C] (0 for dropped tokens) of the token ids [R, C]; gives [R]."""
+    count = -(-vocab_size // HEAT_BLOCK)
     block_of = ids // HEAT_BLOCK
-    masses = weights.new_zeros(len(ids), -(-vocab_size // HEAT_BLOCK)).scatter_add_(1, block_of, weights)
-    winner = _heat(masses, rows.block_states, torch.arange(masses.shape[1], device=ids.device))
-    at = _heat(weights * (block_of == winner[:, None]), rows.token_states, ids)
-    return ids.gather(1, at[:, None]).squeeze(1)
+    cells = block_of + count * np.arange(len(ids))[:, None]
+    masses = np.bincount(cells.ravel(), weights.ravel(), minlength=count * len(ids)).astype(np.float64, copy=False)
+    block = _first_heat(masses.reshape(len(ids), count), rows)
+    return _second_heat(weights * (block_of == block[:, None]), ids, rows)
 
 
-def draw_from_rows(maxima: BlockMaxima, masses: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    """Draw from the whole distributions of the rows, given ``maxima.masses`` of them; gives [R] int64."""
-    block = _first_heat(masses, rows)
-    parts = block[:, None] * _BLOCKS_PER_HEAT + torch.arange(_BLOCKS_PER_HEAT, device=block.device)
-    inside = parts < maxima.blocks.shape[1]
-    logits = maxima.blocks[rows.positions[:, None], parts * inside].double()
-    weights = ((logits - rows.peak[:, None, None]) / rows.temperature[:, None, None]).exp_()
-    weights.mul_(inside[:, :, None])
-    return _second_heat(weights.flatten(1), block, rows)
+def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ids:
+    """Draw from the whole distributions of the rows; gives [R]."""
+    block = _first_heat(_group(maxima.masses(*rows.softmax), _BLOCKS_PER_HEAT).sum(axis=2), rows)
+    logits = maxima.window(rows.positions, block * _BLOCKS_PER_HEAT, _BLOCKS_PER_HEAT).cpu().numpy()
+    return _second_heat(rows.weights(logits), _ids_of(block), rows)
 
 
-def draw_from_weights(weights: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    """Draw from the weights [V] (float64, 0 for dropped tokens) of a single row; gives [1] int64."""
-    blocks = functional.pad(weights, (0, -len(weights) % HEAT_BLOCK)).view(1, -1, HEAT_BLOCK)
-    block = _heat(blocks.sum(dim=2), rows.block_states, torch.arange(blocks.shape[1], device=weights.device))
-    return _second_heat(blocks[0, block], block, rows)
+def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ids:
+    """Draw from the weights [V] (float64, 0 for dropped tokens) of a single row; gives [1]."""
+    heats = _group(weights.cpu().numpy()[None], HEAT_BLOCK)
+    block = _first_heat(heats.sum(axis=2), row)
+    return _second_heat(heats[0, block], _ids_of(block), row)
 
 
-def _first_heat(masses: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    heats = functional.pad(masses, (0, -masses.shape[1] % _BLOCKS_PER_HEAT)).view(len(masses), -1, _BLOCKS_PER_HEAT)
-    return _heat(heats.sum(dim=2), rows.block_states, torch.arange(heats.shape[1], device=masses.device))
+def _group(values: Floats, size: int) -> Floats:
+    """[R, n] as [R, n / size rounded up, size], filled up with 0."""
+    count, width = values.shape
+    groups = np.zeros((count, -(-width // size), size))
+    groups.reshape(count, -1)[:, :width] = values
+    return groups
 
 
-def _second_heat(weights: torch.Tensor, block: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    ids = block[:, None] * HEAT_BLOCK + torch.arange(HEAT_BLOCK, device=block.device)
-    return ids.gather(1, _heat(weights, rows.token_states, ids)[:, None]).squeeze(1)
+def _ids_of(block: Ids) -> Ids:
+    return block[:, None] * HEAT_BLOCK + np.arange(HEAT_BLOCK)
 
 
-def _heat(weights: torch.Tensor, states: torch.Tensor, runners: torch.Tensor) -> torch.Tensor:
-    """Which column of the weights [R, n] wins; ``runners`` [n] or [R, n] name the columns to the random stream."""
-    return (exponentials(states, runners) / weights).argmin(dim=1)
+def _first_heat(masses: Floats, rows: RandomRows) -> Ids:
+    times = exponentials(rows.states, np.arange(_BLOCK_INDEX, _BLOCK_INDEX + masses.shape[1]))
+    winners: Ids = (masses / times).argmax(axis=1)
+    return winners
+
+
+def _second_heat(weights: Floats, ids: Ids, rows: RandomRows) -> Ids:
+    winners: Ids = ids[np.arange(len(ids)), (weights / exponentials(rows.states, ids)).argmax(axis=1)]
+    return winners

@@ -6,12 +6,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from raylm.messages import Logprobs
 from raylm.params import MAX_LOGPROBS
-from raylm.worker.block_maxima import BlockMaxima
+from raylm.worker.block_maxima import BlockMaxima, Ids
 
 IntArray = NDArray[np.integer[Any]]
 
@@ -23,7 +22,7 @@ FLOOR = -9999.0
 
 
 def describe_tokens(
-    maxima: BlockMaxima, rows: IntArray, token_ids: IntArray, tops: IntArray, wanted: NDArray[np.bool_]
+    maxima: BlockMaxima, rows: Ids, token_ids: IntArray, tops: IntArray, wanted: NDArray[np.bool_]
 ) -> Logprobs:
     """Describe one token of each row, as columns over all of them ([S] each); only those ``wanted`` get entries.
 
@@ -32,18 +31,17 @@ def describe_tokens(
     likely, so equals share it.
     """
     counts, ranks = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    where = torch.from_numpy(rows[wanted]).to(maxima.logits.device)
-    tokens = torch.from_numpy(token_ids[wanted].astype(np.int64)).to(where.device)
-    own = maxima.logits[where, tokens]
+    where, tokens = rows[wanted], token_ids[wanted].astype(np.int64)
+    own = maxima.pick(where, tokens)
     values, ids = _ordered(*maxima.top(where, _WIDTH))
-    ranks[wanted] = _ranks(maxima, where, own, values).cpu().numpy()
+    ranks[wanted] = _ranks(maxima, where, own, values)
     values, ids = values[:, :MAX_LOGPROBS], ids[:, :MAX_LOGPROBS]
-    logits = torch.cat([own[:, None], values], dim=1).double()
-    logprobs = (logits - _log_sum_exp(maxima, where)[:, None]).clamp_(min=FLOOR).cpu().numpy()
+    logits = np.concatenate([own[:, None], values], axis=1).astype(np.float64)
+    logprobs = np.maximum(logits - _log_sum_exp(maxima, where)[:, None], FLOOR)
     shown = np.arange(logits.shape[1]) <= tops[wanted, None]
-    shown[:, 1:] &= (values > -torch.inf).cpu().numpy()
+    shown[:, 1:] &= values > -np.inf
     counts[wanted] = shown.sum(axis=1)
-    entries = torch.cat([tokens[:, None], ids], dim=1).cpu().numpy()[shown]
+    entries = np.concatenate([tokens[:, None], ids], axis=1)[shown]
     return Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
 
 
@@ -53,22 +51,22 @@ def join(parts: list[Logprobs]) -> Logprobs:
     return Logprobs(*(list(chain.from_iterable(column)) for column in columns)) if parts else Logprobs([], [], [], [])
 
 
-def _ordered(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordered(values: NDArray[np.float32], ids: Ids) -> tuple[NDArray[np.float32], Ids]:
     """The same, by (value falling, id rising)."""
-    ids, order = ids.sort(dim=1)
-    values, falling = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return values, ids.gather(1, falling)
+    order = np.lexsort((ids, -values), axis=1)
+    return np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
 
 
-def _log_sum_exp(maxima: BlockMaxima, positions: torch.Tensor) -> torch.Tensor:
-    peak = maxima.peak[positions].double()
-    return maxima.masses(positions, peak, torch.ones_like(peak)).sum(dim=1).log_().add_(peak)
+def _log_sum_exp(maxima: BlockMaxima, rows: Ids) -> NDArray[np.float64]:
+    peak = maxima.peak[rows].astype(np.float64)
+    sums: NDArray[np.float64] = np.log(maxima.masses(rows, peak, np.ones_like(peak)).sum(axis=1))
+    return sums + peak
 
 
-def _ranks(maxima: BlockMaxima, positions: torch.Tensor, own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _ranks(maxima: BlockMaxima, rows: Ids, own: NDArray[np.float32], values: NDArray[np.float32]) -> Ids:
     """1 + the number of larger logits; tokens below the listed ones, which are few, count over the whole row."""
-    ranks = (values > own[:, None]).sum(dim=1)
-    beyond = (own < values[:, -1]).nonzero().squeeze(1)
-    if len(beyond):
-        ranks[beyond] = maxima.count_above(positions[beyond], own[beyond])
-    return ranks.add_(1)
+    ranks: Ids = 1 + (values > own[:, None]).sum(axis=1)
+    beyond = np.flatnonzero(own < values[:, -1])
+    if beyond.size:
+        ranks[beyond] = 1 + maxima.count_above(rows[beyond], own[beyond])
+    return ranks

@@ -85,7 +85,7 @@ class Sampler:
         for start in range(0, len(token_ids), _PROMPT_ROWS_AT_ONCE):
             some = slice(start, start + _PROMPT_ROWS_AT_ONCE)
             maxima = BlockMaxima(logits[some].float().contiguous())
-            usable = maxima.peak.isfinite().cpu().numpy()
+            usable = np.isfinite(maxima.peak)
             rows = np.arange(len(usable))
             parts.append(describe_tokens(maxima, rows, token_ids[some], np.full(len(rows), top), usable))
         return join(parts)
@@ -98,40 +98,28 @@ class Sampler:
         greedy = sampling["temperature"] == 0
         limited = (sampling["top_k"] < maxima.vocab_size) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0)
         if (at := np.flatnonzero(usable & greedy)).size:
-            token_ids[at] = maxima.argmax(torch.from_numpy(at).to(maxima.peak.device)).cpu().numpy()
+            token_ids[at] = maxima.argmax(at)
         if (at := np.flatnonzero(usable & ~greedy & limited)).size:
             chosen = RandomRows.gather(at, sampling, num_tokens, maxima.peak)
-            token_ids[at] = self._draw_limited(maxima, chosen).cpu().numpy()
+            token_ids[at] = _draw_limited(maxima, chosen, self._widths)
         if (at := np.flatnonzero(usable & ~greedy & ~limited)).size:
             chosen = RandomRows.gather(at, sampling, num_tokens, maxima.peak)
-            token_ids[at] = draw_from_rows(maxima, maxima.masses(*chosen.softmax), chosen).cpu().numpy()
-        return token_ids
-
-    def _draw_limited(self, maxima: BlockMaxima, rows: RandomRows) -> torch.Tensor:
-        token_ids = torch.zeros_like(rows.positions)
-        totals = _totals(maxima, rows)
-        unlimited = rows.top_k == maxima.vocab_size
-        pending = torch.arange(len(rows), device=token_ids.device)
-        for width in self._widths:
-            trying = pending[unlimited[pending] | (rows.top_k[pending] < width)]
-            if not len(trying):
-                continue
-            some = rows.take(trying)
-            values, ids = maxima.top(some.positions, width)
-            weights, complete = truncate_candidates(values, ids, some, totals[trying], maxima.vocab_size)
-            # Rows that are not complete get a token that a later way overwrites.
-            token_ids[trying] = draw_from_candidates(weights, ids, some, maxima.vocab_size)
-            pending = pending[~torch.isin(pending, trying[complete])]
-        for index in pending[:, None]:
-            row = rows.take(index)
-            token_ids[index] = draw_from_weights(truncate_row(maxima.logits[row.positions].squeeze(0), row), row)
+            token_ids[at] = draw_from_rows(maxima, chosen)
         return token_ids
 
 
-def _totals(maxima: BlockMaxima, rows: RandomRows) -> torch.Tensor:
-    """The sum of each row's weights where only top-p limits it, else inf; [R] float64."""
-    totals = torch.full_like(rows.peak, torch.inf)
-    only_top_p = ((rows.top_p < 1) & (rows.min_p == 0) & (rows.top_k == maxima.vocab_size)).nonzero().squeeze(1)
-    if len(only_top_p):
-        totals[only_top_p] = maxima.masses(*rows.take(only_top_p).softmax).sum(dim=1)
-    return totals
+def _draw_limited(maxima: BlockMaxima, rows: RandomRows, widths: tuple[int, ...]) -> Positions:
+    """Draw truncated rows from their ``widths[0]`` largest logits; those that need more, from more."""
+    if not widths:
+        return np.concatenate([_draw_slowly(maxima, rows.take(np.array([i]))) for i in range(len(rows))])
+    if ((rows.top_k >= widths[0]) & (rows.top_k < maxima.vocab_size)).all():
+        return _draw_limited(maxima, rows, widths[1:])
+    weights, ids, complete = truncate_candidates(maxima, rows, widths[0])
+    token_ids = draw_from_candidates(weights, ids, rows, maxima.vocab_size)
+    if not complete.all():
+        token_ids[~complete] = _draw_limited(maxima, rows.take(~complete), widths[1:])
+    return token_ids
+
+
+def _draw_slowly(maxima: BlockMaxima, row: RandomRows) -> Positions:
+    return draw_from_weights(truncate_row(maxima.logits[int(row.positions[0])], row), row)

@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 
 from raylm.worker.block_maxima import BlockMaxima
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.logits_processors import LogitsProcessor
 
 IntArray = NDArray[np.integer[Any]]
 Positions = NDArray[np.int64]
-Plan = tuple[LogitsProcessor[Any], Positions]
 
 NOT_FINITE = "the model's logits are not finite"
 OVERFLOW = "the penalties made logits infinite"
@@ -43,32 +41,22 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
     plans = [plan for plan in plans if plan[1].size]
     if not plans:
         maxima = BlockMaxima(logits)
-        failed = dict.fromkeys(_not_finite(maxima.peak).tolist(), NOT_FINITE)
-        return StepLogits(maxima, maxima, np.arange(len(rows)), failed)
-    raw = BlockMaxima(_select(logits, np.flatnonzero(asking)))
-    touched = np.unique(np.concatenate([positions for _, positions in plans]))
+        return StepLogits(maxima, maxima, np.arange(len(rows)), _failures(maxima.peak, maxima.peak))
+    raw = BlockMaxima(logits[torch.from_numpy(asking).to(logits.device)])
     # Masks could hide what is wrong with the model's own logits.
-    broken = touched[_not_finite(_select(logits, touched).amax(dim=1))]
+    peak = logits.amax(dim=1).cpu().numpy()
     for processor, positions in plans:
         processor.apply(logits, positions, rows[positions], batch)
     maxima = BlockMaxima(logits)
-    return StepLogits(maxima, raw, np.cumsum(asking) - 1, _failures(maxima.peak, touched, broken))
+    return StepLogits(maxima, raw, np.cumsum(asking) - 1, _failures(peak, maxima.peak))
 
 
-def _select(logits: torch.Tensor, positions: Positions) -> torch.Tensor:
-    return logits.index_select(0, torch.from_numpy(positions).to(logits.device))
-
-
-def _not_finite(peak: torch.Tensor) -> Positions:
-    return np.flatnonzero(~np.isfinite(peak.cpu().numpy()))
-
-
-def _failures(peak: torch.Tensor, touched: Positions, broken: Positions) -> dict[int, str]:
-    changed = np.setdiff1d(touched, broken)
-    failed = dict.fromkeys(broken.tolist(), NOT_FINITE)
-    for position in _not_finite(peak).tolist():
-        if position not in changed:
+def _failures(before: NDArray[np.float32], after: NDArray[np.float32]) -> dict[int, str]:
+    """The reasons, from each row's largest logit before and after the processors."""
+    failed = {}
+    for position in np.flatnonzero(~np.isfinite(before) | ~np.isfinite(after)).tolist():
+        if not np.isfinite(before[position]):
             failed[position] = NOT_FINITE
         else:
-            failed[position] = NOTHING_LEFT if peak[position] == -torch.inf else OVERFLOW
+            failed[position] = NOTHING_LEFT if after[position] == -np.inf else OVERFLOW
     return failed

@@ -9,74 +9,100 @@ The rules are vLLM's and transformers', min-p first, then top-k, then top-p:
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from raylm.worker.draw import RandomRows
+from raylm.worker.block_maxima import BlockMaxima
+from raylm.worker.draw import Floats, Ids, RandomRows
+
+Mask = NDArray[np.bool_]
 
 # Slices of a row's log-probabilities by which top-p finds its cut without sorting: 64 e-folds in steps of 1/128.
 _SLICES_PER_E = 128
 _SLICES = 64 * _SLICES_PER_E
 
 
-def truncate_candidates(
-    values: torch.Tensor, ids: torch.Tensor, rows: RandomRows, totals: torch.Tensor, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Truncate rows of which only the largest logits are at hand.
-
-    Args:
-        values: [R, C] float32, the C largest logits of each row in falling order.
-        ids: [R, C] int64, their token ids.
-        rows: the parameters.
-        totals: [R] float64, the sum of exp((logit - peak) / temperature) over the whole row where top-p is the only
-            limit; inf where it is not known.
-        vocab_size: candidates as many as this are the whole row.
+def truncate_candidates(maxima: BlockMaxima, rows: RandomRows, width: int) -> tuple[Floats, Ids, NDArray[np.bool_]]:
+    """Truncate rows by looking at their ``width`` largest logits only.
 
     Returns:
-        Weights [R, C] float64, unnormalised, 0 for dropped tokens; and whether [R] they are the whole truth. They are
-        not if a token with the last candidate's logit is kept: tokens beyond the candidates could then be kept too.
+        Weights [R, width], unnormalised, 0 for dropped tokens; their token ids [R, width]; and whether [R] they are the
+        whole truth. They are not if a token with the last candidate's logit is kept: others could then be kept too.
     """
-    whole = values.shape[1] == vocab_size
-    weights = ((values.double() - rows.peak[:, None]) / rows.temperature[:, None]).exp_()
+    values, ids = maxima.top(rows.positions, width)
+    weights = rows.weights(values)
     inside = (weights >= rows.min_p[:, None]) & (values >= _kth_largest(values, rows.top_k)) & (weights > 0)
-    weights.mul_(inside)
-    sums = weights.cumsum(dim=1)
-    totals = sums[:, -1] if whole else torch.where(inside[:, -1], totals, sums[:, -1])
-    wanted = torch.where(rows.top_p < 1, rows.top_p * totals, torch.inf)
-    kept = inside.clone()
+    weights *= inside
+    sums = weights.cumsum(axis=1)
+    everything = values.shape[1] == maxima.vocab_size
+    open_ended = inside[:, -1] & (not everything)
+    totals = _totals(maxima, rows, sums, values[:, -1], open_ended) if open_ended.any() else sums[:, -1]
+    wanted = np.where(rows.top_p < 1, rows.top_p * totals, np.inf)
+    kept = inside.copy()
     kept[:, 1:] &= sums[:, :-1] < wanted[:, None]
-    kept = _settle_equals(values, ids, inside, kept)
-    complete = torch.ones_like(kept[:, 0]) if whole else ~(kept & (values == values[:, -1:])).any(dim=1)
-    return weights.mul_(kept), complete
+    split = _splits_equals(values, inside, kept)
+    if split.any():
+        kept[split] = _settle_equals(values[split], ids[split], inside[split], kept[split])
+    weights *= kept
+    return weights, ids, ~(kept & (values == values[:, -1:])).any(axis=1) | everything
 
 
-def _kth_largest(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def _totals(
+    maxima: BlockMaxima, rows: RandomRows, sums: Floats, last: NDArray[np.float32], open_ended: NDArray[np.bool_]
+) -> Floats:
+    """What top-p takes its share of: the candidates' sum, and for ``open_ended`` rows the whole row's; [R].
+
+    Where top-p is the only limit, the maxima of the blocks bound the rest of the row; the sum over the whole row is
+    taken only if the cut could fall on different tokens within the bounds. Else the candidates cannot tell: inf.
+    """
+    totals = np.where(open_ended, np.inf, sums[:, -1])
+    simple = np.flatnonzero(open_ended & (rows.top_k == maxima.vocab_size) & (rows.min_p == 0) & (rows.top_p < 1))
+    if not simple.size:
+        return totals
+    some, sums = rows.take(simple), sums[simple]
+    totals[simple] = sums[:, -1] + maxima.tail_bound(*some.softmax, last[simple])
+    low, high = (some.top_p * bound for bound in (sums[:, -1], totals[simple]))
+    unsure: Mask = ((sums[:, :-1] >= low[:, None]) & (sums[:, :-1] < high[:, None])).any(axis=1)
+    if unsure.any():
+        totals[simple[unsure]] = maxima.masses(*some.take(unsure).softmax).sum(axis=1)
+    return totals
+
+
+def _kth_largest(values: NDArray[np.float32], top_k: Ids) -> NDArray[np.float32]:
     """The k-th largest candidate of each row, [R, 1]; -inf where there are fewer."""
     count = values.shape[1]
-    kth = values.gather(1, (top_k[:, None] - 1).clamp(max=count - 1))
-    return kth.masked_fill_(top_k[:, None] > count, -torch.inf)
+    kth = values[np.arange(len(values)), np.minimum(top_k, count) - 1]
+    return np.where(top_k <= count, kth, -np.inf)[:, None].astype(np.float32)
 
 
-def _settle_equals(values: torch.Tensor, ids: torch.Tensor, inside: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Where top-p cuts through equal logits, keep as many of them but those with the smallest ids."""
-    cut = values.masked_fill(~kept, torch.inf).amin(dim=1, keepdim=True)
+def _splits_equals(values: NDArray[np.float32], inside: Mask, kept: Mask) -> NDArray[np.bool_]:
+    """Whether [R] top-p cuts through equal logits: kept tokens come first, so the two beside the cut tell."""
+    dropped = inside[:, 1:] & ~kept[:, 1:]
+    split: Mask = (dropped & kept[:, :-1] & (values[:, 1:] == values[:, :-1])).any(axis=1)
+    return split
+
+
+def _settle_equals(values: NDArray[np.float32], ids: Ids, inside: Mask, kept: Mask) -> Mask:
+    """Keep as many of the equal logits, but those with the smallest ids."""
+    cut = np.where(kept, values, np.inf).min(axis=1, keepdims=True)
     equal = inside & (values == cut)
-    split = (equal & ~kept).any(dim=1)
-    if not bool(split.any()):
-        return kept
-    equal_ids = ids.masked_fill(~equal, torch.iinfo(torch.int64).max).sort(dim=1).values
-    count = (equal & kept).sum(dim=1, keepdim=True)
-    return kept & ~equal | equal & (ids <= equal_ids.gather(1, count - 1))
+    count = (equal & kept).sum(axis=1)
+    equal_ids = np.sort(np.where(equal, ids, np.iinfo(np.int64).max), axis=1)
+    last = equal_ids[np.arange(len(ids)), count - 1]
+    settled: Mask = (kept & ~equal) | (equal & (ids <= last[:, None]))
+    return settled
 
 
-def truncate_row(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
+def truncate_row(logits: torch.Tensor, row: RandomRows) -> torch.Tensor:
     """Truncate one whole row, for any limits: the slow way, 1 to 2 ms for 151,936 tokens.
 
-    ``logits`` is [V] float32 and ``rows`` holds the one row. Gives weights [V] float64, 0 for dropped tokens.
+    ``logits`` is [V] float32. Gives weights [V] float64, 0 for dropped tokens.
     """
-    top_p, min_p, top_k = rows.top_p.item(), rows.min_p.item(), int(rows.top_k.item())
-    scaled = logits.double().sub_(rows.peak).div_(rows.temperature)
+    top_p, top_k = row.top_p.item(), row.top_k.item()
+    scaled = logits.double().sub_(row.peak.item()).div_(row.temperature.item())
     weights = scaled.exp()
-    weights.mul_(weights >= min_p)
+    weights.mul_(weights >= row.min_p.item())
     if top_k < len(logits):
         weights.mul_(logits >= logits.topk(top_k).values[-1])
     return _keep_nucleus(weights, scaled, top_p) if top_p < 1 else weights

@@ -24,8 +24,8 @@ def splitmix64(state: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def exponential(seed: int, position: int, purpose: int, index: int) -> float:
-    state = splitmix64(splitmix64(seed & MASK, position), purpose)
+def exponential(seed: int, position: int, index: int) -> float:
+    state = splitmix64(seed & MASK, position)
     return -math.log(((splitmix64(state, index) >> 12) + 0.5) * 2.0**-52)
 
 
@@ -89,11 +89,11 @@ class Reference:
         weights = self.weights(logits, slack)
         starts = range(0, len(weights), HEAT_BLOCK)
         masses = {i: float(weights[start : start + HEAT_BLOCK].sum()) for i, start in enumerate(starts)}
-        block = self._race(masses, purpose=0)
+        block = self._race(masses, first_index=2**32)
         inside = range(block * HEAT_BLOCK, min(len(weights), (block + 1) * HEAT_BLOCK))
-        return self._race({token: float(weights[token]) for token in inside}, purpose=1)
+        return self._race({token: float(weights[token]) for token in inside}, first_index=0)
 
-    def _race(self, weights: dict[int, float], purpose: int) -> int:
+    def _race(self, weights: dict[int, float], first_index: int) -> int:
         position = len(self.new.token_ids)
-        times = {i: exponential(self.new.seed, position, purpose, i) / w for i, w in weights.items() if w > 0}
+        times = {i: exponential(self.new.seed, position, first_index + i) / w for i, w in weights.items() if w > 0}
         return min(times, key=times.__getitem__)
