@@ -56,6 +56,7 @@ class ModelRunner:
         drawing = np.flatnonzero(plan.samples)
         ends = inputs.metadata.query_start_loc_host[1:].astype(np.int64)
         logits = self.model.logits(hidden[torch.from_numpy(ends[drawing] - 1).to(hidden.device)])
+        _synchronize(logits.device)
         forward_s = time.perf_counter() - forward_started
         prompt_logprobs = self._describe_prompts(plan, rows, hidden, inputs)
         drawn = self._draw(logits, rows[drawing])
@@ -146,6 +147,12 @@ class ModelRunner:
             forward_s=forward_s,
             step_s=time.perf_counter() - started,
         )
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for a GPU: then the time is the forward pass's, and the buffers may be laid out anew."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _select(logprobs: Logprobs, kept: Sequence[int]) -> Logprobs:

@@ -21,11 +21,12 @@ _TILE_SCORES = 1 << 24  # most entries of one prefill mask
 class DecodeGroup:
     """Sequences with one query each, of similar length, attended to in one call.
 
-    ``queries`` (seqs,) are their places among the tokens; ``slots`` (seqs, width) what each of them reads; ``mask``
-    (seqs, 1, 1, width) is False where slots only pad, None where nothing does.
+    ``queries`` are their places among the tokens, a slice where they are neighbours; ``slots`` (seqs * width,) is
+    what they read, one after the other; ``mask`` (seqs, 1, 1, width) is False where slots only pad, None where
+    nothing does.
     """
 
-    queries: Tensor
+    queries: Tensor | slice
     slots: Tensor
     mask: Tensor | None
 
@@ -96,12 +97,14 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
         self, meta: AttentionMetadata, members: NDArray[np.int64], seen: NDArray[np.int32]
     ) -> DecodeGroup:
         device = meta.seq_lens.device
-        queries = torch.from_numpy(members).to(device)
+        queries: Tensor | slice = slice(int(members[0]), int(members[-1]) + 1)
+        if members[-1] - members[0] + 1 != len(members):
+            queries = torch.from_numpy(members).to(device)
         counts = torch.from_numpy(seen[members]).to(device)[:, None]
         offsets = torch.arange(int(seen[members].max()), device=device)
         valid = offsets < counts
         positions = meta.seq_lens[queries][:, None] - counts + torch.where(valid, offsets, 0)
-        slots = self._slots(meta.block_tables[queries], positions)
+        slots = self._slots(meta.block_tables[queries], positions).flatten()
         padded = bool((seen[members] != seen[members[0]]).any())
         return DecodeGroup(queries, slots, valid[:, None, None, :] if padded else None)
 
@@ -129,13 +132,13 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
 
 
 def group_by_length(lengths: NDArray[np.int32]) -> list[NDArray[np.int64]]:
-    """Split sequences into groups that pad to less than twice their tokens and stay under a bound."""
+    """Split sequences into groups, each ascending, that at most double their tokens by padding and stay bounded."""
     order = np.argsort(-lengths, kind="stable")
     groups, begin = [], 0
     for at in range(1, len(order) + 1):
         longest = lengths[order[begin]]
         if at == len(order) or 2 * lengths[order[at]] < longest or (at + 1 - begin) * longest > _GROUP_TOKENS:
-            groups.append(order[begin:at])
+            groups.append(np.sort(order[begin:at]))
             begin = at
     return groups
 
@@ -150,18 +153,23 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, layer: AttentionSpec) -> Tensor:
     """``q`` (seqs, num_heads, head_dim); the query heads of one kv head stand as its queries."""
     folded = q.view(len(q), layer.num_kv_heads, -1, layer.head_dim)
-    k, v = keys[group.slots].transpose(1, 2), values[group.slots].transpose(1, 2)
+    k, v = (_gather(pool, group.slots, len(q)).transpose(1, 2) for pool in (keys, values))
     return F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=layer.scale).view_as(q)
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, tile: PrefillTile, layer: AttentionSpec) -> Tensor:
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
-        keys[tile.slots].transpose(0, 1)[None],
-        values[tile.slots].transpose(0, 1)[None],
+        _gather(keys, tile.slots, 1).transpose(1, 2),
+        _gather(values, tile.slots, 1).transpose(1, 2),
         attn_mask=tile.mask,
         is_causal=tile.mask is None,
         scale=layer.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def _gather(pool: Tensor, slots: Tensor, seqs: int) -> Tensor:
+    """Rows of ``pool`` (slots, kv_heads, head_dim) -> (seqs, width, kv_heads, head_dim)."""
+    return pool.index_select(0, slots).view(seqs, -1, *pool.shape[1:])
