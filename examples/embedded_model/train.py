@@ -1,0 +1,191 @@
+"""Trains the embedded model on the CPU: `python train.py`; every figure of the recipe stands in STAGES."""
+
+import argparse
+import ctypes
+import queue
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import build_tokenizer
+import conversation
+import torch
+import torch.nn.functional as F
+from model import Llama, export
+from tokenizers import Tokenizer
+from torch import Tensor
+
+BASE = {
+    "arithmetic": 3.0, "word problem": 0.8, "three terms": 0.5, "counting": 0.7, "copying": 2.5, "extraction": 2.0,
+    "definition": 1.6, "small talk": 0.5, "unknown": 0.5, "remark": 0.3, "tell": 1.0, "ask": 1.5, "tell and ask": 1.0,
+}  # fmt: skip
+LONG = BASE | {"remark": 1.5, "ask": 4.0, "tell": 1.0, "tell and ask": 0.5}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training: its steps, tokens per step, the row lengths in turn, and the mixture of skills."""
+
+    steps: int
+    tokens: int
+    lengths: tuple[int, ...]
+    weights: dict[str, float]
+    tool_share: float
+
+
+STAGES = [
+    Stage(1600, 9216, (384,), BASE, 0.3),
+    Stage(1000, 9216, (384, 1536), LONG, 0.3),
+]
+PEAK, WARMUP, DECAY = 4e-3, 60, 0.35
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def keep_memory() -> None:
+    """Let malloc keep freed pages: returning them after every step costs a quarter of the speed."""
+    libc = ctypes.CDLL("libc.so.6")
+    for option, value in ((-3, 1 << 30), (-1, 2_000_000_000), (-2, 1 << 28)):  # mmap threshold, trim threshold, top pad
+        libc.mallopt(option, value)
+
+
+def batches(tokenizer: Tokenizer, seed: int, first: int) -> Iterator[tuple[int, Batch]]:
+    """The batches from step `first` on: input ids (rows, length), chosen flat positions, their targets."""
+    step = 0
+    for stage in STAGES:
+        for i in range(stage.steps):
+            if step >= first:
+                yield (
+                    step,
+                    batch(tokenizer, random.Random(f"{seed}:{step}"), stage, stage.lengths[i % len(stage.lengths)]),
+                )
+            step += 1
+
+
+def batch(tokenizer: Tokenizer, rng: random.Random, stage: Stage, length: int) -> Batch:
+    """One batch of conversations, each padded at its end."""
+    rows = max(1, stage.tokens // length)
+    ids = torch.zeros((rows, length + 1), dtype=torch.int64)
+    written = torch.zeros((rows, length + 1), dtype=torch.bool)
+    for i in range(rows):
+        tokens, mask = conversation.row(rng, tokenizer, length + 1, stage.weights, stage.tool_share)
+        ids[i, : len(tokens)] = torch.tensor(tokens)
+        written[i, : len(mask)] = torch.tensor(mask)
+    chosen = written[:, 1:].flatten().nonzero().flatten()
+    return ids[:, :-1].contiguous(), chosen, ids[:, 1:].flatten()[chosen]
+
+
+def ahead(source: Iterator[tuple[int, Batch]], depth: int = 4) -> Iterator[tuple[int, Batch]]:
+    """The same batches, made on a thread while the model computes."""
+    ready: queue.Queue[tuple[int, Batch] | None] = queue.Queue(depth)
+
+    def fill() -> None:
+        for item in source:
+            ready.put(item)
+        ready.put(None)
+
+    threading.Thread(target=fill, daemon=True).start()
+    while (item := ready.get()) is not None:
+        yield item
+
+
+def rate(step: int, total: int) -> float:
+    """Learning rate: a short rise, a plateau, and a fall to zero over the last part."""
+    return PEAK * min(1.0, (step + 1) / WARMUP, (total - step) / (DECAY * total))
+
+
+def optimizers(model: Llama) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    muon = torch.optim.Muon(model.hidden_matrices(), lr=PEAK, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(model.other_parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.0)
+    return [muon, adam]
+
+
+def learn(model: Llama, optimizers: list[torch.optim.Optimizer], batch: Batch, lr: float) -> float:
+    """One step; returns the loss."""
+    ids, chosen, targets = batch
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids, chosen)
+    loss = F.cross_entropy(logits.float(), targets)
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def checkpoint(path: Path, model: Llama, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    """Write the whole training state so that a crash costs little."""
+    state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    torch.save(state, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def publish(model: Llama, work: Path, out: Path) -> None:
+    """Write the servable checkpoint beside its place, then move its files there one by one."""
+    fresh = work / "fresh"
+    shutil.copytree(work / "tokenizer", fresh, dirs_exist_ok=True)
+    export(model, fresh)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in fresh.iterdir():
+        shutil.copyfile(file, out / f".{file.name}")
+        (out / f".{file.name}").replace(out / file.name)
+
+
+def main() -> None:
+    """Train from the start, or from the last state in `--work`, to the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("embedded-model"), help="where the finished checkpoint goes")
+    parser.add_argument("--work", type=Path, default=Path("embedded-model-work"), help="tokenizer, states and log")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    keep_memory()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    if not (arguments.work / "tokenizer").exists():
+        build_tokenizer.build(arguments.work / "tokenizer")
+    run(arguments.work, arguments.out, arguments.seed)
+
+
+def run(work: Path, out: Path, seed: int) -> None:
+    """The training loop with its progress lines; a servable checkpoint every 250 steps in work/latest."""
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json"))
+    model = Llama(build_tokenizer.twins(tokenizer))
+    steppers, state, first = optimizers(model), work / "state.pt", 0
+    if state.exists():
+        saved = torch.load(state, weights_only=True)
+        model.load_state_dict(saved["model"])
+        for optimizer, values in zip(steppers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        first = saved["step"]
+    total = sum(stage.steps for stage in STAGES)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, steps {first} to {total}", flush=True)
+    began = last = time.time()
+    tokens = 0
+    losses: list[float] = []
+    for step, item in ahead(batches(tokenizer, seed, first)):
+        losses.append(learn(model, steppers, item, rate(step, total)))
+        tokens += item[0].numel()
+        done = step + 1
+        if done % 20 == 0:
+            now = time.time()
+            minutes = (now - began) / (done - first) * (total - done) / 60
+            speed, loss = tokens / (now - last), sum(losses) / len(losses)
+            print(f"step {done}/{total} loss {loss:.4f} {speed:.0f} tok/s eta {minutes:.0f} min", flush=True)
+            last, tokens, losses = now, 0, []
+        if done % 250 == 0 or done == total:
+            checkpoint(state, model, steppers, done)
+            publish(model, work, work / "latest")
+    publish(model, work, out)
+
+
+if __name__ == "__main__":
+    main()
