@@ -62,9 +62,10 @@ def _totals(
         return totals
     some, sums = rows.take(simple), sums[simple]
     totals[simple] = sums[:, -1] + maxima.tail_bound(*some.softmax, last[simple])
-    low, high = (some.top_p * bound for bound in (sums[:, -1], totals[simple]))
-    unsure: Mask = ((sums[:, :-1] >= low[:, None]) & (sums[:, :-1] < high[:, None])).any(axis=1)
-    if unsure.any():
+    low, high = some.top_p * sums[:, -1], some.top_p * totals[simple]
+    between = (sums[:, :-1] >= low[:, None]) & (sums[:, :-1] < high[:, None])
+    unsure = np.flatnonzero(between.any(axis=1))
+    if unsure.size:
         totals[simple[unsure]] = maxima.masses(*some.take(unsure).softmax).sum(axis=1)
     return totals
 
