@@ -134,7 +134,7 @@ class Launcher:
                 self._tell("ready", f"{self._served.url}/v1   (Ctrl-C stops)")
         self._take_lines(process)
         if not self._signals and self._failure is None:
-            self._failure = "the server ended by itself"
+            self._fail("the server ended by itself; what it wrote last is above")
         if self._failure is not None:
             self._tell("failed", self._failure)
 
@@ -185,11 +185,12 @@ class Launcher:
         else:
             self._hidden.append(line)
             if _FATAL.search(line) and not self._ready and self._failure is None:
-                self._fail_with_hidden()
+                self._fail("the server cannot start; what it wrote last is above")
 
-    def _fail_with_hidden(self) -> None:
-        print("\n".join(self._hidden), flush=True)
-        self._failure = "the server cannot start; what it wrote last is above"
+    def _fail(self, failure: str) -> None:
+        if not self._verbose:
+            print("\n".join(self._hidden), flush=True)
+        self._failure = failure
 
     def _tell(self, stage: str, text: str) -> None:
         self._told.add(stage)

@@ -15,6 +15,7 @@ from pathlib import Path
 _POLL_S = 0.05
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray would run its workers at nice 15: behind everything else on the machine
+    "RAY_prestart_worker_first_driver": "0",  # no process can be used that started before its environment was known
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
     "OMP_WAIT_POLICY": "PASSIVE",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from raylm.config import Config
 from raylm.engine.engine_core import EngineCore
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
+from raylm.errors import EngineDiedError
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo
 
 NAMESPACE = "raylm"
@@ -36,6 +38,7 @@ class EngineCoreActor:
     def __init__(self, config: Config, engine_id: str, workers: list[ActorHandle]) -> None:
         self._core = EngineCore(config, _executor(config, workers))
         self._engine_id = engine_id
+        self._lost = False
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_event_loop().create_future()
 
     async def start(self) -> EngineInfo:
@@ -45,13 +48,14 @@ class EngineCoreActor:
         self._ready.set_result(info)
         return info
 
-    async def run(self) -> None:
-        """Schedule steps until the engine is lost; called once, by the supervisor, who awaits the end.
-
-        Raises:
-            EngineDiedError: a worker is gone. The supervisor then kills this process, which is how clients learn of it.
-        """
-        await self._core.run()
+    async def run(self) -> str:
+        """Schedule steps until the engine is lost; called once, by the supervisor. Returns what happened."""
+        try:
+            await self._core.run()
+        except EngineDiedError as error:
+            self._lost = True
+            return error.message
+        return "The EngineCore has stopped."
 
     async def drained(self) -> None:
         """Wait until nobody has a request open; the supervisor asks before it ends an engine that works."""
@@ -63,15 +67,16 @@ class EngineCoreActor:
         return await asyncio.shield(self._ready)
 
     async def stream(self, client_id: str) -> AsyncIterator[EngineCoreOutputs]:
-        """All outputs for one client; the first item, empty, says that its batches may come now.
+        """All outputs for one client, until the engine is lost; the first item says that its batches may come now.
 
-        Ray holds back the next item while MAX_OUTPUTS_IN_FLIGHT are not taken; meanwhile the outbox merges.
-        When the client ends the stream or its process dies, Ray closes this generator and all its requests end.
+        Ray holds back the next item while MAX_OUTPUTS_IN_FLIGHT are not taken; meanwhile the outbox merges. When the
+        client ends the stream or its process dies, Ray closes this generator, which ends the client's requests.
         """
         outbox = self._core.connect(client_id)
         try:
-            while True:
-                yield await outbox.get()
+            with suppress(EngineDiedError):
+                while (outputs := await outbox.get()) and not self._lost:
+                    yield outputs
         finally:
             self._core.drop_client(client_id, outbox)
 

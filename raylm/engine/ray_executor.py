@@ -92,6 +92,6 @@ def as_raylm_error(error: RayError) -> RayLMError:
     if isinstance(cause, RayLMError):
         return cause
     if isinstance(cause, RayError):
-        return EngineDiedError(f"A process of the engine was lost ({type(cause).__name__}).")
+        return EngineDiedError("A process of the engine was lost.")
     said = str(cause).strip().splitlines()
     return EngineDiedError(f"{type(cause).__name__}: {said[-1] if said else 'no message'}")

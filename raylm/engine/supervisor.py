@@ -64,10 +64,10 @@ class EngineProcesses:
     async def run(self) -> str:
         """Let the engine run to its end, which only a fault brings; return what happened."""
         try:
-            await self._core.run.remote()
+            reason: str = await self._core.run.remote()
         except RayError as error:
-            return as_raylm_error(error).message
-        return "The EngineCore stopped."
+            reason = as_raylm_error(error).message
+        return reason
 
     async def drain(self, limit_s: float) -> None:
         """Let running requests end, for at most ``limit_s`` seconds."""

@@ -16,6 +16,8 @@ from raylm.errors import EngineDiedError
 from raylm.frontend.engine_client import EngineClient
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo
 
+_LOST = "The engine that served this request was lost; sending it again is safe."
+
 
 class RayEngineClient(EngineClient):
     """One stream down and one task up, whatever the number of requests; both are started here and never in a request.
@@ -79,8 +81,8 @@ class RayEngineClient(EngineClient):
             async for ref in self._stream:
                 yield await ref
         except RayError as error:
-            raise EngineDiedError("The engine that served this request was lost.") from error
-        raise EngineDiedError("The engine that served this request has ended.")
+            raise EngineDiedError(_LOST) from error
+        raise EngineDiedError(_LOST)
 
     async def close(self) -> None:
         """Leave the engine, which ends this client's requests; dropping the stream alone would leave it running."""

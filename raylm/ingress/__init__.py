@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raylm.ingress.http_app import build_asgi_app
     from raylm.ingress.ingress import Ingress
+    from raylm.ingress.serve_answers import serve_middlewares
 
-__all__ = ["Ingress", "build_asgi_app"]
+__all__ = ["Ingress", "build_asgi_app", "serve_middlewares"]
 
-_HOMES = {"Ingress": "raylm.ingress.ingress", "build_asgi_app": "raylm.ingress.http_app"}
+_HOMES = {
+    "Ingress": "raylm.ingress.ingress",
+    "build_asgi_app": "raylm.ingress.http_app",
+    "serve_middlewares": "raylm.ingress.serve_answers",
+}
 
 
 def __getattr__(name: str) -> Any:

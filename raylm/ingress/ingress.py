@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
 
 import ray
 from ray import serve
@@ -11,14 +15,23 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
-from raylm.frontend import AsyncLLM, Discovery
+from raylm.frontend import AsyncLLM, Discovery, RequestOutput
 from raylm.ingress.http_app import build_asgi_app
+from raylm.ingress.lifecycle import Lifecycle
+from raylm.params import SamplingParams
 
 _POLL_S = 0.1
 
 
 class Ingress:
-    """One replica. ``engine`` is bound only so that Serve deploys the engines with the ingress."""
+    """One replica. Python callers reach the public methods by handle, HTTP clients the app.
+
+    ``engine`` is bound only so that Serve deploys the engines with the ingress.
+    """
+
+    _llm: AsyncLLM
+    _lifecycle: Lifecycle
+    _tasks: tuple[object, ...]
 
     def __init__(self, config: Config, engine: DeploymentHandle) -> None:
         self._config = config
@@ -26,13 +39,73 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
         self._llm = AsyncLLM(self._config)
-        prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)
-        self._discovery = Discovery(prefix, self._llm.add_engine)
         app = build_asgi_app(self._llm, self._config)
-        self._drain = asyncio.create_task(self._drain_when_stopped(app))
+        self._lifecycle = app.state.lifecycle
+        prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)
+        self._tasks = Discovery(prefix, self._llm.add_engine), asyncio.create_task(self._drain_when_stopped())
         return app
 
-    async def _drain_when_stopped(self, app: Starlette) -> None:
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        prompt_param: str = "prompt",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate for one prompt (text or token ids); call it with ``handle.options(stream=True)``.
+
+        Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``.
+
+        Raises:
+            RayLMError: what HTTP clients would get as an error.
+        """
+        outputs = self._llm.generate(
+            prompt,
+            params or SamplingParams(**self._llm.sampling_defaults),
+            request_id=f"handle-{uuid.uuid4()}",
+            priority=priority,
+            cache_salt=cache_salt,
+            prompt_param=prompt_param,
+        )
+        ongoing, finished = self._lifecycle.admit(), False
+        try:
+            async with aclosing(outputs):
+                while not finished:
+                    with ongoing:
+                        output = await anext(outputs)
+                    finished = output.finished
+                    yield output
+        finally:
+            self._lifecycle.release(ongoing)
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate the next turn of a conversation; as ``generate``, over the checkpoint's chat template."""
+        prompt = await self._llm.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
+        outputs = self.generate(prompt, params, priority=priority, cache_salt=cache_salt, prompt_param="messages")
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``."""
+        return await self._llm.tokenize(text, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """The text of ``token_ids``."""
+        return await self._llm.detokenize(token_ids)
+
+    async def _drain_when_stopped(self) -> None:
         """End running streams in order when Serve stops this replica.
 
         Serve tells user code of a stop only when no request is left, or cuts it off. Its replica, in this process,
@@ -40,6 +113,6 @@ class Ingress:
         """
         actor_id = ray.get_runtime_context().current_actor._actor_id
         replica = ray._private.worker.global_worker.actors[actor_id]._replica_impl
-        while not replica._shutting_down:  # noqa: ASYNC110 - it is Serve's flag, nothing to wait for
+        while not replica._shutting_down:  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
-        await app.state.lifecycle.drain(self._config.ingress.shutdown_grace_s)
+        await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
