@@ -11,7 +11,7 @@ from raylm.config import Config
 from raylm.errors import EngineUnavailableError
 from raylm.frontend.chat_template import ChatTemplate, check_templates
 from raylm.frontend.engine_client import EngineClient
-from raylm.frontend.input_processor import InputProcessor, check_length, sampling_defaults
+from raylm.frontend.input_processor import InputProcessor, sampling_defaults
 from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.router import Router
@@ -142,7 +142,6 @@ class AsyncLLM:
 
         Raises:
             InvalidRequestError: there is no template, it refuses the messages, or it takes too long.
-            ContextLengthError: the conversation alone does not fit; ``param`` is ``messages``.
         """
         text = await self._template.render(
             messages,
@@ -151,13 +150,7 @@ class AsyncLLM:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
         )
-        limits = self._router.limits if self._router.is_ready else None
-        if limits is not None:
-            self._input.check_text(text, limits, "messages")
-        token_ids = await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
-        if limits is not None:
-            check_length(len(token_ids), None, limits, "messages")
-        return token_ids
+        return await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``.

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 INLINE_CHARS = 8_192  # about 3 ms on one core; longer texts would stall every stream of this process
 INLINE_IDS = 8_192
+MAX_CHARS = 8 * 1024 * 1024  # the list of a text's ids is made in one go, holding the GIL: about 40 ms for so many
+MAX_IDS = 4 * 1024 * 1024
 _THREADS = 2
 
 
@@ -66,8 +68,10 @@ class Tokenizer:
         """Ids of ``text``; a long one is tokenized in a thread.
 
         Raises:
-            InvalidRequestError: the text holds a lone surrogate; ``param`` is named.
+            InvalidRequestError: the text holds a lone surrogate or is too long; ``param`` is named.
         """
+        if len(text) > MAX_CHARS:
+            raise InvalidRequestError(f"{param} has more than {MAX_CHARS} characters.", param=param)
         if len(text) <= INLINE_CHARS:
             return self.encode_now(text, add_special_tokens=add_special_tokens, param=param)
         return await self._in_thread(lambda: self.encode_now(text, add_special_tokens=add_special_tokens, param=param))
@@ -84,8 +88,10 @@ class Tokenizer:
         """Text of ``token_ids``.
 
         Raises:
-            InvalidRequestError: an id is outside the vocabulary; ``param`` is ``tokens``.
+            InvalidRequestError: an id is outside the vocabulary, or there are too many; ``param`` is ``tokens``.
         """
+        if len(token_ids) > MAX_IDS:
+            raise InvalidRequestError(f"tokens has more than {MAX_IDS} entries.", param="tokens")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise InvalidRequestError(f"tokens must hold ids from 0 to {self.vocab_size - 1}.", param="tokens")
 

@@ -1,0 +1,67 @@
+"""PlayedEngine: an EngineClient whose engine is the test itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from raylm.errors import EngineDiedError
+from raylm.frontend import EngineClient
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats, FinishReason, WorkerInfo
+
+Entry = tuple[int, int, list[int], FinishReason | None]
+
+
+def batch(*entries: Entry, stats: EngineStats | None = None, **columns: Any) -> EngineCoreOutputs:
+    """A message of (key, index, tokens, finish reason)."""
+    given = {
+        "stop_reasons": [None] * len(entries),
+        "cached_tokens": [0] * len(entries),
+        "stats": stats or EngineStats(),
+        **columns,
+    }
+    return EngineCoreOutputs(
+        keys=[key for key, *_ in entries],
+        indexes=[index for _, index, *_ in entries],
+        token_counts=[len(tokens) for *_, tokens, _ in entries],
+        token_ids=[token for *_, tokens, _ in entries for token in tokens],
+        finish_reasons=[reason for *_, reason in entries],
+        **given,
+    )
+
+
+class PlayedEngine(EngineClient):
+    """Remembers what it is told, and says what the test makes it say."""
+
+    def __init__(self, engine_id: str, *, max_model_len: int = 128, vocab_size: int = 330) -> None:
+        worker = WorkerInfo(64, 16, max_model_len, vocab_size, "cpu", "float32", "sdpa", 1, 0, 0)
+        self.info = EngineInfo(engine_id, max_model_len, worker)
+        self.added: list[EngineCoreRequest] = []
+        self.aborted: list[int] = []
+        self.closed = False
+        self._said: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self.added.append(request)
+
+    def abort(self, keys: list[int]) -> None:
+        self.aborted.extend(keys)
+
+    def say(self, *entries: Entry, **columns: Any) -> None:
+        """Send one message."""
+        self._said.put_nowait(batch(*entries, **columns))
+
+    def die(self, error: Exception | None = None) -> None:
+        """Be lost."""
+        self._said.put_nowait(error or EngineDiedError("The engine is gone."))
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        while True:
+            said = await self._said.get()
+            if isinstance(said, Exception):
+                raise said
+            yield said
+
+    async def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,236 @@
+"""AsyncLLM over engines that the test plays: demultiplexing, merging, stop strings, aborts, lost engines."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylm.config import Config
+from raylm.errors import ConfigError, ContextLengthError, EngineDiedError, EngineUnavailableError, RayLMError
+from raylm.frontend import AsyncLLM, RequestOutput
+from raylm.messages import Logprobs
+from raylm.params import SamplingParams
+from tests.frontend.checkpoints import byte_level, write_checkpoint
+from tests.frontend.played_engine import PlayedEngine
+
+EOS = 2
+
+
+async def settle() -> None:
+    """Let every task that can go on go on."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def begin(llm: AsyncLLM, prompt: Any = "hello", **params: Any) -> asyncio.Task[list[RequestOutput]]:
+    """A caller who reads everything."""
+
+    async def read() -> list[RequestOutput]:
+        async with aclosing(llm.generate(prompt, SamplingParams(**params), request_id="r")) as outputs:
+            return [output async for output in outputs]
+
+    return asyncio.create_task(read())
+
+
+def text_of(outputs: list[RequestOutput], index: int = 0) -> str:
+    return "".join(delta.text for output in outputs for delta in output.deltas if delta.index == index)
+
+
+async def ids(llm: AsyncLLM, text: str) -> list[int]:
+    return await llm.tokenize(text, add_special_tokens=False)
+
+
+async def test_entries_reach_their_callers(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    one, two = begin(llm, "hello"), begin(llm, "world")
+    await settle()
+    first, second = (request.key for request in engine.added)
+    hello, world = await ids(llm, "hello"), await ids(llm, "world")
+    engine.say((second, 0, world, None), (first, 0, hello, None), cached_tokens=[0, 1])
+    engine.say((first, 0, [EOS], "stop"), (second, 0, world, "length"))
+    assert text_of(await one) == "hello"
+    assert text_of(await two) == "worldworld"
+    last = one.result()[-1]
+    assert last.finished
+    assert (last.deltas[0].finish_reason, last.deltas[0].stop_reason, last.deltas[0].token_ids[-1]) == (
+        "stop",
+        None,
+        EOS,
+    )
+    assert last.num_cached_tokens == 1
+    assert last.prompt_token_ids == hello
+    await settle()
+    assert engine.aborted == []
+
+
+async def test_a_slow_caller_gets_its_deltas_merged(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    outputs = llm.generate("hello", SamplingParams(n=2), request_id="r")
+    first = asyncio.create_task(anext(outputs))
+    await settle()
+    key, hello = engine.added[0].key, await ids(llm, "hello")
+    engine.say((key, 0, hello, None))
+    assert len((await first).deltas) == 1
+    for _ in range(50):
+        engine.say((key, 0, hello, None), (key, 1, hello, None))
+    engine.say((key, 0, [EOS], "stop"))
+    await settle()
+    merged = await anext(outputs)
+    assert [delta.text for delta in merged.deltas] == ["hello" * 50] * 2
+    assert [len(delta.token_ids) for delta in merged.deltas] == [50 * len(hello) + 1, 50 * len(hello)]
+    assert [delta.finish_reason for delta in merged.deltas] == ["stop", None]
+    await outputs.aclose()
+
+
+async def test_a_stop_string_ends_one_of_two_sequences(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    reader = begin(llm, n=2, stop=("END",))
+    await settle()
+    key = engine.added[0].key
+    so, d = await ids(llm, "so EN"), await ids(llm, "D more")
+    engine.say((key, 0, so, None), (key, 1, so, None))
+    engine.say((key, 0, d, None), (key, 1, so, None))
+    await settle()
+    assert engine.aborted == [], "the other sequence still runs"
+    engine.say((key, 0, so, None), (key, 1, so, "length"))
+    outputs = await reader
+    assert text_of(outputs, 0) == "so "
+    assert text_of(outputs, 1) == "so EN" * 3
+    ends = {delta.index: delta.stop_reason for output in outputs for delta in output.deltas if delta.finish_reason}
+    assert ends == {0: "END", 1: None}
+    await settle()
+    assert engine.aborted == [key], "the engine still runs the stopped sequence"
+
+
+async def test_closing_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    outputs = llm.generate("hello", SamplingParams(), request_id="r")
+    first = asyncio.create_task(anext(outputs))
+    await settle()
+    engine.say((engine.added[0].key, 0, [5], None))
+    await first
+    await outputs.aclose()
+    assert engine.aborted == [engine.added[0].key]
+    engine.say((engine.added[0].key, 0, [5], None))
+    await settle()
+    assert llm.is_ready, "tokens of an aborted request did harm"
+
+
+async def test_cancelling_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    reader = begin(llm)
+    await settle()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert engine.aborted == [engine.added[0].key]
+
+
+async def test_a_lost_engine_ends_its_requests_and_leaves(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    other = PlayedEngine("e2")
+    lost = [begin(llm, "hello") for _ in range(3)]
+    await settle()
+    llm.add_engine(other)
+    honest = begin(llm, "world")
+    await settle()
+    assert len(other.added) == 1
+    engine.die()
+    for reader in lost:
+        with pytest.raises(EngineDiedError):
+            await reader
+    await settle()
+    assert engine.closed
+    other.say((other.added[0].key, 0, [EOS], "stop"))
+    assert (await honest)[-1].finished
+    other.die(RuntimeError("a fault in reading"))
+    await settle()
+    assert not llm.is_ready
+    with pytest.raises(EngineUnavailableError):
+        await begin(llm)
+
+
+async def test_a_request_that_fails_ends_alone(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    bad, good = begin(llm), begin(llm)
+    await settle()
+    engine.say(errors=[(engine.added[0].key, "its logits were not finite")])
+    engine.say((engine.added[1].key, 0, [EOS], "stop"))
+    with pytest.raises(RayLMError, match="not finite"):
+        await bad
+    assert (await good)[-1].finished
+
+
+async def test_tokens_that_cannot_be_decoded_end_their_request_alone(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    bad, good = begin(llm), begin(llm)
+    await settle()
+    engine.say((engine.added[0].key, 0, [-1], None), (engine.added[1].key, 0, [EOS], "stop"))
+    with pytest.raises(RayLMError, match="could not be decoded"):
+        await bad
+    assert (await good)[-1].finished
+    await settle()
+    assert engine.aborted == [engine.added[0].key]
+    assert llm.is_ready
+
+
+async def test_logprobs_are_taken_apart(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    asked, not_asked = begin(llm, logprobs=1, prompt_logprobs=0), begin(llm)
+    await settle()
+    first, second = (request.key for request in engine.added)
+    prompt = engine.added[0].prompt_token_ids
+    columns = Logprobs([2, 0, 2], [7, 9, 8, 8], [-1.0, -0.5, -0.2, -0.2], [2, 0, 1])
+    described = Logprobs([0] + [1] * (len(prompt) - 1), prompt[1:], [-3.0] * (len(prompt) - 1), [4] * len(prompt))
+    engine.say(
+        (first, 0, [7], None),
+        (second, 0, [6], "length"),
+        (first, 0, [8], "length"),
+        logprobs=columns,
+        prompt_logprobs=[(first, described)],
+    )
+    (output,) = await asked
+    assert output.deltas[0].logprobs is not None
+    found = [(e.token_id, e.logprob, e.rank, e.top) for e in output.deltas[0].logprobs]
+    assert found == [(7, -1.0, 2, [(9, -0.5)]), (8, -0.2, 1, [(8, -0.2)])]
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in output.prompt_logprobs if entry] == prompt[1:]
+    assert (await not_asked)[0].deltas[0].logprobs is None
+
+
+async def test_context_errors_name_the_field(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    for prompt in ("x" * 100_000, [5] * 128):
+        outputs = llm.generate(prompt, SamplingParams(), request_id="r", prompt_param="messages")
+        with pytest.raises(ContextLengthError, match="maximum context length is 128 tokens") as caught:
+            await anext(outputs)
+        assert caught.value.param == "messages"
+    assert engine.added == []
+
+
+async def test_what_it_knows(llm: AsyncLLM) -> None:
+    assert (llm.is_ready, llm.max_model_len, llm.model_name) == (False, 512, "played")
+    llm.add_engine(PlayedEngine("e1", max_model_len=128))
+    llm.add_engine(PlayedEngine("e2", max_model_len=64))
+    assert (llm.is_ready, llm.max_model_len) == (True, 64)
+    tokens = await llm.render_chat([{"role": "user", "content": "hello"}])
+    assert await llm.detokenize(tokens) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_stopping_ends_what_is_open(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    reader = begin(llm)
+    await settle()
+    await llm.stop()
+    with pytest.raises(EngineUnavailableError):
+        await reader
+    assert engine.closed
+
+
+def test_a_checkpoint_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, byte_level())
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        AsyncLLM(Config(model=str(tmp_path)))
+
+
+async def test_a_template_file_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, byte_level(), tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    llm = AsyncLLM(Config(model=str(tmp_path)))
+    assert await llm.detokenize(await llm.render_chat([{"role": "user", "content": "x"}])) == "from the file"
+    await llm.stop()

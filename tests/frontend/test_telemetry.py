@@ -1,0 +1,51 @@
+"""Telemetry: the series as Prometheus reads them, parsed back."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from raylm.frontend.telemetry import Telemetry
+from raylm.messages import EngineStats
+
+
+def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families(telemetry.text().decode())
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def test_engines_speak_through_it() -> None:
+    stats = {
+        "a": EngineStats(running=2, waiting=1, kv_usage=0.5, preemptions=3, prompt_tokens=40, generation_tokens=9),
+        "b": EngineStats(prefix_queries=10, prefix_hits=4),
+    }
+    found = samples(Telemetry("m", lambda: stats))
+    a, b = (frozenset({("model_name", "m"), ("engine", name)}) for name in "ab")
+    assert found["vllm:num_requests_running", a] == 2
+    assert found["vllm:num_requests_waiting", a] == 1
+    assert found["vllm:kv_cache_usage_perc", a] == 0.5
+    assert found["vllm:num_preemptions_total", a] == 3
+    assert found["vllm:prompt_tokens_total", a] == 40
+    assert found["vllm:generation_tokens_total", a] == 9
+    assert found["vllm:prefix_cache_queries_total", b] == 10
+    assert found["vllm:prefix_cache_hits_total", b] == 4
+    assert found["raylm:engines_ready", frozenset({("model_name", "m")})] == 2
+
+
+def test_latencies_fall_into_their_buckets() -> None:
+    telemetry = Telemetry("m", dict)
+    telemetry.tokens(1, 0.3, first=True)
+    telemetry.tokens(4, 0.1, first=False)
+    telemetry.finished("stop", 0.4)
+    telemetry.finished("abort", 99.0)
+    found = samples(telemetry)
+    only = ("model_name", "m")
+
+    def bucket(name: str, le: str) -> float:
+        return found[f"vllm:{name}_bucket", frozenset({only, ("le", le)})]
+
+    assert (bucket("time_to_first_token_seconds", "0.2"), bucket("time_to_first_token_seconds", "0.5")) == (0, 1)
+    assert (bucket("inter_token_latency_seconds", "0.02"), bucket("inter_token_latency_seconds", "0.05")) == (0, 4)
+    assert found["vllm:inter_token_latency_seconds_sum", frozenset({only})] == 0.1
+    assert found["vllm:e2e_request_latency_seconds_count", frozenset({only})] == 1
+    assert found["vllm:request_success_total", frozenset({only, ("finished_reason", "stop")})] == 1
+    assert found["vllm:request_success_total", frozenset({only, ("finished_reason", "abort")})] == 1
