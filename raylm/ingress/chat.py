@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,12 @@ import orjson
 from raylm.config import Config
 from raylm.ingress.chat_messages import template_messages, template_tools
 from raylm.ingress.endpoint import Answer, Chunks
-from raylm.ingress.generation import Choice, Generation, Usage, finish_reason, gather, interleave
+from raylm.ingress.generation import Choice, Generation, Usage, check_finished, extras, finish_reason, gather
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from raylm.ingress.models import check_model
 from raylm.ingress.protocol_chat import ChatCompletionRequest
+from raylm.ingress.protocol_sampling import StreamOptions
 from raylm.ingress.sse import DONE, ChunkTemplate
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class ChatCompletions:
         Raises:
             RayLMError: the request is refused or failed.
         """
+        arrival_time = time.time()
         body = ChatCompletionRequest.parse(data)
         body.check(self._config)
         check_model(body.model, self._llm)
@@ -47,16 +48,21 @@ class ChatCompletions:
         prompt = await self._render(body)
         name = f"chatcmpl-{body.request_id or request_id}"
         outputs = self._llm.generate(
-            prompt, params, request_id=name, priority=body.priority or 0, cache_salt=body.cache_salt
+            prompt,
+            params,
+            request_id=name,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            arrival_time=arrival_time,
+            prompt_param="messages",
         )
-        head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": body.model}
+        head = {"id": name, "object": "chat.completion", "created": int(arrival_time), "model": body.model}
         if body.service_tier:
             head["service_tier"] = "default"
         if body.stream:
             head["object"] = "chat.completion.chunk"
-            include_usage = bool(options.include_usage)
-            stream = ChatStream(body, ChunkTemplate(head, "delta.content", null_usage=include_usage), self._tokens)
-            return stream.chunks(outputs, include_usage, bool(options.continuous_usage_stats))
+            template = ChunkTemplate(head, "delta.content", null_usage=bool(options.include_usage))
+            return ChatStream(body, options, template, self._tokens).chunks(outputs)
         return await self._whole(head, body, outputs, params.n)
 
     async def _render(self, body: ChatCompletionRequest) -> list[int]:
@@ -95,46 +101,54 @@ class ChatCompletions:
         return part
 
 
-def extras(with_token_ids: bool | None, token_ids: Sequence[int], stop_reason: int | str | None) -> JSONObject:
-    """The fields of a choice beyond OpenAI's: ``token_ids`` if asked for, ``stop_reason`` if there is one."""
-    found: JSONObject = {"token_ids": token_ids} if with_token_ids else {}
-    return found if stop_reason is None else found | {"stop_reason": stop_reason}
-
-
 class ChatStream:
     """Turns one request's outputs into chunks: the role first, then text, then the finish_reason, for each choice."""
 
-    def __init__(self, body: ChatCompletionRequest, template: ChunkTemplate, tokens: TokenTexts) -> None:
+    def __init__(
+        self, body: ChatCompletionRequest, options: StreamOptions, template: ChunkTemplate, tokens: TokenTexts
+    ) -> None:
         self._template = template
         self._tokens = tokens
         self._with_logprobs = bool(body.logprobs)
         self._with_token_ids = bool(body.return_token_ids)
+        self._options = options
+        self._plain = not (self._with_logprobs or self._with_token_ids or options.continuous_usage_stats)
         self._opened: set[int] = set()
         self._usage = Usage()
 
-    async def chunks(self, outputs: Outputs, include_usage: bool, continuous_usage: bool) -> Chunks:
+    async def chunks(self, outputs: Outputs) -> Chunks:
         """The stream's events; one item holds all that arrived together."""
-        plain = not (self._with_logprobs or self._with_token_ids or continuous_usage)
-        async with aclosing(interleave([outputs])) as items:
-            async for _, output in items:
+        finished = False
+        async with aclosing(outputs):
+            async for output in outputs:
                 if not self._opened:
                     self._usage.count_prompt(output)
-                data = b"".join([self._delta(delta, output, plain, continuous_usage) for delta in output.deltas])
+                finished = output.finished
+                if len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
+                    data = self._delta(output.deltas[0], output)
+                else:
+                    data = b"".join([self._delta(delta, output) for delta in output.deltas])
                 if data:
                     yield data
-        last = self._template.choices([], self._usage.as_json()) if include_usage else b""
+        check_finished(finished)
+        last = self._template.choices([], self._usage.as_json()) if self._options.include_usage else b""
         yield last + DONE
 
-    def _delta(self, delta: CompletionDelta, output: RequestOutput, plain: bool, continuous_usage: bool) -> bytes:
-        reason = finish_reason(delta)
+    def _delta(self, delta: CompletionDelta, output: RequestOutput) -> bytes:
         self._usage.completion_tokens += len(delta.token_ids)
-        usage = self._usage.as_json() if continuous_usage else None
+        if self._plain and delta.finish_reason is None and delta.index in self._opened:
+            return self._template.text(delta.index, delta.text) if delta.text else b""
+        return self._any_delta(delta, output)
+
+    def _any_delta(self, delta: CompletionDelta, output: RequestOutput) -> bytes:
+        reason = finish_reason(delta)
+        usage = self._usage.as_json() if self._options.continuous_usage_stats else None
         data = b""
         if delta.index not in self._opened:
             data = self._role(delta.index, output, usage)
-        if plain and delta.text:
+        if self._plain and delta.text:
             data += self._template.text(delta.index, delta.text)
-        elif not plain and (delta.text or delta.token_ids):
+        elif not self._plain and (delta.text or delta.token_ids):
             data += self._template.choices([self._rich_choice(delta)], usage)
         if reason is not None:
             end: dict[str, Any] = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}

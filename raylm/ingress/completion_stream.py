@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raylm.ingress.endpoint import Chunks
-from raylm.ingress.generation import Usage, finish_reason, interleave
+from raylm.ingress.generation import Usage, check_finished, extras, finish_reason, interleave
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import CompletionLogprobs, TokenTexts
 from raylm.ingress.protocol_completions import CompletionRequest
+from raylm.ingress.protocol_sampling import StreamOptions
 from raylm.ingress.sse import DONE, ChunkTemplate
 
 if TYPE_CHECKING:
@@ -25,49 +27,74 @@ class CompletionStream:
     """
 
     def __init__(
-        self, body: CompletionRequest, echoed: Sequence[str], n: int, template: ChunkTemplate, tokens: TokenTexts
+        self,
+        body: CompletionRequest,
+        options: StreamOptions,
+        echoed: Sequence[str],
+        n: int,
+        template: ChunkTemplate,
+        tokens: TokenTexts,
     ) -> None:
         self._body = body
+        self._options = options
         self._echoed = echoed
         self._n = n
         self._template = template
         self._tokens = tokens
+        self._plain = not (body.logprobs is not None or body.return_token_ids or options.continuous_usage_stats)
         self._columns: dict[int, CompletionLogprobs] = {}
         self._prompts_seen: set[int] = set()
         self._opened: set[int] = set()
         self._usage = Usage()
 
-    async def chunks(self, outputs: Sequence[Outputs], include_usage: bool, continuous_usage: bool) -> Chunks:
+    async def chunks(self, outputs: Sequence[Outputs]) -> Chunks:
         """The stream's events; one item holds all that arrived together."""
-        plain = not (self._body.logprobs is not None or self._body.return_token_ids or continuous_usage)
-        async with aclosing(interleave(outputs)) as items:
-            async for place, output in items:
-                if place not in self._prompts_seen:
-                    self._prompts_seen.add(place)
-                    self._usage.count_prompt(output)
-                deltas = [self._delta(place, delta, output, plain, continuous_usage) for delta in output.deltas]
-                if data := b"".join(deltas):
-                    yield data
-        last = self._template.choices([], self._usage.as_json()) if include_usage else b""
+        if len(outputs) == 1:
+            finished = False
+            async with aclosing(outputs[0]) as only:
+                async for output in only:
+                    finished = output.finished
+                    if data := self._encode(0, output):
+                        yield data
+            check_finished(finished)
+        else:
+            async with aclosing(interleave(outputs)) as items:
+                async for place, output in items:
+                    if data := self._encode(place, output):
+                        yield data
+        last = self._template.choices([], self._usage.as_json()) if self._options.include_usage else b""
         yield last + DONE
 
-    def _delta(
-        self, place: int, delta: CompletionDelta, output: RequestOutput, plain: bool, continuous_usage: bool
-    ) -> bytes:
-        reason = finish_reason(delta)
-        shown = self._body.max_tokens != 0  # the one token drawn for max_tokens 0 is not shown
-        self._usage.completion_tokens += len(delta.token_ids) if shown else 0
-        usage = self._usage.as_json() if continuous_usage else None
+    def _encode(self, place: int, output: RequestOutput) -> bytes:
+        if place not in self._prompts_seen:
+            self._prompts_seen.add(place)
+            self._usage.count_prompt(output)
+        return b"".join([self._delta(place, delta, output) for delta in output.deltas])
+
+    def _delta(self, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
         index = place * self._n + delta.index
+        if self._body.max_tokens == 0:  # one token is drawn, and not shown
+            ended = finish_reason(delta) is not None
+            unseen = replace(delta, text="", token_ids=[], logprobs=None, stop_reason=None)
+            return self._any_delta(index, place, replace(unseen, finish_reason="length" if ended else None), output)
+        self._usage.completion_tokens += len(delta.token_ids)
+        if self._plain and delta.finish_reason is None and index in self._opened:
+            return self._template.text(index, delta.text) if delta.text else b""
+        return self._any_delta(index, place, delta, output)
+
+    def _any_delta(self, index: int, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
+        reason = finish_reason(delta)
+        usage = self._usage.as_json() if self._options.continuous_usage_stats else None
         data = b""
         if index not in self._opened:
             data = self._open(index, place, output, usage)
-        if shown and plain and delta.text:
+        if self._plain and delta.text:
             data += self._template.text(index, delta.text)
-        elif shown and not plain and (delta.text or delta.token_ids):
+        elif not self._plain and (delta.text or delta.token_ids):
             data += self._template.choices([self._rich_choice(index, delta)], usage)
         if reason is not None:
-            data += self._template.choices([_end(index, reason if shown else "length", delta, shown)], usage)
+            end: JSONObject = {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
+            data += self._template.choices([end | extras(False, (), delta.stop_reason)], usage)
         return data
 
     def _open(self, index: int, place: int, output: RequestOutput, usage: JSONObject | None) -> bytes:
@@ -93,10 +120,3 @@ class CompletionStream:
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
-
-
-def _end(index: int, reason: str, delta: CompletionDelta, shown: bool) -> JSONObject:
-    choice: JSONObject = {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
-    if shown and delta.stop_reason is not None:
-        choice["stop_reason"] = delta.stop_reason
-    return choice

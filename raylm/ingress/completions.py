@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from raylm.config import Config
-from raylm.ingress.chat import extras
+from raylm.errors import InvalidRequestError
 from raylm.ingress.completion_stream import CompletionStream
 from raylm.ingress.endpoint import Answer
-from raylm.ingress.generation import Choice, Generation, Usage, gather
+from raylm.ingress.generation import Choice, Generation, Usage, extras, gather
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import CompletionLogprobs, TokenTexts, join_columns, prompt_logprobs
 from raylm.ingress.models import check_model
@@ -47,6 +47,7 @@ class Completions:
         Raises:
             RayLMError: the request is refused or failed.
         """
+        arrival_time = time.time()
         body = CompletionRequest.parse(data)
         body.check(self._config)
         check_model(body.model, self._llm)
@@ -54,14 +55,20 @@ class Completions:
         params = self._params(body)
         jobs = [await self._job(prompt, body) for prompt in body.prompts()]
         name = f"cmpl-{body.request_id or request_id}"
-        outputs = [self._generate(job, params, body, f"{name}-{place}") for place, job in enumerate(jobs)]
-        head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": body.model}
+        common: dict[str, Any] = {
+            "priority": body.priority or 0,
+            "cache_salt": body.cache_salt,
+            "arrival_time": arrival_time,
+        }
+        outputs: list[Outputs] = [
+            self._llm.generate(job.prompt, params, request_id=f"{name}-{place}", **common)
+            for place, job in enumerate(jobs)
+        ]
+        head = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
         echoed = [job.echoed for job in jobs]
         if body.stream:
-            include_usage = bool(options.include_usage)
-            template = ChunkTemplate(head, "text", null_usage=include_usage)
-            stream = CompletionStream(body, echoed, params.n, template, self._tokens)
-            return stream.chunks(outputs, include_usage, bool(options.continuous_usage_stats))
+            template = ChunkTemplate(head, "text", null_usage=bool(options.include_usage))
+            return CompletionStream(body, options, echoed, params.n, template, self._tokens).chunks(outputs)
         return await self._whole(head, body, outputs, params.n, echoed)
 
     def _params(self, body: CompletionRequest) -> SamplingParams:
@@ -79,12 +86,13 @@ class Completions:
             prompt = token_ids[-limit:] if len(token_ids) > limit else prompt
         if not body.echo:
             return _Job(prompt, "")
-        return _Job(prompt, prompt if isinstance(prompt, str) else await self._llm.detokenize(prompt))
+        return _Job(prompt, prompt if isinstance(prompt, str) else await self._detokenize(prompt))
 
-    def _generate(self, job: _Job, params: SamplingParams, body: CompletionRequest, name: str) -> Outputs:
-        return self._llm.generate(
-            job.prompt, params, request_id=name, priority=body.priority or 0, cache_salt=body.cache_salt
-        )
+    async def _detokenize(self, token_ids: list[int]) -> str:
+        try:
+            return await self._llm.detokenize(token_ids)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message.replace("tokens", "prompt", 1), param="prompt") from None
 
     async def _whole(
         self, head: JSONObject, body: CompletionRequest, outputs: list[Outputs], n: int, echoed: list[str]

@@ -30,6 +30,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         request_id = scope["raylm.request_id"] = _request_id(scope["headers"])
+        scope["raylm.send"] = send  # for the parts of a stream: nobody between here and there has a say in them
         started = False
 
         async def send_with_id(message: Message) -> None:

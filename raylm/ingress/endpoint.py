@@ -63,7 +63,7 @@ class JSONEndpoint:
                 await _send_whole(answer, send)
             else:
                 async with aclosing(answer):
-                    await _send_stream(answer, ongoing, request_id, send)
+                    await _send_stream(answer, ongoing, scope, send)
         finally:
             watch.cancel()
 
@@ -80,10 +80,11 @@ async def _send_whole(body: bytes, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, request_id: str, send: Send) -> None:
+async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, scope: Scope, send: Send) -> None:
     with ongoing:
         first = await anext(chunks)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    send = scope["raylm.send"]
     try:
         with ongoing:
             await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -93,7 +94,7 @@ async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, request_id: str,
     except ClientDisconnectedError:
         raise
     except Exception as error:
-        await _send_last_words(error_event(as_known_error(error, request_id)), send)
+        await _send_last_words(error_event(as_known_error(error, scope["raylm.request_id"])), send)
 
 
 async def _send_last_words(event: bytes, send: Send) -> None:

@@ -85,6 +85,12 @@ def finish_reason(delta: CompletionDelta) -> str | None:
     return delta.finish_reason
 
 
+def extras(with_token_ids: bool | None, token_ids: Sequence[int], stop_reason: int | str | None) -> dict[str, Any]:
+    """The fields of a choice beyond OpenAI's: ``token_ids`` if asked for, ``stop_reason`` if there is one."""
+    found: dict[str, Any] = {"token_ids": token_ids} if with_token_ids else {}
+    return found if stop_reason is None else found | {"stop_reason": stop_reason}
+
+
 async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Generation]:
     """Read the requests of ``streams``, of ``n`` sequences each, to their end."""
     found = [Generation([Choice() for _ in range(n)]) for _ in streams]
@@ -108,20 +114,6 @@ async def interleave(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, Re
     Raises:
         Exception: what the first failing stream raised, or RayLMError if one ended without a last output.
     """
-    if len(streams) > 1:
-        async with aclosing(_interleave_many(streams)) as items:
-            async for item in items:
-                yield item
-        return
-    finished = False
-    async with aclosing(streams[0]) as outputs:
-        async for output in outputs:
-            finished = output.finished
-            yield 0, output
-    _check_finished(finished)
-
-
-async def _interleave_many(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
     tasks = [asyncio.create_task(_pump(place, stream, queue)) for place, stream in enumerate(streams)]
     try:
@@ -147,13 +139,18 @@ async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item]) -> Non
             async for output in outputs:
                 finished = output.finished
                 await queue.put((place, output))
-        _check_finished(finished)
+        check_finished(finished)
     except Exception as error:
         await queue.put(error)
     else:
         await queue.put(None)
 
 
-def _check_finished(finished: bool) -> None:
+def check_finished(finished: bool) -> None:
+    """A stream of outputs that ends without its last one is an error, never a short answer.
+
+    Raises:
+        RayLMError: it did.
+    """
     if not finished:
         raise RayLMError("The engine ended this request before it was finished.")

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from raylm.errors import ModelNotFoundError
+from raylm.errors import EngineUnavailableError, ModelNotFoundError
 from raylm.ingress.envelope import clip
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def model_routes(llm: AsyncLLM) -> list[Route]:
             "object": "model",
             "created": created,
             "owned_by": "raylm",
-            "max_model_len": llm.max_model_len,
+            "max_model_len": _max_model_len(llm),
         }
 
     async def list_models(request: Request) -> Response:
@@ -51,6 +51,14 @@ def model_routes(llm: AsyncLLM) -> list[Route]:
         return _json(card())
 
     return [Route("/v1/models", list_models), Route("/v1/models/{model_id:path}", retrieve_model)]
+
+
+def _max_model_len(llm: AsyncLLM) -> int | None:
+    """None before the first engine has said it, where neither the configuration nor the checkpoint does."""
+    try:
+        return llm.max_model_len
+    except EngineUnavailableError:
+        return None
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -84,6 +84,7 @@ class FakeAsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        prompt_param: str = "prompt",
     ) -> AsyncGenerator[RequestOutput, None]:
         call = Call(prompt, params, request_id, priority, cache_salt)
         self.calls.append(call)
@@ -102,7 +103,9 @@ class FakeAsyncLLM:
         params = call.params
         ids = await self.tokenize(call.prompt) if isinstance(call.prompt, str) else call.prompt
         if len(ids) >= self.max_model_len:
-            raise ContextLengthError(f"This model's maximum context length is {self.max_model_len} tokens.")
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens.", param="prompt"
+            )
         replies = [[*(self.reply + (str(i) if i else "")).encode(), EOS] for i in range(params.n)]
         replies = [tokens[: params.max_tokens] for tokens in replies]
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in replies]

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from raylm.frontend.outputs import TokenLogprob
+from raylm.ingress.logprobs import CompletionLogprobs, TokenTexts
 from tests.ingress.fake_llm import BOS, EOS, FakeAsyncLLM
 from tests.ingress.harness import TEXT, events
 
@@ -184,3 +186,16 @@ async def test_tokenize_and_detokenize(client: httpx.AsyncClient, llm: FakeAsync
     assert llm.rendered[0]["add_generation_prompt"] is True
     text = await client.post("/detokenize", json={"model": llm.model_name, "tokens": [104, 0xC3, 0xB6, EOS]})
     assert text.json() == {"prompt": "hö</s>"}
+
+
+def test_offsets_go_on_after_the_prompts_text_whatever_its_tokens_are() -> None:
+    columns = CompletionLogprobs(TokenTexts(FakeAsyncLLM()), 0)  # type: ignore[arg-type]
+    assert columns.prompt("hi there", [BOS, 120, 104], [None] * 3)["text_offset"] == [0, 0, 0]
+    assert columns.generated([97, 98], [TokenLogprob(97, -1.0, 1), TokenLogprob(98, -1.0, 1)])["text_offset"] == [8, 9]
+
+
+def test_minus_infinity_is_told_as_openai_does() -> None:
+    columns = CompletionLogprobs(TokenTexts(FakeAsyncLLM()), 1)  # type: ignore[arg-type]
+    shown = columns.generated([97], [TokenLogprob(97, float("-inf"), 9, [(98, float("-inf"))])])
+    assert shown["token_logprobs"] == [-9999.0]
+    assert shown["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]

@@ -1,0 +1,236 @@
+"""The whole way without a model: HTTP, AsyncLLM, EngineCore and its scheduler, over a worker that is a function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from tokenizers import Tokenizer
+
+from raylm.checkpoint import EMBEDDED
+from raylm.config import Config
+from raylm.engine import EngineCore
+from raylm.frontend import AsyncLLM, LocalEngineClient
+from raylm.ingress import build_asgi_app
+from raylm.messages import EngineInfo
+from tests.fakes import FakeExecutor, FakeModel, FakeWorker
+from tests.ingress.harness import client_of, events, served, until
+from tests.ingress.test_openai_schema import check, nullable_completion_spec
+from tests.ingress.test_refusals import error_of
+
+TOKENIZER = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+MODEL = FakeModel(vocab_size=TOKENIZER.get_vocab_size(), eos_token_id=10**9, eos_period=10**12)  # never EOS
+CONFIG = Config.model_validate({
+    "model": "embedded", "cache": {"num_blocks": 64, "block_size": 16}, "max_model_len": 256,
+    "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
+})  # fmt: skip
+PROMPT = "The scheduler decides what runs next, and the worker runs it."
+TEXT: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 24, "seed": 7}
+CHAT: dict[str, Any] = {
+    "model": "embedded",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 12,
+    "seed": 7,
+}
+
+
+class Stack:
+    """The app, and what lies under it."""
+
+    def __init__(self) -> None:
+        self.executor = FakeExecutor(FakeWorker(model=MODEL))
+        self.core = EngineCore(CONFIG, self.executor)
+        self.llm = AsyncLLM(CONFIG)
+        self.app: Starlette = build_asgi_app(self.llm, CONFIG)
+
+    @property
+    def running(self) -> int:
+        stats = self.core.scheduler.stats()
+        return stats.running + stats.waiting
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    stack = Stack()
+    info = await stack.core.start()
+    loop = asyncio.create_task(stack.core.run())
+    stack.llm.add_engine(LocalEngineClient(stack.core, EngineInfo("e", info.max_model_len, info)))
+    yield stack
+    await stack.llm.stop()
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+
+
+@pytest.fixture
+async def api(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(stack.app) as client:
+        yield client
+
+
+def ids_of(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+def wanted(prompt: list[int], seed: int, count: int) -> str:
+    """The reference, which knows of no blocks, batches or streams; bytes that end amid a character are held back."""
+    text: str = TOKENIZER.decode(MODEL.continuation(prompt, seed, count), skip_special_tokens=True)
+    return text
+
+
+async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_text_is_the_models_whole_and_streamed(api: httpx.AsyncClient) -> None:
+    reference = wanted(ids_of(PROMPT), 7, 24)
+    answer = await post(api, "/v1/completions", TEXT)
+    check(answer, "CreateCompletionResponse")
+    assert answer["choices"][0]["text"] == reference
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] == len(ids_of(PROMPT))
+    assert answer["usage"]["completion_tokens"] == 24
+    *chunks, done = events((await api.post("/v1/completions", json=TEXT | {"stream": True})).text)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        check(chunk, "CreateCompletionResponse", nullable_completion_spec())
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == reference
+
+
+async def test_a_second_time_the_prefix_is_cached(api: httpx.AsyncClient) -> None:
+    body = TEXT | {"prompt": ids_of(PROMPT * 4)}
+    first, second = [await post(api, "/v1/completions", body) for _ in range(2)]
+    assert first["choices"] == second["choices"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+    salted = await post(api, "/v1/completions", body | {"cache_salt": "mine"})
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_batch_of_prompts_with_n(api: httpx.AsyncClient) -> None:
+    prompts = [ids_of(PROMPT)[:3], ids_of(PROMPT)[2:9], ids_of(PROMPT * 2)]
+    answer = await post(api, "/v1/completions", TEXT | {"prompt": prompts, "n": 2})
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts[::2] == [wanted(prompt, 7, 24) for prompt in prompts]
+    assert texts[1] != texts[0]
+
+
+async def test_stop_strings_end_the_text_before_them(api: httpx.AsyncClient, stack: Stack) -> None:
+    whole = wanted(ids_of(PROMPT), 7, 24)
+    stop = whole[30:36]
+    answer = await post(api, "/v1/completions", TEXT | {"stop": stop})
+    (choice,) = answer["choices"]
+    assert choice["text"] == whole[: whole.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    streamed = events((await api.post("/v1/completions", json=TEXT | {"stop": [stop], "stream": True})).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed[:-1]) == choice["text"]
+    await until(lambda: stack.running == 0)
+
+
+async def test_echoed_logprobs(api: httpx.AsyncClient) -> None:
+    prompt = ids_of(PROMPT)
+    body = {"model": "embedded", "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = await post(api, "/v1/completions", body)
+    check(answer, "CreateCompletionResponse", nullable_completion_spec())
+    (choice,) = answer["choices"]
+    assert choice["text"] == TOKENIZER.decode(prompt, skip_special_tokens=False)
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-float(token) for token in prompt[1:])]
+    offsets = [*choice["logprobs"]["text_offset"], len(choice["text"])]
+    pieces = [choice["text"][a:b] for a, b in pairwise(offsets)]
+    assert pieces == choice["logprobs"]["tokens"]
+
+
+async def test_chat_logprobs_and_ids(api: httpx.AsyncClient) -> None:
+    answer = await post(api, "/v1/chat/completions", CHAT | {"logprobs": True, "return_token_ids": True})
+    check(answer, "CreateChatCompletionResponse")
+    (choice,) = answer["choices"]
+    drawn = MODEL.continuation(answer["prompt_token_ids"], 7, 12)
+    assert choice["token_ids"] == drawn
+    assert choice["message"]["content"] == TOKENIZER.decode(drawn)
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [max(-float(t), -9999.0) for t in drawn]
+    raw = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+    assert raw.decode(errors="replace") == choice["message"]["content"]
+    body = {"model": "embedded", "messages": CHAT["messages"]}
+    assert (await post(api, "/tokenize", body))["tokens"] == answer["prompt_token_ids"]
+
+
+async def test_limits_of_context_and_vocabulary(api: httpx.AsyncClient) -> None:
+    refusals = [
+        (TEXT | {"max_tokens": 250}, "prompt", "context_length_exceeded"),
+        (TEXT | {"prompt": [1] * 256}, "prompt", "context_length_exceeded"),
+        (TEXT | {"prompt": "word " * 3000}, "prompt", "context_length_exceeded"),
+        (TEXT | {"prompt": [10**6]}, "prompt", None),
+        (TEXT | {"prompt": [10**6], "echo": True}, "prompt", None),
+        (TEXT | {"prompt": ""}, "prompt", None),
+        (TEXT | {"logit_bias": {"1000000": 1}}, "logit_bias", None),
+        (TEXT | {"allowed_token_ids": [10**6]}, "allowed_token_ids", None),
+        (TEXT | {"stop_token_ids": [10**6]}, "stop_token_ids", None),
+    ]
+    for body, param, code in refusals:
+        for stream in (False, True):
+            error = error_of(await api.post("/v1/completions", json=body | {"stream": stream}))
+            assert (error["param"], error["code"]) == (param, code)
+    long = CHAT | {"messages": [{"role": "user", "content": "word " * 300}]}
+    error = error_of(await api.post("/v1/chat/completions", json=long))
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert error["message"].startswith("This model's maximum context length is 256 tokens")
+    reserved = CHAT | {"chat_template_kwargs": {"tokenize": True}}
+    assert error_of(await api.post("/v1/chat/completions", json=reserved))["param"] == "chat_template_kwargs"
+    assert error_of(await api.post("/detokenize", json={"tokens": [10**6]}))["param"] == "tokens"
+
+
+async def test_dropped_streams_leave_nothing_behind_and_honest_ones_alone(stack: Stack) -> None:
+    honest = TEXT | {"max_tokens": 60, "stream": True}
+    reference = wanted(ids_of(PROMPT), 7, 60)
+
+    async def drop(client: httpx.AsyncClient, after: int) -> None:
+        body = TEXT | {"max_tokens": 150, "stream": True, "seed": after}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            for _ in range(after):
+                await anext(lines)
+
+    async def keep(client: httpx.AsyncClient) -> str:
+        *chunks, done = events((await client.post("/v1/completions", json=honest)).text)
+        assert done == "[DONE]"
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    async with served(stack.app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        kept, _ = await asyncio.gather(
+            asyncio.gather(*(keep(client) for _ in range(4))),
+            asyncio.gather(*(drop(client, 2 * i + 1) for i in range(16))),
+        )
+        await until(lambda: stack.running == 0)
+    assert kept == [reference] * 4
+    assert stack.core.scheduler.stats().kv_usage == 0
+
+
+async def test_a_lost_engine_is_told_and_then_away(stack: Stack) -> None:
+    stack.executor._delay_s = 0.01
+    async with served(stack.app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        assert (await client.get("/health")).status_code == 200
+        body = TEXT | {"max_tokens": 200}
+        stream = asyncio.create_task(client.post("/v1/completions", json=body | {"stream": True}))
+        whole = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: stack.running == 2)
+        await asyncio.sleep(0.1)
+        stack.executor.die()
+        *chunks, last = events((await stream).text)
+        assert chunks
+        assert set(last) == {"error"}
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+        assert (await whole).status_code >= 500
+        for body in (TEXT, TEXT | {"stream": True}):
+            refused = await client.post("/v1/completions", json=body)
+            assert error_of(refused, 503)["code"] == "engine_unavailable"
+            assert refused.headers["retry-after"]
+        error_of(await client.get("/health"), 503)
+        assert (await client.get("/v1/models")).status_code == 200
+        assert b"vllm:" in (await client.get("/metrics")).content
