@@ -62,6 +62,7 @@ class Row:
     new: NewSequence
     tokens: list[int]
     block_ids: list[int]
+    computed: int | None = None
 
 
 @dataclass
@@ -153,6 +154,10 @@ class FakeWorker:
         for seq_id, computed, count, samples in columns:
             row, end = self.rows[seq_id], computed + count
             assert samples == (end == len(row.tokens)), f"sequence {seq_id}: {end} of {len(row.tokens)}, {samples=}"
+            assert computed == row.computed or row.computed is None, (
+                f"{row.computed} tokens are computed, not {computed}"
+            )
+            row.computed = end
             fold = self._forward(row, computed, end)
             self.tokens_computed += count
             if self.poison in row.tokens:

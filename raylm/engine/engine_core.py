@@ -1,4 +1,4 @@
-"""EngineCore: owns one engine's scheduler, its steps in flight and an outbox per client; knows neither Ray nor torch."""
+"""EngineCore: owns an engine's scheduler, its steps in flight and an outbox per client; knows neither Ray nor torch."""
 
 from __future__ import annotations
 

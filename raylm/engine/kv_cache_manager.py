@@ -15,8 +15,12 @@ from raylm.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence, the hashes of its full ones as far as known, and how many are published."""
+    """The blocks of one sequence, the hashes of its full ones as far as known, and how many are published.
 
+    ``root`` is where the chain of hashes begins; it is fixed when the sequence comes.
+    """
+
+    root: bytes
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
@@ -26,8 +30,12 @@ class BlockHasher(ABC):
     """Gives full blocks the hash under which they are found again."""
 
     @abstractmethod
-    def extend(self, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
-        """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``seq``, all of known tokens."""
+    def root(self, seq: Sequence) -> bytes:
+        """Where the chain of a sequence begins."""
+
+    @abstractmethod
+    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
+        """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``token_ids``."""
 
     @abstractmethod
     def renew(self) -> None:
@@ -46,24 +54,27 @@ class ChainedHasher(BlockHasher):
         self._pack = Struct(f"{block_size}I").pack
         self._epoch = 0
 
-    def extend(self, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
-        size, tokens = self._block_size, seq.token_ids
-        parent = hashes[-1] if hashes else self._root(seq)
+    def root(self, seq: Sequence) -> bytes:
+        return sha256(repr((self._epoch, seq.state.request.cache_salt)).encode()).digest()
+
+    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
+        size = self._block_size
+        parent = hashes[-1] if hashes else root
         for start in range(len(hashes) * size, num_blocks * size, size):
-            parent = sha256(parent + self._pack(*tokens[start : start + size])).digest()
+            parent = sha256(parent + self._pack(*token_ids[start : start + size])).digest()
             hashes.append(parent)
 
     def renew(self) -> None:
         self._epoch += 1
 
-    def _root(self, seq: Sequence) -> bytes:
-        return sha256(repr((self._epoch, seq.state.request.cache_salt)).encode()).digest()
-
 
 class NoHasher(BlockHasher):
     """Prefix caching off: no block has a hash, so none is ever found."""
 
-    def extend(self, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
+    def root(self, seq: Sequence) -> bytes:
+        return b""
+
+    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
         """Know no hash."""
 
     def renew(self) -> None:
@@ -99,7 +110,9 @@ class KVCacheManager:
         At least one token is left to compute. ``spare`` blocks must stay free. Returns the number of tokens whose KV
         is there already; None, without side effects, if the pool cannot give that much.
         """
-        table = self._tables.setdefault(seq.id, BlockTable())
+        if seq.id not in self._tables:
+            self._tables[seq.id] = BlockTable(self._hasher.root(seq))
+        table = self._tables[seq.id]
         cached = self._find_prefix(seq, table) if use_cache else []
         num_new = self._blocks_for(len(seq.token_ids)) - len(cached)
         num_idle = sum(self.pool.refs[block] == 0 for block in cached)
@@ -132,7 +145,7 @@ class KVCacheManager:
         num_full = min(num_computed, len(seq.token_ids)) // self.block_size
         if num_full <= table.num_published:
             return
-        self._hasher.extend(table.hashes, seq, num_full)
+        self._hasher.extend(table.hashes, table.root, seq.token_ids, num_full)
         first, table.num_published = table.num_published, num_full
         for block, block_hash in zip(table.block_ids[first:num_full], table.hashes[first:num_full], strict=False):
             self.pool.publish(block, block_hash)
@@ -149,7 +162,7 @@ class KVCacheManager:
     def distrust(self, seq: Sequence) -> None:
         """Let no block with the content of a sequence that gave its blocks up be found again."""
         hashes: list[bytes] = []
-        self._hasher.extend(hashes, seq, len(seq.token_ids) // self.block_size)
+        self._hasher.extend(hashes, self._hasher.root(seq), seq.token_ids, len(seq.token_ids) // self.block_size)
         self.pool.withdraw(block for block in map(self.pool.find, hashes) if block is not None)
 
     def num_shared_tokens(self, seq: Sequence) -> int:
@@ -191,7 +204,7 @@ class KVCacheManager:
     def _find_prefix(self, seq: Sequence, table: BlockTable) -> list[int]:
         most = (len(seq.token_ids) - 1) // self.block_size
         if len(table.hashes) < most:
-            self._hasher.extend(table.hashes, seq, most)
+            self._hasher.extend(table.hashes, table.root, seq.token_ids, most)
         blocks = []
         for block_hash in table.hashes[:most]:
             block = self.pool.find(block_hash)

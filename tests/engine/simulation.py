@@ -36,7 +36,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Op:
-    """``add`` a request, ``abort`` the given one, ``schedule`` a step, or ``update`` by the oldest one in flight."""
+    """``add`` a request, ``abort`` one, ``schedule`` a step, ``update`` by the oldest in flight, ``reset`` the cache."""
 
     kind: str
     request: EngineCoreRequest | None = None
@@ -87,7 +87,7 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
 
 def random_script(rng: Random, length: int) -> list[Op]:
     """A busy life: about three steps for an arrival, and some aborts."""
-    kinds = rng.choices(["add", "abort", "schedule", "update"], [4, 1, 7, 6], k=length)
+    kinds = rng.choices(["add", "abort", "schedule", "update", "reset"], [12, 3, 20, 18, 1], k=length)
     script = []
     for key, kind in enumerate(kinds):
         client_id, pick = rng.choice("ab"), rng.randrange(1000)
@@ -182,6 +182,11 @@ class Run:
                 self.aborted.add(request.key)
             self.scheduler.abort(client_id, request.key)
             assert (client_id, request.key) not in self.scheduler.open_requests()
+
+    def reset(self, op: Op) -> None:
+        """The cache is emptied: nothing that was started before may be found from now on."""
+        self.kv.reset()
+        self.started.clear()
 
     def schedule(self, op: Op) -> None:
         """Hand a step over, if there is room for one in flight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -161,15 +162,39 @@ async def test_a_request_that_cannot_be_served_gets_an_error_and_others_go_on() 
 
 
 async def test_abort_tells_how_busy_the_engine_is() -> None:
-    async with running(FakeExecutor(delay_s=0.001)) as core:
+    core = EngineCore(config(), FakeExecutor())
+    await core.start()
+    outbox = core.connect("a")
+    core.add("a", some(2))
+    await core.step()
+    assert (await outbox.get()).stats.running == 2
+    core.abort("a", [0, 55])
+    assert (await outbox.get()).stats.running == 1
+    core.abort("a", [1])
+    assert (await outbox.get()).stats.kv_usage == 0
+
+
+async def test_an_idle_engine_tells_everybody_that_it_is() -> None:
+    async with running(FakeExecutor(delay_s=0.0005)) as core:
+        first, last = core.connect("first"), core.connect("last")
+        core.add("first", some(1, max_tokens=2))
+        core.add("last", some(1))
+        await collect(first, 1)
+        await collect(last, 1)
+        async with asyncio.timeout(5):
+            out = await first.get()
+        assert (out.keys, out.stats.running, out.stats.kv_usage) == ([], 0, 0.0)
+
+
+async def test_a_request_given_up_before_its_first_step_is_no_work() -> None:
+    async with running(FakeExecutor()) as core:
         outbox = core.connect("a")
-        core.add("a", some(3, max_tokens=100))
-        while (await outbox.get()).stats.running < 3:
-            pass
-        core.abort("a", [0, 1, 2, 55])
-        await asyncio.sleep(0)
-        out = await outbox.get()
-        assert (out.stats.running, out.stats.kv_usage) == (0, 0.0)
+        await asyncio.sleep(0.002)
+        core.add("a", some(1))
+        core.abort("a", [0])
+        await asyncio.sleep(0.002)
+        core.add("a", some(1))
+        assert await collect(outbox, 1) == answers(some(1))
 
 
 async def test_a_client_that_leaves_takes_its_requests_along() -> None:
@@ -245,12 +270,47 @@ async def test_a_fault_of_the_core_itself_is_a_death_too(monkeypatch: pytest.Mon
         await outbox.get()
 
 
+class Stuck(FakeExecutor):
+    """The first step fails, the second one fails too or never ends."""
+
+    def __init__(self, second_ends: bool) -> None:
+        super().__init__()
+        self.results: list[asyncio.Future[ModelRunnerOutput]] = []
+        self.second_ends = second_ends
+
+    def execute(self, plan: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        self.results.append(asyncio.get_running_loop().create_future())
+        if len(self.results) == 2:
+            for result in self.results[: 1 + self.second_ends]:
+                result.set_exception(EngineDiedError("gone"))
+        return self.results[-1]
+
+
+@pytest.mark.parametrize("second_ends", [True, False])
+async def test_steps_in_flight_are_let_go_of_at_death(second_ends: bool) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    executor = Stuck(second_ends)
+    core = EngineCore(config(), executor)
+    await core.start()
+    core.connect("a")
+    core.add("a", some(1))
+    with pytest.raises(EngineDiedError, match="gone"):
+        await core.run()
+    await asyncio.sleep(0)
+    assert executor.results[1].cancelled() != second_ends
+    executor.results.clear()
+    del core
+    gc.collect()
+    assert complaints == [], "an exception that nobody retrieved"
+
+
 async def test_a_lost_block_is_noticed_when_the_engine_is_idle() -> None:
     core = EngineCore(config(), FakeExecutor())
     await core.start()
     core.scheduler.kv.pool.allocate(1)
     with pytest.raises(EngineDiedError, match="1 KV blocks are held by no sequence"):
-        await core.run()
+        await asyncio.wait_for(core.run(), timeout=5)
 
 
 async def test_an_engine_that_cannot_go_on_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,9 @@ def wrap(patch: Patch, owner: type, name: str, change: Callable[..., Any]) -> No
 
 
 def a_partial_block_is_published(patch: Patch) -> None:
-    def extend(original: Any, self: Any, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
+    def extend(original: Any, self: Any, hashes: list[bytes], root: bytes, tokens: list[int], num_blocks: int) -> None:
         size = self._block_size
-        for block in range(len(hashes), num_blocks):
-            tokens = seq.token_ids[: (block + 1) * size]
-            hashes.append(repr((seq.state.request.cache_salt, tokens)).encode())
+        hashes += [root + bytes(tokens[: (block + 1) * size]) for block in range(len(hashes), num_blocks)]
 
     def publish(original: Any, self: Any, seq: Sequence, num_computed: int) -> None:
         original(self, seq, num_computed + self.block_size - 1)
@@ -61,17 +59,29 @@ def unknown_tokens_are_published(patch: Patch) -> None:
 
 
 def the_salt_is_left_out(patch: Patch) -> None:
-    patch.setattr(kv_cache_manager.ChainedHasher, "_root", lambda self, seq: b"")
+    patch.setattr(kv_cache_manager.ChainedHasher, "root", lambda self, seq: bytes([self._epoch]))
 
 
 def the_parent_is_left_out(patch: Patch) -> None:
-    def extend(original: Any, self: Any, hashes: list[bytes], seq: Sequence, num_blocks: int) -> None:
+    def extend(original: Any, self: Any, hashes: list[bytes], root: bytes, tokens: list[int], num_blocks: int) -> None:
         size = self._block_size
-        for start in range(len(hashes) * size, num_blocks * size, size):
-            tokens = seq.token_ids[start : start + size]
-            hashes.append(repr((seq.state.request.cache_salt, tokens)).encode())
+        hashes += [root + bytes(tokens[block * size :][:size]) for block in range(len(hashes), num_blocks)]
 
     wrap(patch, kv_cache_manager.ChainedHasher, "extend", extend)
+
+
+def a_reset_does_not_reach_who_runs(patch: Patch) -> None:
+    patch.setattr(kv_cache_manager.ChainedHasher, "renew", lambda self: None)
+
+
+def a_reset_does_not_reach_who_has_no_full_block_yet(patch: Patch) -> None:
+    def publish(original: Any, self: Any, seq: Sequence, num_computed: int) -> None:
+        table = self._tables[seq.id]
+        if not table.hashes:
+            table.root = self._hasher.root(seq)
+        original(self, seq, num_computed)
+
+    wrap(patch, KVCacheManager, "publish", publish)
 
 
 def nothing_is_left_to_compute(patch: Patch) -> None:
@@ -123,7 +133,7 @@ def the_pool_gives_more_than_it_has(patch: Patch) -> None:
 
 def cached_free_blocks_are_counted_as_free(patch: Patch) -> None:
     def admit(original: Any, self: Any, seq: Sequence, spare: int, *, use_cache: bool = True) -> Any:
-        table = self._tables.get(seq.id) or kv_cache_manager.BlockTable()
+        table = self._tables.get(seq.id) or kv_cache_manager.BlockTable(self._hasher.root(seq))
         cached = self._find_prefix(seq, table) if use_cache else []
         return original(self, seq, -sum(self.pool.refs[block] == 0 for block in cached), use_cache=use_cache)
 
@@ -354,6 +364,8 @@ FAULTS = [
     unknown_tokens_are_published,
     the_salt_is_left_out,
     the_parent_is_left_out,
+    a_reset_does_not_reach_who_runs,
+    a_reset_does_not_reach_who_has_no_full_block_yet,
     nothing_is_left_to_compute,
     an_evicted_block_is_still_found,
     sharing_takes_no_reference,

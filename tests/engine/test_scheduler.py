@@ -63,6 +63,17 @@ def test_a_long_prompt_leaves_a_token_for_each_sequence_behind_it_and_stands_las
     ]
 
 
+def test_a_long_prompt_gets_a_token_even_if_as_many_are_behind_it_as_the_step_has() -> None:
+    engine = Engine(num_blocks=40, max_num_batched_tokens=3, policy="priority")
+    for key in (1, 2, 3):
+        engine.add([1], key=key, priority=1)
+    engine.step()
+    engine.scheduler.running[2].limit = 2  # its last token is on its way
+    engine.add([1] * 9, key=4, priority=0)
+    assert rows(engine.schedule())[2] == (3, 0, 1, False)
+    assert rows(engine.schedule())[0] == (3, 1, 1, False)
+
+
 def test_no_more_sequences_than_seats() -> None:
     engine = Engine(max_num_seqs=2)
     for key in range(3):
@@ -153,6 +164,15 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight_and_comes_back_with_
     assert plan.new[0].num_prompt_tokens == 5
 
 
+def test_generated_blocks_are_found_while_their_sequence_still_runs() -> None:
+    engine = Engine(num_blocks=20)
+    engine.add([1] * 3)
+    for token in (6, 7, 8, 9):
+        engine.step(token)
+    engine.add([1, 1, 1, 6, 7, 8], key=1)
+    assert rows(engine.schedule())[1] == (1, 4, 2, True)
+
+
 # -------------------------------------------------------------------- preemption
 
 
@@ -174,6 +194,13 @@ def test_the_one_with_the_least_work_to_lose_goes_first() -> None:
     assert [seq.key for seq in engine.scheduler.running] == [0, 2]
     assert plan.finished == [1]
     assert plan.new_block_counts == [1, 0]
+
+
+def test_the_newest_goes_first_among_equals() -> None:
+    engine = Engine(num_blocks=5)
+    crowd(engine, 4, 6, 6)
+    engine.schedule()
+    assert [seq.key for seq in engine.scheduler.running] == [0, 1]
 
 
 def test_the_lower_class_goes_first_whatever_it_loses() -> None:
@@ -363,6 +390,7 @@ def test_sequences_of_a_request_share_its_prompt() -> None:
     out = engine.update(plan)
     assert out is not None
     assert (out.indexes, out.cached_tokens) == ([0, 1, 2], [0, 8, 8])
+    assert out.stats.prompt_tokens == 9, "counted once"
 
 
 def test_sequences_start_although_the_first_ends_at_once() -> None:
