@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from torch import Tensor, nn
 
+from raylm.checkpoint import Checkpoint
 from raylm.models.layers import Attend, AttentionSpec
 from raylm.models.linear import KernelFactory
 
@@ -19,8 +19,8 @@ class CausalLM(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def from_hf_config(cls, hf: Any) -> CausalLM:
-        """Build from a transformers configuration.
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> CausalLM:
+        """Build what config.json describes, without its weights.
 
         Raises:
             ConfigError: it asks for something that is not supported, named.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.errors import ConfigError
+from raylm.models.fields import Fields
 from raylm.models.rope import frequencies
 
 Activation = Callable[[Tensor], Tensor]
@@ -54,35 +53,54 @@ class DecoderConfig:
         return len(self.windows)
 
 
-def decoder_config(hf: Any, windows: tuple[int | None, ...], **switches: bool) -> DecoderConfig:
-    """Translate a transformers configuration; ``switches`` are the biases and norms of its family.
+def decoder_config(fields: Fields, windows: tuple[int | None, ...], **switches: bool) -> DecoderConfig:
+    """Read a configuration; ``switches`` are the biases and norms of its family.
 
     Raises:
-        ConfigError: a value that is not supported, named.
+        ConfigError: an entry that is missing, wrong or not supported, named.
     """
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    if hf.num_attention_heads % hf.num_key_value_heads:
-        raise ConfigError(
-            f"config.json: num_attention_heads ({hf.num_attention_heads}) is no multiple of "
-            f"num_key_value_heads ({hf.num_key_value_heads})."
-        )
-    if hf.hidden_act not in _ACTIVATIONS:
-        raise ConfigError(
-            f"config.json: hidden_act {hf.hidden_act!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
-        )
-    inv_freq, rope_scaling = frequencies(hf, head_dim)
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", fallback="num_attention_heads")
+    if heads % kv_heads:
+        raise fields.error("num_attention_heads", heads, f"a multiple of num_key_value_heads ({kv_heads})")
+    head_dim = fields.size("hidden_size") // heads if fields.get("head_dim") is None else fields.size("head_dim")
+    if head_dim % 2:
+        raise fields.error("head_dim", head_dim, "even, for the rotary embedding")
+    act = fields.get("hidden_act")
+    if act not in _ACTIVATIONS:
+        raise fields.error("hidden_act", act, f"one of {', '.join(_ACTIVATIONS)}, which are supported")
+    inv_freq, rope_scaling = frequencies(fields, head_dim)
     return DecoderConfig(
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=hf.rms_norm_eps,
-        activation=_ACTIVATIONS[hf.hidden_act],
-        tied=bool(hf.tie_word_embeddings),
+        norm_eps=fields.number("rms_norm_eps"),
+        activation=_ACTIVATIONS[act],
+        tied=fields.flag("tie_word_embeddings"),
         windows=windows,
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
         **switches,
     )
+
+
+def layer_windows(fields: Fields) -> tuple[int | None, ...]:
+    """The windows of families in which only some layers slide, or none.
+
+    Raises:
+        ConfigError: a kind of layer that is not supported.
+    """
+    layers = fields.size("num_hidden_layers")
+    window = fields.size("sliding_window") if fields.flag("use_sliding_window") else None
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        first = layers if window is None else fields.size("max_window_layers", least=0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise fields.error("layer_types", kinds, f"{layers} of full_attention or sliding_attention")
+    if window is None and "sliding_attention" in kinds:
+        raise fields.error("use_sliding_window", False, "true where layer_types has sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

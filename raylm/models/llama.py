@@ -7,13 +7,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from raylm.checkpoint import Checkpoint
 from raylm.models.causal_lm import CausalLM
-from raylm.models.decoder_config import DecoderConfig, decoder_config
+from raylm.models.decoder_config import DecoderConfig, decoder_config, layer_windows
+from raylm.models.fields import Fields
 from raylm.models.layers import Attend, AttentionSpec, Embedding, GatedMLP, HeadNorm, RMSNorm
 from raylm.models.linear import KernelFactory, Linear, Weighted
 from raylm.models.rope import Rotary, rotate
 
 Angles = tuple[Tensor, Tensor]
+
+# What transformers assumes of entries that a config.json leaves out.
+_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_QWEN_DEFAULTS: dict[str, Any] = {
+    **_DEFAULTS,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 
 class Attention(nn.Module):
@@ -86,15 +98,16 @@ class LlamaForCausalLM(CausalLM):
         self.rotary: Rotary | None = None
 
     @classmethod
-    def from_hf_config(cls, hf: Any) -> LlamaForCausalLM:
-        return cls(cls.configure(hf))
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> LlamaForCausalLM:
+        return cls(cls.configure(checkpoint))
 
     @classmethod
-    def configure(cls, hf: Any) -> DecoderConfig:
-        """Translate this family's transformers configuration."""
-        everywhere = (None,) * hf.num_hidden_layers
-        bias = bool(hf.attention_bias)
-        return decoder_config(hf, everywhere, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.mlp_bias))
+    def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
+        """Read config.json with the defaults of this family."""
+        fields = Fields(checkpoint, {**_DEFAULTS, "attention_bias": False, "mlp_bias": False})
+        windows = (None,) * fields.size("num_hidden_layers")
+        bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
+        return decoder_config(fields, windows, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
     def targets(self) -> dict[str, Tensor]:
         return {name: target for name, target in self._weights() if name not in self.redundant}
@@ -137,30 +150,30 @@ def _attention_specs(c: DecoderConfig) -> list[AttentionSpec]:
     ]
 
 
-def _layer_windows(hf: Any) -> tuple[int | None, ...]:
-    return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in hf.layer_types)
-
-
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Biases on q, k and v; some layers may slide."""
 
     @classmethod
-    def configure(cls, hf: Any) -> DecoderConfig:
-        return decoder_config(hf, _layer_windows(hf), qkv_bias=True)
+    def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
+        fields = Fields(checkpoint, _QWEN_DEFAULTS)
+        return decoder_config(fields, layer_windows(fields), qkv_bias=True)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """A norm on every query and key head; some layers may slide."""
 
     @classmethod
-    def configure(cls, hf: Any) -> DecoderConfig:
-        bias = bool(hf.attention_bias)
-        return decoder_config(hf, _layer_windows(hf), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
+        fields = Fields(checkpoint, {**_QWEN_DEFAULTS, "attention_bias": False, "head_dim": 128})
+        bias = fields.flag("attention_bias")
+        return decoder_config(fields, layer_windows(fields), qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """No biases; all layers slide where the configuration says so."""
+    """No biases; all layers slide where the configuration says so, or says nothing."""
 
     @classmethod
-    def configure(cls, hf: Any) -> DecoderConfig:
-        return decoder_config(hf, (hf.sliding_window,) * hf.num_hidden_layers)
+    def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
+        fields = Fields(checkpoint, {**_DEFAULTS, "sliding_window": 4096, "num_key_value_heads": 8})
+        window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
+        return decoder_config(fields, (window,) * fields.size("num_hidden_layers"))

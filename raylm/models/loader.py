@@ -35,9 +35,8 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
             or of another shape; it names them.
     """
     cls = model_class(checkpoint)
-    hf_config = _read_config(checkpoint)
     with torch.device("meta"):
-        model = cls.from_hf_config(hf_config)
+        model = cls.from_checkpoint(checkpoint)
     model.to(dtype).to_empty(device=device)
     targets = model.targets()
     _load(checkpoint, targets, ignored=model.redundant)
@@ -66,15 +65,6 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
 
 def _declared_dtype(checkpoint: Checkpoint) -> Any:
     return checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
-
-
-def _read_config(checkpoint: Checkpoint) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a config it does not accept
-        raise ConfigError(f"model: config.json of {checkpoint.path} is not accepted: {error}") from error
 
 
 def _load(checkpoint: Checkpoint, targets: dict[str, Tensor], ignored: frozenset[str]) -> None:

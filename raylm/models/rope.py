@@ -1,15 +1,15 @@
-"""Rotary position embeddings (Su et al. 2021): frequencies by transformers' own functions, applied to all heads."""
+"""Rotary position embeddings (Su et al. 2021), applied to all heads at once; scaled variants by transformers."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from raylm.errors import ConfigError
+from raylm.models.fields import Fields
 
 _SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+_DEFAULT_THETA = 10000.0
 
 
 class Rotary:
@@ -33,25 +33,38 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def frequencies(hf_config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """Return (inverse frequencies (head_dim / 2,) in float32, scaling) of a transformers configuration.
+def frequencies(fields: Fields, head_dim: int) -> tuple[Tensor, float]:
+    """Return (inverse frequencies (head_dim / 2,) in float32, scaling) of a configuration, old style or new.
 
     The dynamic variant changes its frequencies beyond ``max_position_embeddings`` only, where nothing is served.
 
     Raises:
         ConfigError: a variant that is not supported.
     """
-    parameters = hf_config.rope_parameters or {}
-    kind = parameters.get("rope_type", "default")
-    if kind not in _SUPPORTED or "rope_theta" not in parameters:
-        raise ConfigError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(_SUPPORTED)}.")
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported.")
+    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise fields.error("rope_parameters", parameters, "an object")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in _SUPPORTED or any(isinstance(value, dict) for value in parameters.values()):
+        raise ConfigError(f"config.json: the rotary embedding {kind!r} is not supported, only {', '.join(_SUPPORTED)}.")
+    if parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
+        raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported.")
     with torch.device("cpu"):  # also where a model is being built on the meta device
-        if kind == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        if kind != "default":
+            return _scaled(kind, fields)
+        theta = parameters.get("rope_theta") or fields.get("rope_theta") or _DEFAULT_THETA
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / (theta**exponents), 1.0
 
+
+def _scaled(kind: str, fields: Fields) -> tuple[Tensor, float]:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    path = fields.checkpoint.path
+    try:
+        hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-        return inv_freq.float(), float(scaling)
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(f"config.json of {path}: the rotary embedding {kind!r} is incomplete: {error!r}") from error
+    return inv_freq.float(), float(scaling)

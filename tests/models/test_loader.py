@@ -121,7 +121,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         ({"architectures": ...}, "none named"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
         ({"num_hidden_layers": 3}, "lacks weights"),
-        ({"hidden_size": 63}, "hidden"),
+        ({"hidden_size": 66}, r"weight has the shape \(320, 64\), config.json asks for \(320, 66\)"),
     ],
 )
 def test_unsupported_checkpoints_are_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
