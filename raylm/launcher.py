@@ -82,7 +82,10 @@ def _read_args(path: Path, args: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(args)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".lstrip(": ") for fault in error.errors()]
+        faults = [
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".lstrip(": ")
+            for fault in error.errors()
+        ]
         raise ConfigError(f"{path}, args: {'; '.join(faults)}") from error
 
 

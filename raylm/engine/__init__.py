@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from raylm.engine.engine_core import EngineCore
     from raylm.engine.model_executor import LocalExecutor, ModelExecutor, WorkerInterface
     from raylm.engine.outbox import Outbox
+    from raylm.engine.ray_executor import RayExecutor, create_worker, prepare_process
     from raylm.engine.scheduler import Scheduler
     from raylm.engine.supervisor import SUPERVISOR_CPUS, Engine, placement_bundles
 
@@ -22,10 +23,13 @@ __all__ = [
     "LocalExecutor",
     "ModelExecutor",
     "Outbox",
+    "RayExecutor",
     "Scheduler",
     "WorkerInterface",
+    "create_worker",
     "engine_core_prefix",
     "placement_bundles",
+    "prepare_process",
 ]
 
 _HOMES = {
@@ -37,10 +41,13 @@ _HOMES = {
     "LocalExecutor": "raylm.engine.model_executor",
     "ModelExecutor": "raylm.engine.model_executor",
     "Outbox": "raylm.engine.outbox",
+    "RayExecutor": "raylm.engine.ray_executor",
     "Scheduler": "raylm.engine.scheduler",
     "WorkerInterface": "raylm.engine.model_executor",
+    "create_worker": "raylm.engine.ray_executor",
     "engine_core_prefix": "raylm.engine.actor",
     "placement_bundles": "raylm.engine.supervisor",
+    "prepare_process": "raylm.engine.ray_executor",
 }
 
 

@@ -1,0 +1,154 @@
+"""What a step costs beyond the worker's own time, by executor: the wall time of a step less the worker's.
+
+    python benchmarks/engine_overhead.py [--steps 300] [--batch 8] [--forward-ms 25]
+
+An EngineCore runs in an actor of its own, as it does when serving, with a full batch of sequences that decode. The
+worker is either a fake whose forward takes a fixed time, or the embedded model. With two steps in flight the worker
+has its next step before it has finished the last, so only what cannot be hidden is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import ray
+
+from raylm import Config
+from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, RayExecutor, create_worker, prepare_process
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.params import SamplingParams
+
+WARM_UP_STEPS = 20
+PROMPT_TOKENS = 32
+TARGET = 0.15
+
+
+class FixedTimeWorker:
+    """Draws the token 7 for everybody, after a sleep."""
+
+    def __init__(self, forward_s: float) -> None:
+        self._forward_s = forward_s
+
+    def start(self) -> WorkerInfo:
+        """A pool that is never full."""
+        return WorkerInfo(4096, 16, 65_536, 1000, "none", "none", "none", 1, 0, 0)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Sleep for a forward."""
+        began = time.perf_counter()
+        time.sleep(self._forward_s)
+        drawn = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+        took = time.perf_counter() - began
+        return ModelRunnerOutput(plan.step, drawn, [1] * len(drawn), [7] * len(drawn), forward_s=took, step_s=took)
+
+    def shutdown(self) -> None:
+        """Nothing to let go of."""
+
+
+class TimedExecutor(ModelExecutor):
+    """Notes when each result came, and how long its worker was busy."""
+
+    def __init__(self, inner: ModelExecutor) -> None:
+        self._inner = inner
+        self.arrived: list[float] = []
+        self.busy: list[float] = []
+
+    async def start(self) -> WorkerInfo:
+        """As the inner one."""
+        return await self._inner.start()
+
+    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+        """As the inner one; the step is handed over before this returns."""
+        return self._noted(self._inner.execute(plan))
+
+    async def _noted(self, result: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
+        output = await result
+        self.arrived.append(time.perf_counter())
+        self.busy.append(output.step_s)
+        return output
+
+    async def shutdown(self) -> None:
+        """As the inner one."""
+        await self._inner.shutdown()
+
+
+@ray.remote(num_cpus=0.1)
+class Bench:
+    """The process of an EngineCore."""
+
+    async def run(
+        self, config: Config, forward_s: float | None, worker: Any, batch: int, steps: int
+    ) -> tuple[float, float]:
+        """Decode ``steps`` steps with ``batch`` sequences; return (wall, worker's own time) of a step in seconds."""
+        executor = TimedExecutor(_executor(config, forward_s, worker))
+        core = EngineCore(config, executor)
+        await core.start()
+        core.connect("bench")
+        params = SamplingParams(temperature=0.0, max_tokens=steps + WARM_UP_STEPS + 1, ignore_eos=True, seed=1)
+        prompt = list(range(5, 5 + PROMPT_TOKENS))
+        core.add("bench", [EngineCoreRequest(key, str(key), [key, *prompt], params) for key in range(batch)])
+        running = asyncio.create_task(core.run())
+        while core.scheduler.has_work:  # noqa: ASYNC110 - polled outside of what is timed
+            await asyncio.sleep(0.05)
+        running.cancel()
+        await core.shutdown()
+        arrived, busy = executor.arrived[WARM_UP_STEPS:], executor.busy[WARM_UP_STEPS:]
+        return (arrived[-1] - arrived[0]) / (len(arrived) - 1), sum(busy[1:]) / (len(busy) - 1)
+
+
+def _executor(config: Config, forward_s: float | None, worker: Any) -> ModelExecutor:
+    if worker is not None:
+        return RayExecutor([worker])
+    prepare_process()
+    return LocalExecutor(config) if forward_s is None else LocalExecutor(config, lambda _: FixedTimeWorker(forward_s))
+
+
+def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, steps: int) -> tuple[float, float]:
+    """One row of the table: (wall, worker's own time) of a step in seconds."""
+    config = Config.model_validate(
+        {
+            "scheduler": {"steps_in_flight": in_flight},
+            "cache": {"num_blocks": 4096},
+            "engine": {"executor": executor, "threads": 2},
+        }
+    )
+    worker = None
+    if executor == "ray":
+        made = None if forward_s is None else ray.remote(FixedTimeWorker).options(num_cpus=0.1).remote(forward_s)
+        worker = made or create_worker(config, num_cpus=0.1)
+    bench = Bench.remote()
+    found: tuple[float, float] = ray.get(bench.run.remote(config, forward_s, worker, batch, steps))
+    ray.kill(bench)
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--forward-ms", type=float, default=25.0)
+    args = parser.parse_args()
+    ray.init(address="local", include_dashboard=False, logging_level="error", _system_config={"worker_niceness": 0})
+    print(f"batch {args.batch}, {args.steps} steps; the target is {TARGET:.0%} of a {args.forward_ms:g} ms forward")
+    print(
+        f"{'worker':20} {'executor':9} {'in flight':>9} {'step ms':>9} {'worker ms':>10} {'overhead ms':>12} {'%':>7}"
+    )
+    for name, forward_s in ((f"fixed {args.forward_ms:g} ms", args.forward_ms / 1000), ("embedded model", None)):
+        for executor in ("ray", "local"):
+            for in_flight in (2, 1):
+                wall, busy = measure(executor, in_flight, forward_s, args.batch, args.steps)
+                print(
+                    f"{name:20} {executor:9} {in_flight:9} {wall * 1e3:9.2f} {busy * 1e3:10.2f} "
+                    f"{(wall - busy) * 1e3:12.2f} {(wall - busy) / busy:7.1%}",
+                    flush=True,
+                )
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
