@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from raylm.checkpoint import Checkpoint
@@ -37,11 +37,19 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
     cls = model_class(checkpoint)
     with torch.device("meta"):
         model = cls.from_checkpoint(checkpoint)
-    model.to(dtype).to_empty(device=device)
+    _materialize(model, dtype, device)
     targets = model.targets()
     _load(checkpoint, targets, ignored=model.redundant)
     model.freeze(select_kernels(device, dtype))
     return model, sum(target.nbytes for target in targets.values())
+
+
+def _materialize(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every parameter memory, as ``Module.to_empty`` would, without the import of symbolic shapes it costs."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 
 def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch.dtype:
