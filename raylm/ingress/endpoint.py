@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 
 from starlette.types import Receive, Scope, Send
 
-from raylm.ingress.envelope import as_known_error, error_event
+from raylm.ingress.envelope import as_known_error, error_event, logger
 from raylm.ingress.json_body import JSONObject, read_json_object
 from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 
@@ -69,8 +69,11 @@ class JSONEndpoint:
 
 
 async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception as error:
+        logger.warning("the line to a client broke: %s", error)
     ongoing.interrupt(ClientDisconnectedError())
 
 

@@ -25,13 +25,26 @@ _EXPECTED = {
 _JSON_NAMES = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "an array"}
 _MAX_NAME = 64
 
+MAX_STRING = 2048  # characters of a string that is tokenized on the event loop
+
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def at_most(entries: int) -> BeforeValidator:
+    """A bound that is checked before an object's entries are: pydantic looks at all of them even if the first fails."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > entries:
+            raise ValueError(f"it may hold at most {entries} entries")
+        return value
+
+    return BeforeValidator(check)
+
+
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-Strings = Annotated[list[str], Field(fail_fast=True)]
+Strings = Annotated[list[Annotated[str, Field(max_length=MAX_STRING)]], Field(fail_fast=True)]
 StringOrStrings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 
@@ -54,8 +67,10 @@ class Body(BaseModel):
             UnsupportedFieldError: a field is unknown or not served.
             InvalidRequestError: a value has a wrong type or lies out of range; ``param`` is its dotted path.
         """
-        for name in data.keys() - cls.model_fields.keys():
-            cls._refuse(name, data[name])
+        known = cls.model_fields
+        for name in data:
+            if name not in known:
+                cls._refuse(name, data[name])
         try:
             return cls.model_validate(data)
         except ValidationError as error:

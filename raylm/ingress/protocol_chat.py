@@ -8,7 +8,7 @@ from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.ingress.protocol import unsupported
+from raylm.ingress.protocol import at_most, unsupported
 from raylm.ingress.protocol_sampling import GenerationBody
 from raylm.params import MAX_LOGPROBS
 
@@ -46,7 +46,7 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue] | None, at_most(16)] = None
     safety_identifier: Annotated[str, Field(max_length=64)] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None

@@ -10,8 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.ingress.envelope import clip
-from raylm.ingress.protocol import Body, RequestId, StringOrStrings, Strings, TokenIds, unsupported
-from raylm.params import MAX_LOGPROBS, SamplingParams
+from raylm.ingress.protocol import Body, RequestId, StringOrStrings, Strings, TokenIds, at_most, unsupported
+from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -20,6 +20,9 @@ _SAME_NAME = (
 )  # fmt: skip
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _MAX_BIAS = 100.0
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18  # the largest vocabularies
 
 
 class StreamOptions(Body):
@@ -51,13 +54,13 @@ class GenerationBody(Body):
     max_tokens: int | None = None
     min_tokens: Annotated[int, Field(lt=2**31)] | None = None
     stop: StringOrStrings | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: TokenIds | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
     bad_words: Strings | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -9,8 +9,10 @@ import pytest
 
 from raylm.config import Config
 from raylm.ingress import build_asgi_app
+from raylm.ingress.protocol_chat import ChatCompletionRequest
+from raylm.ingress.protocol_completions import CompletionRequest
 from tests.ingress.fake_llm import EOS, FakeAsyncLLM
-from tests.ingress.harness import CHAT, client_of, events
+from tests.ingress.harness import CHAT, TEXT, client_of, events
 
 PATH = "/v1/chat/completions"
 
@@ -230,3 +232,14 @@ async def test_fields_without_effect_are_accepted(client: httpx.AsyncClient) -> 
     answer = await post(client, **harmless)
     assert answer["choices"][0]["message"]["content"] == "Hello wörld"
     assert answer["service_tier"] == "default"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_null_is_as_good_as_absent(client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str) -> None:
+    body = CHAT if path == PATH else TEXT
+    model = ChatCompletionRequest if path == PATH else CompletionRequest
+    nulls = dict.fromkeys((model.model_fields.keys() | model.unserved) - body.keys())
+    bare, with_nulls = [await client.post(path, json=body | extra) for extra in ({}, nulls)]
+    assert with_nulls.status_code == 200, with_nulls.text
+    assert with_nulls.json()["choices"] == bare.json()["choices"]
+    assert llm.calls[0].params == llm.calls[1].params
