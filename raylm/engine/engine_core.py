@@ -176,8 +176,7 @@ class EngineCore:
         for outbox in self._outboxes.values():
             outbox.close(error)
         for _, result in self._in_flight:
-            result.add_done_callback(lambda done: done.cancelled() or done.exception())
-            result.cancel()
+            result.cancel()  # also says that nobody will look at an exception it may hold
         self._in_flight.clear()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -36,7 +37,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Op:
-    """``add`` a request, ``abort`` one, ``schedule`` a step, ``update`` by the oldest in flight, ``reset`` the cache."""
+    """``add`` a request, ``abort`` one, ``schedule`` a step, ``update`` by the oldest in flight, ``reset`` the pool."""
 
     kind: str
     request: EngineCoreRequest | None = None
@@ -110,6 +111,7 @@ class Run:
     """One engine's life, checked at every step."""
 
     setup: Setup
+    handed_over: list[tuple[SchedulerOutput, bytes]] = field(default_factory=list)
     in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     added: list[tuple[str, EngineCoreRequest]] = field(default_factory=list)
     aborted: set[int] = field(default_factory=set)
@@ -199,6 +201,7 @@ class Run:
         if plan is not None:
             self._check_order(plan, ready, preempted)
             self._check_hits(plan)
+            self.handed_over.append((plan, pickle.dumps(plan)))
             self.in_flight.append((plan, self.worker.execute(plan)))
 
     def update(self, op: Op) -> None:
@@ -274,6 +277,9 @@ class Run:
 
     def compare(self) -> None:
         """Every request got what it would have got alone in the world."""
+        assert all(pickle.loads(before) == plan for plan, before in self.handed_over), (
+            "a plan changed in a worker's hands"
+        )
         for seq_id, count in self.wasted.items():
             most = self.setup.steps_in_flight - (self.owner[seq_id] not in self.aborted)
             assert count <= most, f"{count} tokens of sequence {seq_id} were drawn in vain"

@@ -143,6 +143,16 @@ def test_reset_forgets_what_is_cached_now_and_what_running_sequences_publish_lat
     kv.check_idle()
 
 
+def test_reset_reaches_who_waits_and_who_has_no_full_block_yet() -> None:
+    kv = KVCacheManager(16, BLOCK)
+    running, waiting = computed(kv, sequence([1] * 3, 0)), sequence([1] * 9, 1)
+    assert kv.admit(waiting, spare=100) is None
+    kv.reset()
+    running.token_ids += [1, 1]
+    kv.publish(running, 5)
+    assert kv.admit(waiting, spare=0) == 0
+
+
 def test_shared_tokens_stay_when_a_sequence_goes() -> None:
     kv = KVCacheManager(16, BLOCK)
     first = computed(kv, sequence([1] * 11, 0))
