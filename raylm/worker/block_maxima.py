@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 Ids = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 BLOCK = 128
 _ROWS_AT_ONCE = 8
+_WINDOWS_AT_ONCE = 1024
 
 
 class BlockMaxima:
@@ -64,35 +66,42 @@ class BlockMaxima:
         """The logit of one token of each row, [R]."""
         return self.logits[self._on_device(positions), self._on_device(token_ids)].cpu().numpy()
 
+    def highest(self, positions: Ids) -> NDArray[np.float32]:
+        """The maxima of the rows at ``positions``, [R, blocks]."""
+        return self.maxima[self._on_device(positions)].cpu().numpy()
+
     def window(self, positions: Ids, first: Ids, count: int) -> torch.Tensor:
-        """``count`` blocks of each row, from block ``first`` [R] on: [R, count * 128], -inf beyond the vocabulary."""
+        """``count`` blocks of each row, from block ``first`` [R] on: [R, count, 128], -inf beyond the vocabulary."""
         where, block = self._on_device(positions)[:, None], self._on_device(first[:, None] + np.arange(count))
         there = block < self.blocks.shape[1]
-        return self.blocks[where, block * there].masked_fill(~there[:, :, None], -torch.inf).flatten(1)
+        return self.blocks[where, block * there].masked_fill_(~there[:, :, None], -torch.inf)
 
-    def masses(
-        self, positions: Ids, peak: NDArray[np.float64], temperature: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def masses(self, positions: Ids, peak: Floats, temperature: Floats) -> Floats:
         """Each block's sum of exp((logit - peak) / temperature), [R, blocks], from float32 terms.
 
         A few rows at a time, so that what is between stays in the cache.
         """
         parts = []
-        where = self._on_device(positions)
-        shift, slope = (self._on_device(x.astype(np.float32))[:, None, None] for x in (peak, 1 / temperature))
+        where, shift, slope = self._on_device(positions), *self._line(peak, temperature)
         for start in range(0, len(positions), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
-            terms = self.blocks.index_select(0, where[some])
-            parts.append(terms.sub_(shift[some]).mul_(slope[some]).exp_().sum(dim=2))
-        return torch.cat(parts).cpu().numpy().astype(np.float64)
+            parts.append(_sum_exp(self.blocks.index_select(0, where[some]), shift[some], slope[some]))
+        return np.concatenate(parts)
 
-    def tail_bound(
-        self, positions: Ids, peak: NDArray[np.float64], temperature: NDArray[np.float64], last: NDArray[np.float32]
-    ) -> NDArray[np.float64]:
+    def window_masses(self, positions: Ids, peak: Floats, temperature: Floats, first: Ids, count: int) -> Floats:
+        """The same of ``count`` blocks from block ``first`` [R] on, [R, count]; positions may repeat."""
+        parts = []
+        shift, slope = self._line(peak, temperature)
+        for start in range(0, len(positions), _WINDOWS_AT_ONCE):
+            some = slice(start, start + _WINDOWS_AT_ONCE)
+            parts.append(_sum_exp(self.window(positions[some], first[some], count), shift[some], slope[some]))
+        return np.concatenate(parts)
+
+    def tail_bound(self, positions: Ids, peak: Floats, temperature: Floats, last: NDArray[np.float32]) -> Floats:
         """At most what the logits beyond the candidates, none above the ``last`` one [R], add to the masses; [R]."""
-        capped = self.maxima[self._on_device(positions)].clamp(max=self._on_device(last)[:, None]).double()
-        shift, slope = self._on_device(peak)[:, None], self._on_device(1 / temperature)[:, None]
-        return capped.sub_(shift).mul_(slope).exp_().sum(dim=1).mul_(BLOCK).cpu().numpy()
+        capped = np.minimum(self.highest(positions), last[:, None])
+        bound: Floats = np.exp((capped - peak[:, None]) / temperature[:, None]).sum(axis=1) * BLOCK
+        return bound
 
     def count_above(self, positions: Ids, values: NDArray[np.float32]) -> Ids:
         """How many logits of each row exceed ``values`` [R], [R]."""
@@ -107,3 +116,13 @@ class BlockMaxima:
 
     def _on_device(self, column: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(column).to(self.logits.device)
+
+    def _line(self, peak: Floats, temperature: Floats) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is subtracted from the logits and what then multiplies them, [R, 1, 1] float32."""
+        shift, slope = self._on_device(np.stack([peak, 1 / temperature]).astype(np.float32))[:, :, None, None]
+        return shift, slope
+
+
+def _sum_exp(blocks: torch.Tensor, shift: torch.Tensor, slope: torch.Tensor) -> Floats:
+    """Each block's sum of exp((logit - shift) * slope); overwrites the [R, blocks, 128] logits."""
+    return blocks.sub_(shift).mul_(slope).exp_().sum(dim=2).cpu().numpy().astype(np.float64)

@@ -22,16 +22,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raylm.worker.block_maxima import BLOCK, BlockMaxima
+from raylm.worker.block_maxima import BLOCK, BlockMaxima, Floats, Ids
 from raylm.worker.random_stream import Bits, exponentials, stream_states
-
-Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
 
 _BLOCKS_PER_HEAT = 4
 HEAT_BLOCK = _BLOCKS_PER_HEAT * BLOCK
 # Tokens have their ids in the random stream, the blocks of the first heat the numbers from here on.
 _BLOCK_INDEX = 2**32
+# What float32 sums of a block may exceed their bound by, with room to spare.
+_ROUNDING = 1.001
 # Below it a temperature would overflow the float32 slope; the draw is one among the equals of the maximum long before.
 _MIN_TEMPERATURE = 1e-30
 
@@ -97,10 +96,25 @@ def draw_from_candidates(weights: Floats, ids: Ids, rows: RandomRows, vocab_size
 
 
 def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ids:
-    """Draw from the whole distributions of the rows; gives [R]."""
-    block = _first_heat(_group(maxima.masses(*rows.softmax), _BLOCKS_PER_HEAT).sum(axis=2), rows)
-    logits = maxima.window(rows.positions, block * _BLOCKS_PER_HEAT, _BLOCKS_PER_HEAT).cpu().numpy()
-    return _second_heat(rows.weights(logits), _ids_of(block), rows)
+    """Draw from the whole distributions of the rows; gives [R].
+
+    A block of 512 weighs at least the sum of its parts' largest weights and at most 128 times that. Only blocks that
+    could still win by these bounds are weighed, a few of them in a language model's distribution.
+    """
+    least = _group(rows.weights(maxima.highest(rows.positions)), _BLOCKS_PER_HEAT).sum(axis=2)
+    times = exponentials(rows.states, _block_indexes(least.shape[1]))
+    scores = least / times
+    row, block = np.nonzero(scores * (BLOCK * _ROUNDING) >= scores.max(axis=1, keepdims=True))
+    if len(row) > least.size // 3:
+        parts = _group(maxima.masses(*rows.softmax), _BLOCKS_PER_HEAT)
+        winners = (parts.sum(axis=2) / times).argmax(axis=1)
+    else:
+        parts = maxima.window_masses(*rows.take(row).softmax, block * _BLOCKS_PER_HEAT, _BLOCKS_PER_HEAT)
+        scores = np.zeros_like(least)
+        scores[row, block] = parts.sum(axis=1) / times[row, block]
+        winners = scores.argmax(axis=1)
+    logits = maxima.window(rows.positions, winners * _BLOCKS_PER_HEAT, _BLOCKS_PER_HEAT).flatten(1).cpu().numpy()
+    return _second_heat(rows.weights(logits), _ids_of(winners), rows)
 
 
 def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ids:
@@ -123,9 +137,12 @@ def _ids_of(block: Ids) -> Ids:
 
 
 def _first_heat(masses: Floats, rows: RandomRows) -> Ids:
-    times = exponentials(rows.states, np.arange(_BLOCK_INDEX, _BLOCK_INDEX + masses.shape[1]))
-    winners: Ids = (masses / times).argmax(axis=1)
+    winners: Ids = (masses / exponentials(rows.states, _block_indexes(masses.shape[1]))).argmax(axis=1)
     return winners
+
+
+def _block_indexes(count: int) -> Ids:
+    return np.arange(_BLOCK_INDEX, _BLOCK_INDEX + count)
 
 
 def _second_heat(weights: Floats, ids: Ids, rows: RandomRows) -> Ids:

@@ -42,15 +42,15 @@ class Sampler:
 
     The order is vLLM V1's: log-probabilities of the raw logits; allowed_token_ids, bad_words, min_tokens, logit_bias,
     penalties; then argmax (the smallest id among equals) for greedy rows, and for the others temperature, min-p,
-    top-k, top-p and the draw. Each row pays for what it asks: truncated rows are drawn from their largest logits, 64
-    at first and 256 if those do not settle it, and only then from the whole row. A raw logit of -inf is a token
-    that cannot be drawn; NaN, +inf, or -inf everywhere fail the row.
+    top-k, top-p and the draw. Each row pays for what it asks: truncated rows are drawn from their largest logits, 32
+    at first, then 64, then 256 if those do not settle it, and only then from the whole row. A raw logit of -inf is a
+    token that cannot be drawn; NaN, +inf, or -inf everywhere fail the row.
 
     Args:
         widths: how many of the largest logits to try, in rising order; () always takes the whole row.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (64, 256)) -> None:
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 256)) -> None:
         self._widths = widths
 
     def sample(self, logits: torch.Tensor, rows: IntArray, batch: InputBatch) -> SamplerOutput:

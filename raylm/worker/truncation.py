@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raylm.worker.block_maxima import BlockMaxima
-from raylm.worker.draw import Floats, Ids, RandomRows
+from raylm.worker.block_maxima import BlockMaxima, Floats, Ids
+from raylm.worker.draw import RandomRows
 
 Mask = NDArray[np.bool_]
 

@@ -158,6 +158,18 @@ def test_everything_at_once_in_the_documented_order() -> None:
     np.testing.assert_allclose(run(news, logits), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_few_allowed_tokens_are_settled_among_candidates() -> None:
+    logits = torch.full((COUNT, 400), -torch.inf)
+    logits[:, [3, 300]] = torch.tensor([1.0, 2.0])
+    batch = InputBatch(COUNT, 64, 16, 400, "cpu")
+    rows = np.array([batch.add(new) for new in sequences(SamplingParams(top_p=0.9))])
+    maxima = BlockMaxima(logits)
+    chosen = RandomRows.gather(np.arange(COUNT), batch.sampling[rows], batch.num_tokens[rows], maxima.peak)
+    weights, ids, complete = truncate_candidates(maxima, chosen, 64)
+    assert complete.all()
+    assert [row[w > 0].tolist() for row, w in zip(ids, weights, strict=True)] == [[300, 3]] * COUNT
+
+
 @pytest.mark.parametrize("fields", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.9}])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.8])
 def test_truncation(fields: dict[str, float], temperature: float) -> None:

@@ -136,6 +136,17 @@ def test_every_way_draws_what_the_reference_draws(case: tuple[np.ndarray, list[N
         assert set(got.values()) <= expected, (got, expected)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("vocab_size", [8, 600])
+def test_top_p_that_falls_exactly_between_equals_keeps_the_smallest_ids(way: str, vocab_size: int) -> None:
+    logits = torch.full((400, vocab_size), -torch.inf)
+    logits[:, -8:] = 1.0
+    batch = InputBatch(400, 16, 16, vocab_size, "cpu")
+    rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(top_p=0.5), i)) for i in range(400)])
+    drawn = WAYS[way].sample(logits, rows, batch).token_ids
+    assert set(drawn.tolist()) == {vocab_size - 8 + i for i in range(4)}, "four tokens hold a half"
+
+
 @pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"top_p": 0.5, "temperature": 0.6}, {"top_k": 40}, {"min_p": 0.03}])
 def test_both_ways_draw_the_same_from_large_vocabularies(fields: dict[str, Any]) -> None:
     count, vocab_size = 48, 32_001
