@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT, NAMESPACE, engine_core_prefix
+    from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT, NAMESPACE, create_engine_core, engine_core_prefix
     from raylm.engine.engine_core import EngineCore
     from raylm.engine.model_executor import LocalExecutor, ModelExecutor, WorkerInterface
     from raylm.engine.outbox import Outbox
-    from raylm.engine.ray_executor import RayExecutor, create_worker, prepare_process
+    from raylm.engine.ray_executor import RayExecutor, as_raylm_error, create_worker, prepare_process
     from raylm.engine.scheduler import Scheduler
     from raylm.engine.supervisor import SUPERVISOR_CPUS, Engine, placement_bundles
 
@@ -26,6 +26,8 @@ __all__ = [
     "RayExecutor",
     "Scheduler",
     "WorkerInterface",
+    "as_raylm_error",
+    "create_engine_core",
     "create_worker",
     "engine_core_prefix",
     "placement_bundles",
@@ -44,6 +46,8 @@ _HOMES = {
     "RayExecutor": "raylm.engine.ray_executor",
     "Scheduler": "raylm.engine.scheduler",
     "WorkerInterface": "raylm.engine.model_executor",
+    "as_raylm_error": "raylm.engine.ray_executor",
+    "create_engine_core": "raylm.engine.actor",
     "create_worker": "raylm.engine.ray_executor",
     "engine_core_prefix": "raylm.engine.actor",
     "placement_bundles": "raylm.engine.supervisor",

@@ -1,0 +1,192 @@
+"""EngineCore and worker actors on a real Ray, with a fake model: streams, slow and closed clients, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from raylm.config import Config
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error, create_engine_core, engine_core_prefix
+from raylm.errors import ConfigError, EngineDiedError
+from raylm.frontend import Discovery, EngineClient, RayEngineClient
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats, WorkerInfo
+from raylm.params import SamplingParams
+from tests.fakes import FakeModel, FakeWorker
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]
+
+CONFIG = Config()
+PROMPT = list(range(1, 20))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@dataclass
+class EngineActors:
+    """One engine's actors."""
+
+    name: str
+    core: ActorHandle
+    worker: ActorHandle
+
+
+Start = Callable[..., EngineActors]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts engines, which end with the test."""
+    actors: list[ActorHandle] = []
+
+    def start_engine(name: str | None = None, worker_class: type = FakeWorker, **fake: int) -> EngineActors:
+        name = name or uuid.uuid4().hex
+        worker = ray.remote(worker_class).options(num_cpus=0.1).remote(**fake)
+        core = create_engine_core(CONFIG, name, name, [worker], num_cpus=0.1)
+        actors.extend((core, worker))
+        return EngineActors(name, core, worker)
+
+    yield start_engine
+    for actor in actors:
+        ray.kill(actor)
+
+
+async def running(engine: EngineActors) -> asyncio.Future[str]:
+    """Start the engine as its supervisor does; the future is what ``run`` returns."""
+    await engine.core.start.remote()
+    return asyncio.ensure_future(engine.core.run.remote())
+
+
+def request(key: int, max_tokens: int, seed: int = 3) -> EngineCoreRequest:
+    """One that ends by length alone."""
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
+    return EngineCoreRequest(key, str(key), PROMPT, params)
+
+
+async def read(
+    outputs: AsyncIterator[EngineCoreOutputs], keys: set[int]
+) -> tuple[dict[int, list[int]], list[EngineStats]]:
+    """Tokens by key until all of ``keys`` are finished, and the stats of every message until then."""
+    tokens: dict[int, list[int]] = {key: [] for key in keys}
+    stats = []
+    while keys:
+        news = await anext(outputs)
+        stats.append(news.stats)
+        drawn = iter(news.token_ids)
+        for key, count, reason in zip(news.keys, news.token_counts, news.finish_reasons, strict=True):
+            tokens[key].extend(itertools.islice(drawn, count))
+            if reason is not None:
+                keys = keys - {key}
+    return tokens, stats
+
+
+async def test_two_clients_get_their_own_tokens(start: Start) -> None:
+    engine = start()
+    await running(engine)
+    clients = [await RayEngineClient.connect(engine.core) for _ in range(2)]
+    for client, seed in zip(clients, (3, 4), strict=True):
+        for key in (1, 2):
+            client.add(request(key, 20 + key, seed))
+    for client, seed in zip(clients, (3, 4), strict=True):
+        tokens, _ = await read(client.outputs(), {1, 2})
+        assert tokens == {key: FakeModel().continuation(PROMPT, seed, 20 + key) for key in (1, 2)}
+
+
+async def test_a_client_that_does_not_read_stalls_nobody_and_loses_nothing(start: Start) -> None:
+    engine = start()
+    await running(engine)
+    slow, fast = [await RayEngineClient.connect(engine.core) for _ in range(2)]
+    slow.add(request(1, 200))
+    fast.add(request(1, 220))
+    tokens, messages = await read(fast.outputs(), {1})
+    assert len(tokens[1]) == 220
+    assert len(messages) > 50
+    tokens, messages = await read(slow.outputs(), {1})
+    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 200)
+    assert len(messages) <= MAX_OUTPUTS_IN_FLIGHT + 2
+
+
+async def test_closing_a_client_ends_its_requests_alone(start: Start) -> None:
+    engine = start(max_model_len=4000, num_blocks=600)
+    await running(engine)
+    leaver, stayer = [await RayEngineClient.connect(engine.core) for _ in range(2)]
+    leaver.add(request(1, 3900))
+    await anext(leaver.outputs())
+    await leaver.close()
+    stayer.add(request(1, 100))
+    tokens, stats = await read(stayer.outputs(), {1})
+    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 100)
+    assert stats[-2].running == 1
+    assert stats[-1].running == 0
+
+
+async def test_the_death_of_the_worker_ends_the_engine_and_every_stream(start: Start) -> None:
+    engine = start(max_model_len=4000, num_blocks=600)
+    run = await running(engine)
+    client = await RayEngineClient.connect(engine.core)
+    client.add(request(1, 3900))
+    outputs = client.outputs()
+    await anext(outputs)
+    ray.kill(engine.worker)
+    assert "lost" in await run
+    with pytest.raises(EngineDiedError):
+        await read(outputs, {1})
+
+
+async def test_the_death_of_the_engine_core_ends_its_streams_and_raises_nowhere_else(start: Start) -> None:
+    engine = start()
+    await running(engine)
+    client = await RayEngineClient.connect(engine.core)
+    ray.kill(engine.core)
+    with pytest.raises(EngineDiedError):
+        await read(client.outputs(), {1})
+    client.add(request(1, 5))
+    client.abort([1])
+    await client.close()
+
+
+class UnservableWorker(FakeWorker):
+    """A worker that finds its configuration wrong."""
+
+    def start(self) -> WorkerInfo:
+        """Refuse."""
+        raise ConfigError("max_model_len: 7 is too evil.")
+
+
+async def test_what_a_worker_refuses_at_start_arrives_as_it_was_said(start: Start) -> None:
+    engine = start(worker_class=UnservableWorker)
+    with pytest.raises(RayError) as caught:
+        await engine.core.start.remote()
+    error = as_raylm_error(caught.value)
+    assert type(error) is ConfigError
+    assert error.message == "max_model_len: 7 is too evil."
+
+
+async def test_discovery_finds_every_incarnation_once_and_no_engine_of_another_configuration(start: Start) -> None:
+    prefix, other = engine_core_prefix("app", CONFIG), engine_core_prefix("app", Config(max_model_len=7))
+    found: asyncio.Queue[EngineClient] = asyncio.Queue()
+    discovery = Discovery(prefix, found.put_nowait)
+    first = start(prefix + "a.0")
+    await running(start(other + "b.0"))
+    await running(first)
+    async with asyncio.timeout(30):
+        assert (await found.get()).info.engine_id == first.name
+        ray.kill(first.core)
+        second = start(prefix + "a.1")
+        await running(second)
+        assert (await found.get()).info.engine_id == second.name
+    await asyncio.sleep(0.6)
+    assert found.empty()
+    discovery.stop()
