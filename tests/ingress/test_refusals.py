@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -426,3 +427,18 @@ async def test_no_body_breaks_the_server(app: Any, path: str, body: dict[str, An
 async def test_no_bytes_break_the_server(app: Any, path: str, body: bytes) -> None:
     async with client_of(app) as client:
         error_of(await client.post(path, content=body, headers=JSON))
+
+
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW"]),
+    path=st.sampled_from([*BASES, "/v1/models", "/health", "/ready", "/metrics", "/version", "/", ""])
+    | st.text(st.characters(codec="ascii"), max_size=30).map("/v1/models/{}".format)
+    | st.text(max_size=30).map("/{}".format),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_no_path_or_method_breaks_the_server(app: Any, method: str, path: str) -> None:
+    async with client_of(app) as client:
+        answer = await client.request(method, f"http://test/{quote(path[1:])}")
+    assert answer.status_code in (200, 404, 405, 415)
+    if answer.status_code != 200 and method != "HEAD":
+        error_of(answer, answer.status_code)

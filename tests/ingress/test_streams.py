@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import httpx
@@ -21,6 +20,8 @@ from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
 from tests.ingress.test_refusals import error_of
 
 PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/v1/completions", TEXT | {"prompt": ["a", "b"]})]
+
+IMPATIENT = httpx.Timeout(30, read=0.2)
 
 
 def held(app: Starlette) -> int:
@@ -96,7 +97,7 @@ async def test_a_client_that_hangs_up_ends_its_request(
                 assert all(call.ended == "open" for call in llm.calls)
         else:
             with pytest.raises(httpx.ReadTimeout):
-                await client.post(path, json=body, timeout=0.2)
+                await client.post(path, json=body, timeout=IMPATIENT)
         await until(lambda: all(call.ended == "aborted" for call in llm.calls) and held(app) == 0)
         llm.gate.set()
         assert (await client.post(path, json=body)).status_code == 200
@@ -106,7 +107,7 @@ async def test_the_head_waits_for_the_first_token(app: Starlette, llm: FakeAsync
     llm.gate, llm.open_outputs = asyncio.Event(), 0
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
         with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json=TEXT | {"stream": True}, timeout=0.2)
+            await client.post("/v1/completions", json=TEXT | {"stream": True}, timeout=IMPATIENT)
         await until(lambda: llm.calls[0].ended == "aborted")
 
 
@@ -167,8 +168,8 @@ async def test_a_drained_replica_tells_streams_that_outlast_its_grace(app: Starl
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
         stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
         whole = asyncio.create_task(client.post("/v1/completions", json=TEXT))
-        await until(lambda: held(app) == 2)
-        await app.state.lifecycle.drain(0.1)
+        await until(lambda: len(llm.calls) == 2)
+        await app.state.lifecycle.drain(0.5)
         *chunks, last = events((await stream).text)
         assert last["error"]["code"] == "shutting_down"
         assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -188,9 +189,8 @@ async def test_a_drain_does_not_wait_for_a_client_that_reads_nothing(app: Starle
         await reader.readexactly(100)
         await until(lambda: held(app) == 1)
         await asyncio.sleep(0.3)  # until the socket's buffers are full
-        start = time.monotonic()
-        await app.state.lifecycle.drain(0.1)
-        assert time.monotonic() - start < 10
+        async with asyncio.timeout(60):  # it would wait for ever
+            await app.state.lifecycle.drain(0.1)
         await until(lambda: held(app) == 0)
         assert llm.calls[0].ended == "aborted"
         writer.close()
