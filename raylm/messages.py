@@ -42,14 +42,10 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClientBatch:
-    """What one client (an ingress replica) sends to an engine at once: new requests, and keys to abort.
-
-    ``received`` is the number of EngineCoreOutputs that the client has taken in so far (flow control).
-    """
+    """What one client (an ingress replica) sends to an engine at once: new requests, and keys to abort."""
 
     adds: list[EngineCoreRequest]
     aborts: list[int]
-    received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
