@@ -65,8 +65,8 @@ class ChatCompletionRequest(GenerationBody):
         self._check_served_values()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            message = "'max_tokens' and 'max_completion_tokens' must not be given together."
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            message = "'max_tokens' and 'max_completion_tokens' are two names of one limit and must not differ."
             raise InvalidRequestError(message, param="max_completion_tokens")
         if self.continue_final_message and self.add_generation_prompt:
             message = "'continue_final_message' and 'add_generation_prompt' must not both be true."

@@ -151,7 +151,7 @@ async def test_every_sampling_field_reaches_the_engine(client: httpx.AsyncClient
     assert {name: list(getattr(params, name)) for name in lists} == lists
     assert params.max_tokens == 9
     assert params.logit_bias == {17: 100.0, 3: -1.5}
-    await post(client, stop="one", max_tokens=3)
+    await post(client, stop="one", max_tokens=3, max_completion_tokens=3)
     assert llm.calls[1].params.stop == ("one",)
     assert llm.calls[1].params.max_tokens == 3
 

@@ -145,7 +145,7 @@ ONLY_CHAT: list[tuple[dict[str, Any], str]] = [
     (call(arguments="[1]"), "messages[0].tool_calls[0].function.arguments"),
     (call(arguments="{}", x=1), "messages[0].tool_calls[0].function.x"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-    ({"max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
