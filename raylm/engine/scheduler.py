@@ -81,16 +81,8 @@ class Scheduler:
             ContextLengthError: the prompt leaves no room for a token.
             InvalidRequestError: the prompt is empty, or the key is taken.
         """
+        self._check_servable(client_id, request)
         length, params = len(request.prompt_token_ids), request.params
-        if length >= self.max_model_len:
-            raise ContextLengthError(
-                f"The prompt has {length} tokens; with one to generate, at most {self.max_model_len} fit.",
-                param="prompt",
-            )
-        if length == 0:
-            raise InvalidRequestError("The prompt has no tokens.", param="prompt")
-        if (client_id, request.key) in self._requests:
-            raise InvalidRequestError(f"A request with the key {request.key} is open already.", param="key")
         room = self.max_model_len - length
         state = RequestState(
             client_id=client_id,
@@ -113,6 +105,18 @@ class Scheduler:
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
         """(client, key) of the open requests, of one client or of all."""
         return [name for name in self._requests if client_id is None or name[0] == client_id]
+
+    def _check_servable(self, client_id: str, request: EngineCoreRequest) -> None:
+        length = len(request.prompt_token_ids)
+        if length >= self.max_model_len:
+            raise ContextLengthError(
+                f"The prompt has {length} tokens; with one to generate, at most {self.max_model_len} fit.",
+                param="prompt",
+            )
+        if length == 0:
+            raise InvalidRequestError("The prompt has no tokens.", param="prompt")
+        if (client_id, request.key) in self._requests:
+            raise InvalidRequestError(f"A request with the key {request.key} is open already.", param="key")
 
     # ---------------------------------------------------------------- schedule
 
@@ -150,7 +154,8 @@ class Scheduler:
             seq = self.waiting.peek()
             if seq.resume_after > self._seen:
                 return
-            cached = self.kv.admit(seq, spare=len(self.running), use_cache=not seq.wants_prompt_logprobs)
+            spare = len(self.running)  # a block for each to grow by: admitting more is paid back in preemptions
+            cached = self.kv.admit(seq, spare, use_cache=seq.prompt_logprobs is None)
             if cached is None:
                 return
             self._start(seq, cached, plan)
@@ -164,7 +169,8 @@ class Scheduler:
             self.counters.prefix_queries += len(seq.token_ids)
             self.counters.prefix_hits += cached
         seq.status = Status.RUNNING
-        seq.prompt_logprobs.clear()
+        if seq.prompt_logprobs is not None:
+            seq.prompt_logprobs = []
         seq.num_computed = cached
         plan.seats -= 1
         plan.new.append(seq.as_new(self.kv.block_ids(seq)))
@@ -215,7 +221,7 @@ class Scheduler:
         self._publish_chunks(plan)
         for seq_id, logprobs in result.prompt_logprobs:
             seq = self._sequences.get(seq_id)
-            if seq is not None:
+            if seq is not None and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)
         self._take_tokens(result, news)
         stats, now = self.stats(), time.time()
@@ -271,9 +277,9 @@ class Scheduler:
         """The first token has come: the prompt's logprobs are whole, and the sequences that share it may start."""
         if seq.index == 0:
             self.counters.prompt_tokens += seq.num_prompt_tokens
-        if seq.wants_prompt_logprobs:
+        if seq.prompt_logprobs is not None:
             news.prompt_logprobs.append((seq.key, join_logprobs(seq.prompt_logprobs)))
-            seq.wants_prompt_logprobs = False
+            seq.prompt_logprobs = None
         for sibling in seq.state.fork(self._ids):
             self._enqueue(sibling)
 

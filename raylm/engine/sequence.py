@@ -52,7 +52,7 @@ class RequestState:
             limit=self.limit,
             milestone=len(prompt) + 1,
             stop_ids=frozenset(self.stop_token_ids),
-            wants_prompt_logprobs=index == 0 and self.request.params.prompt_logprobs is not None,
+            prompt_logprobs=[] if index == 0 and self.request.params.prompt_logprobs is not None else None,
         )
         self.open.append(seq)
         return seq
@@ -71,6 +71,7 @@ class Sequence:
     the tokens computed by every step handed over so far. ``milestone`` is the length at which the next token is more
     than an append: the first generated one, then ``limit``. ``resume_after`` is the step whose result must have been
     seen before a preempted sequence may start again. ``num_cached`` prompt tokens came from the prefix cache.
+    ``prompt_logprobs`` gathers those of the prompt until it is computed, None if nobody (still) wants them.
     """
 
     id: int
@@ -83,12 +84,11 @@ class Sequence:
     limit: int
     milestone: int
     stop_ids: frozenset[int]
-    wants_prompt_logprobs: bool
+    prompt_logprobs: list[Logprobs] | None
     num_computed: int = 0
     num_cached: int = 0
     resume_after: int = 0
     status: Status = Status.WAITING
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,7 +104,7 @@ class Sequence:
         """The sequence in full, for a worker that has no row of it; prompt logprobs are asked for only once."""
         request = self.state.request
         params = request.params
-        if params.prompt_logprobs is not None and not self.wants_prompt_logprobs:
+        if params.prompt_logprobs is not None and self.prompt_logprobs is None:
             params = replace(params, prompt_logprobs=None)
         return NewSequence(
             seq_id=self.id,

@@ -341,7 +341,7 @@ def prompt_logprobs_from_the_cache(patch: Patch) -> None:
 
 def prompt_logprobs_twice_after_preemption(patch: Patch) -> None:
     def start(original: Any, self: Scheduler, seq: Sequence, cached: int, plan: StepPlan) -> None:
-        kept = list(seq.prompt_logprobs)
+        kept = seq.prompt_logprobs
         original(self, seq, cached, plan)
         seq.prompt_logprobs = kept
 
