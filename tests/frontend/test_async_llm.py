@@ -116,6 +116,20 @@ async def test_closing_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) -> No
     assert llm.is_ready, "tokens of an aborted request did harm"
 
 
+async def test_tokens_of_a_closed_request_shift_nothing(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    gone, stays = begin(llm, logprobs=0), begin(llm, logprobs=0)
+    await settle()
+    gone.cancel()
+    hello, size = await ids(llm, "hello"), len(await ids(llm, "hello"))
+    first, second = (request.key for request in engine.added)
+    columns = Logprobs([1] * (3 + size), [5, 5, 5, *hello], [-9.0] * 3 + [-1.0] * size, [7] * 3 + [1] * size)
+    await settle()
+    engine.say((first, 0, [5, 5, 5], None), (second, 0, hello, "length"), logprobs=columns)
+    (output,) = await stays
+    assert output.deltas[0].text == "hello"
+    assert [(e.token_id, e.logprob) for e in output.deltas[0].logprobs or []] == [(token, -1.0) for token in hello]
+
+
 async def test_cancelling_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) -> None:
     reader = begin(llm)
     await settle()

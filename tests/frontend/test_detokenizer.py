@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,14 @@ def test_text_goes_on_after_many_bytes_that_are_no_text(tokenizer: Tokenizer) ->
     assert "".join(found[: 2 * MOST_HELD]), "bytes without end were held back"
 
 
+@pytest.mark.parametrize("lead", range(MOST_HELD - 4, MOST_HELD + 1))
+def test_letting_go_cuts_no_character(tokenizer: Tokenizer, lead: int) -> None:
+    lone = next(i for i in range(330) if tokenizer.token_bytes(i) == b"\x80")
+    euro = tokenizer.encode_now("€", add_special_tokens=False)
+    assert len(euro) == 3
+    assert "".join(pieces(tokenizer, [lone] * lead + euro)) == "\ufffd" * lead + "€"
+
+
 def test_an_incomplete_character_shows_only_at_the_end(tokenizer: Tokenizer) -> None:
     first, *_ = tokenizer.encode_now("€", add_special_tokens=False)
     assert pieces(tokenizer, [first]) == ["", "\ufffd"]
@@ -65,7 +74,7 @@ def test_special_tokens_are_skipped_or_not(tokenizer: Tokenizer) -> None:
     assert "".join(pieces(tokenizer, token_ids, skip_special_tokens=False)) == "hello<|im_end|>"
 
 
-def test_special_tokens_close_together_on_demand(tokenizer: Tokenizer, monkeypatch: object) -> None:
+def test_special_tokens_close_together_on_demand(tokenizer: Tokenizer) -> None:
     spaced = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False))
     spaced._last_added = True  # as after another added token, of a tokenizer whose decoder puts a space between
     end = tokenizer.backend.token_to_id("<|im_end|>")

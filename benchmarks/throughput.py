@@ -1,0 +1,83 @@
+"""Tokens per second offline: all prompts handed over at once, for one or more sizes of the running batch.
+
+    python benchmarks/throughput.py --prompts 256 --max-num-seqs 8 32 64
+    python benchmarks/throughput.py --model /path/to/checkpoint --json throughput.json --plot throughput.png
+
+Every prompt has --prompt-tokens random tokens, every answer exactly --max-tokens (EOS ignored), greedy. The figure is
+the median of --repeats runs, with the slowest and the fastest beside it; the time includes the front end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from offline import greedy, make_llm, make_prompts, parser, print_rows, record, write_json
+
+
+def measure(args: argparse.Namespace, max_num_seqs: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(machine and engine, figures) for one size of the batch."""
+    args.seed += 1
+    with make_llm(args, max_num_seqs=max_num_seqs) as llm:
+        rates = []
+        for _ in range(args.repeats + 1):
+            args.seed += 1
+            prompts = make_prompts(args, args.prompts, llm.info.vocab_size)
+            start = time.perf_counter()
+            results = llm.generate(prompts, greedy(args.max_tokens), progress=False)
+            seconds = time.perf_counter() - start
+            rates.append(sum(len(result.token_ids) for result in results) / seconds)
+        about = record(llm)
+    rates = rates[1:]
+    middle = statistics.median(rates)
+    figures = {
+        "max_num_seqs": max_num_seqs,
+        "output_tokens_per_s": round(middle, 1),
+        "slowest": round(min(rates), 1),
+        "fastest": round(max(rates), 1),
+        "total_tokens_per_s": round(middle * (1 + args.prompt_tokens / args.max_tokens), 1),
+        "requests_per_s": round(middle / args.max_tokens, 2),
+    }
+    return about, figures
+
+
+def plot(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Output tokens per second over the size of the batch."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    sizes, rates = [row["max_num_seqs"] for row in rows], [row["output_tokens_per_s"] for row in rows]
+    spread = [
+        [row["output_tokens_per_s"] - row["slowest"] for row in rows],
+        [row["fastest"] - row["output_tokens_per_s"] for row in rows],
+    ]
+    axes.errorbar(sizes, rates, yerr=spread, marker="o", capsize=3)
+    axes.set(
+        xlabel="max_num_seqs", ylabel="output tokens/s", title=f"{about['machine']}, {about['dtype']}", ylim=(0, None)
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--prompts", type=int, default=128)
+    options.add_argument("--max-num-seqs", type=int, nargs="+", default=[64])
+    args = options.parse_args()
+    measured = [measure(args, size) for size in args.max_num_seqs]
+    about, rows = measured[0][0], [figures for _, figures in measured]
+    print_rows(about, rows)
+    write_json(args.json, about, rows)
+    if args.plot:
+        plot(args.plot, about, rows)
+
+
+if __name__ == "__main__":
+    main()
