@@ -109,17 +109,24 @@ class Sampler:
 
 
 def _draw_limited(maxima: BlockMaxima, rows: RandomRows, widths: tuple[int, ...]) -> Positions:
-    """Draw truncated rows from their ``widths[0]`` largest logits; those that need more, from more."""
-    if not widths:
-        return np.concatenate([_draw_slowly(maxima, rows.take(np.array([i]))) for i in range(len(rows))])
-    if ((rows.top_k >= widths[0]) & (rows.top_k < maxima.vocab_size)).all():
-        return _draw_limited(maxima, rows, widths[1:])
-    weights, ids, complete = truncate_candidates(maxima, rows, widths[0])
-    token_ids = draw_from_candidates(weights, ids, rows, maxima.vocab_size)
-    if not complete.all():
-        token_ids[~complete] = _draw_limited(maxima, rows.take(~complete), widths[1:])
+    """Draw truncated rows from as few of their largest logits as settle it."""
+    token_ids = np.zeros(len(rows), np.int64)
+    left = np.full(len(rows), True)
+    for width in widths:
+        trying = np.flatnonzero(left & _may_settle(rows, maxima.vocab_size, width, first=width == widths[0]))
+        if trying.size:
+            some = rows.take(trying)
+            weights, ids, complete = truncate_candidates(maxima, some, width)
+            # What is not complete is drawn again below.
+            token_ids[trying] = draw_from_candidates(weights, ids, some, maxima.vocab_size)
+            left[trying] = ~complete
+    for i in np.flatnonzero(left).tolist():
+        row = rows.take(np.array([i]))
+        token_ids[i] = draw_from_weights(truncate_row(maxima.logits[int(row.positions[0])], row), row)[0]
     return token_ids
 
 
-def _draw_slowly(maxima: BlockMaxima, row: RandomRows) -> Positions:
-    return draw_from_weights(truncate_row(maxima.logits[int(row.positions[0])], row), row)
+def _may_settle(rows: RandomRows, vocab_size: int, width: int, first: bool) -> Mask:
+    """Whether it is worth trying [R]: top-p alone needs a bound on all other tokens, loose where candidates are few."""
+    worth: Mask = (rows.top_k < width) | ((rows.top_k == vocab_size) & ((rows.min_p > 0) | (not first)))
+    return worth

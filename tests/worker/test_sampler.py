@@ -149,6 +149,17 @@ def test_logprobs_describe_the_raw_distribution() -> None:
     assert max(out.logprobs.ranks) > 32, "a rank beyond the listed candidates is counted over the row"
 
 
+def test_logprobs_leave_out_what_cannot_be_drawn() -> None:
+    logits = torch.full((1, VOCAB), -torch.inf)
+    logits[0, [600, 3, 40]] = torch.tensor([1.0, 1.0, 2.0])
+    batch = InputBatch(1, 16, 16, VOCAB, "cpu")
+    rows = np.array([batch.add(make(0, [1], 1, temperature=0.0, logprobs=5))])
+    out = Sampler().sample(logits, rows, batch).logprobs
+    assert out is not None
+    assert (out.counts, out.token_ids, out.ranks) == ([4], [40, 40, 3, 600], [1])
+    assert sum(np.exp(out.logprobs[1:])) == pytest.approx(1)
+
+
 def test_nobody_asks_for_logprobs() -> None:
     batch = InputBatch(2, 16, 16, VOCAB, "cpu")
     rows = np.array([batch.add(make(i, [1], 1)) for i in range(2)])

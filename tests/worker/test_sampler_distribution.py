@@ -147,6 +147,35 @@ def test_top_p_that_falls_exactly_between_equals_keeps_the_smallest_ids(way: str
     assert set(drawn.tolist()) == {vocab_size - 8 + i for i in range(4)}, "four tokens hold a half"
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_top_p_goes_by_likelihood_where_logits_nearly_agree(way: str) -> None:
+    logits = torch.full((400, 50), -torch.inf)
+    logits[:, 10:18] = 1.0 + 1e-4 * torch.arange(8)
+    batch = InputBatch(400, 16, 16, 50, "cpu")
+    rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(top_p=0.499), i)) for i in range(400)])
+    assert set(WAYS[way].sample(logits, rows, batch).token_ids.tolist()) == {14, 15, 16, 17}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 0.6},
+        {"top_p": 0.3, "min_p": 0.05},
+        {"top_p": 0.3, "top_k": 90},
+        {"top_p": 0.05, "min_p": 0.4, "top_k": 40},
+    ],
+    ids=str,
+)
+def test_limits_meet_beyond_the_candidates(way: str, fields: dict[str, Any]) -> None:
+    logits = np.random.default_rng(3).normal(0, 1, (300, 320)).astype(np.float32)
+    batch = InputBatch(300, 16, 16, 320, "cpu")
+    news = [NewSequence(i, [1], 1, [0], SamplingParams(**fields), i) for i in range(300)]
+    rows = np.array([batch.add(new) for new in news])
+    drawn = WAYS[way].sample(torch.from_numpy(logits.copy()), rows, batch).token_ids
+    assert drawn.tolist() == [Reference(new).draw(row) for new, row in zip(news, logits, strict=True)]
+
+
 @pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"top_p": 0.5, "temperature": 0.6}, {"top_k": 40}, {"min_p": 0.03}])
 def test_both_ways_draw_the_same_from_large_vocabularies(fields: dict[str, Any]) -> None:
     count, vocab_size = 48, 32_001
