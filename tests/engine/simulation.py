@@ -46,11 +46,11 @@ class Op:
 
 
 def random_setup(rng: Random) -> Setup:
-    """Pools of 3 to 12 blocks of 2 or 4 tokens."""
+    """Pools of 3 to 10 blocks of 2 or 4 tokens."""
     return Setup(
-        num_blocks=rng.randint(3, 12),
+        num_blocks=rng.randint(3, 10),
         block_size=rng.choice([2, 4]),
-        max_model_len=rng.randint(6, 40),
+        max_model_len=rng.randint(8, 48),
         max_num_seqs=rng.randint(1, 5),
         max_num_batched_tokens=rng.randint(1, 14),
         policy=rng.choice(["fcfs", "priority"]),
@@ -64,7 +64,7 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
     prompt = rng.choices([1, 2], [3, 1], k=rng.randint(1, 14))
     if rng.random() < 0.04:
         prompt[rng.randrange(len(prompt))] = POISON
-    max_tokens = rng.choice([None, *range(1, 15)])
+    max_tokens = rng.choice([None, *range(1, 20)])
     params = SamplingParams(
         n=rng.choice([1, 1, 1, 2, 3]),
         seed=rng.randint(-3, 3),
