@@ -214,6 +214,9 @@ class Scheduler:
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, EngineCoreOutputs]:
         """Take in what a step drew, in the order of the steps; returns what it means for each client."""
+        assert result.step == plan.step == self._seen + 1, (
+            f"result {result.step} of step {plan.step} after {self._seen}"
+        )
         self._seen = plan.step
         news: defaultdict[str, ClientNews] = defaultdict(ClientNews)
         for seq_id, reason in result.failed:

@@ -172,6 +172,18 @@ def test_generated_blocks_are_found_while_their_sequence_still_runs() -> None:
     assert rows(engine.schedule())[1] == (1, 4, 2, True)
 
 
+def test_results_are_taken_in_the_order_of_the_steps() -> None:
+    engine = Engine()
+    engine.add([1] * 5)
+    first, second = engine.schedule(), engine.schedule()
+    with pytest.raises(AssertionError, match="result 2 of step 2 after 0"):
+        engine.update(second)
+    with pytest.raises(AssertionError, match="result 2 of step 1 after 0"):
+        engine.scheduler.update(first, ModelRunnerOutput(2, [0], [1], [5]))
+    engine.update(first)
+    engine.update(second)
+
+
 # -------------------------------------------------------------------- preemption
 
 
