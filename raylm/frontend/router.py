@@ -127,16 +127,18 @@ class Router:
 
     async def _read(self, engine: RoutedEngine, deliver: Deliver) -> None:
         """Read until the engine is lost; nothing else ends this task but ``remove``."""
-        lost: RayLMError = EngineDiedError("The engine that served this request has ended.")
+        lost = EngineDiedError("The engine that served this request was lost; sending it again is safe.")
         try:
             async for outputs in engine.client.outputs():
                 engine.stats = outputs.stats
                 if aborts := deliver(outputs):
                     engine.client.abort(aborts)
         except EngineDiedError as error:
-            lost = error
-        except Exception:
+            logger.warning("engine %s was lost: %s", engine.client.info.engine_id, error)
+            lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
+        except Exception as error:
             logger.exception("engine %s: reading its outputs failed", engine.client.info.engine_id)
+            lost.__cause__ = error
         self._lose(engine, lost)
         task = asyncio.create_task(self._farewell(engine.client))
         self._farewells.add(task)

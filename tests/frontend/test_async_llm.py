@@ -147,10 +147,11 @@ async def test_a_lost_engine_ends_its_requests_and_leaves(llm: AsyncLLM, engine:
     honest = begin(llm, "world")
     await settle()
     assert len(other.added) == 1
-    engine.die()
+    engine.die(EngineDiedError("insides of the engine"))
     for reader in lost:
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(EngineDiedError, match="sending it again is safe") as caught:
             await reader
+        assert "insides" in str(caught.value.__cause__)
     await settle()
     assert engine.closed
     other.say((other.added[0].key, 0, [EOS], "stop"))
