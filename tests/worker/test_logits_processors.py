@@ -162,7 +162,7 @@ def test_few_allowed_tokens_are_settled_among_candidates() -> None:
     logits = torch.full((COUNT, 400), -torch.inf)
     logits[:, [3, 300]] = torch.tensor([1.0, 2.0])
     batch = InputBatch(COUNT, 64, 16, 400, "cpu")
-    rows = np.array([batch.add(new) for new in sequences(SamplingParams(top_p=0.9))])
+    rows = np.array([batch.add(new) for new in sequences(SamplingParams(top_k=50))])
     maxima = BlockMaxima(logits)
     chosen = RandomRows.gather(np.arange(COUNT), batch.sampling[rows], batch.num_tokens[rows], maxima.peak)
     weights, ids, complete = truncate_candidates(maxima, chosen, 64)
