@@ -148,13 +148,11 @@ class OutputProcessor:
             self._telemetry.finished(delta.finish_reason, now - arrival)
 
     def _add_prompt_logprobs(self, opened: OpenRequest, logprobs: Logprobs) -> None:
-        """Put the entries behind those that came before; nothing comes before the first token, so it has none."""
+        """They come once, with the first token; nothing comes before the prompt's first token, so it has none."""
         found, _ = read_logprobs(logprobs, 0, len(logprobs.counts), 0)
-        known = opened.queue.prompt_logprobs or []
-        known += [entry if count else None for entry, count in zip(found, logprobs.counts, strict=True)]
-        if len(known) == len(opened.request.prompt_token_ids) - 1 and known[0] is not None:
-            known.insert(0, None)
-        opened.queue.prompt_logprobs = known
+        entries = [entry if count else None for entry, count in zip(found, logprobs.counts, strict=True)]
+        missing = len(opened.request.prompt_token_ids) - len(entries)
+        opened.queue.prompt_logprobs = [None] * missing + entries
 
 
 def read_logprobs(columns: Logprobs, start: int, end: int, offset: int) -> tuple[list[TokenLogprob], int]:

@@ -209,6 +209,15 @@ async def test_logprobs_are_taken_apart(llm: AsyncLLM, engine: PlayedEngine) -> 
     assert (await not_asked)[0].deltas[0].logprobs is None
 
 
+async def test_a_prompt_of_one_token_has_no_logprobs(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    asked = begin(llm, [5], prompt_logprobs=1)
+    await settle()
+    key = engine.added[0].key
+    engine.say((key, 0, [EOS], "stop"), prompt_logprobs=[(key, Logprobs([], [], [], []))])
+    (output,) = await asked
+    assert output.prompt_logprobs == [None]
+
+
 async def test_context_errors_name_the_field(llm: AsyncLLM, engine: PlayedEngine) -> None:
     for prompt in ("x" * 100_000, [5] * 128):
         outputs = llm.generate(prompt, SamplingParams(), request_id="r", prompt_param="messages")
