@@ -68,7 +68,8 @@ class Bench:
         self.busy_s, self.tokens = 0.0, 0
         for _ in range(self.args.steps):
             self.step()
-        return self.args.steps / self.busy_s
+        steps: int = self.args.steps
+        return steps / self.busy_s
 
 
 def drawn(plan: SchedulerOutput) -> ModelRunnerOutput:

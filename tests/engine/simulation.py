@@ -125,12 +125,8 @@ class Run:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        config = SchedulerConfig.model_construct(
-            max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=setup.max_num_batched_tokens,
-            policy=setup.policy,
-            steps_in_flight=setup.steps_in_flight,
-        )
+        names = ("max_num_seqs", "max_num_batched_tokens", "policy", "steps_in_flight")
+        config = SchedulerConfig.model_construct(**{name: getattr(setup, name) for name in names})
         self.kv = KVCacheManager(setup.num_blocks, setup.block_size, setup.prefix_caching)
         self.scheduler = Scheduler(config, self.kv, setup.max_model_len)
         self.max_model_len = min(setup.max_model_len, setup.num_blocks * setup.block_size)

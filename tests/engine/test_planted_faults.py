@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from raylm.engine import block_pool, kv_cache_manager, queues, scheduler, sequence, step_plan
+from raylm.engine import kv_cache_manager, queues, sequence
+from raylm.engine.block_pool import BlockPool
+from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.outbox import ClientNews
+from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence, Status
+from raylm.engine.step_plan import StepPlan
 from raylm.messages import SchedulerOutput
 from tests.engine.test_scheduler_properties import live
 
 Patch = pytest.MonkeyPatch
-Scheduler, StepPlan = scheduler.Scheduler, step_plan.StepPlan
-KVCacheManager, BlockPool = kv_cache_manager.KVCacheManager, block_pool.BlockPool
 LIVES = 600
 
 
@@ -349,13 +352,13 @@ def prompt_logprobs_twice_after_preemption(patch: Patch) -> None:
 
 
 def logprobs_of_a_neighbour(patch: Patch) -> None:
-    select = scheduler.ClientNews.columns
+    select = ClientNews.columns
 
     def columns(self: Any, result: Any, stats: Any, created: float) -> Any:
         self.positions = list(range(len(self.positions)))
         return select(self, result, stats, created)
 
-    patch.setattr(scheduler.ClientNews, "columns", columns)
+    patch.setattr(ClientNews, "columns", columns)
 
 
 FAULTS = [

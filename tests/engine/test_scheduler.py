@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from raylm.engine.sequence import sequence_seed
@@ -261,7 +263,8 @@ def test_a_sequence_alone_always_fits(num_blocks: int, steps_in_flight: int) -> 
     assert engine.scheduler.max_model_len == longest
     for prompt in range(1, longest):
         engine.add([1] * prompt, key=prompt)
-        in_flight, tokens, reasons = [], 0, []
+        in_flight: list[SchedulerOutput] = []
+        tokens, reasons = 0, list[str | None]()
         while engine.scheduler.has_work:
             while len(in_flight) < steps_in_flight and (plan := engine.scheduler.schedule()):
                 in_flight.append(plan)
@@ -305,7 +308,7 @@ def test_two_that_do_not_fit_together_both_end() -> None:
         ({"max_tokens": 1}, [4], "length", None),
     ],
 )
-def test_finish(params: dict[str, object], tokens: list[int], reason: str, stop_reason: int | None) -> None:
+def test_finish(params: dict[str, Any], tokens: list[int], reason: str, stop_reason: int | None) -> None:
     engine = Engine()
     engine.add([1] * 5, **params)
     for token in tokens[:-1]:
