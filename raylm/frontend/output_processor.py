@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from itertools import repeat
 
 from raylm.errors import RayLMError
 from raylm.frontend.output_queue import OutputQueue
@@ -152,7 +153,7 @@ class OutputProcessor:
         found, _ = read_logprobs(logprobs, 0, len(logprobs.counts), 0)
         entries = [entry if count else None for entry, count in zip(found, logprobs.counts, strict=True)]
         missing = len(opened.request.prompt_token_ids) - len(entries)
-        opened.queue.prompt_logprobs = [None] * missing + entries
+        opened.queue.prompt_logprobs = [*repeat(None, missing), *entries]
 
 
 def read_logprobs(columns: Logprobs, start: int, end: int, offset: int) -> tuple[list[TokenLogprob], int]:
