@@ -1,0 +1,133 @@
+"""A served model for end-to-end tests: `raylm serve` in a child, on a free port, with its processes known by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import yaml
+
+from raylm.serve_process import session_members
+
+ROOT = Path(__file__).parent.parent
+START_LIMIT_S = 120
+ARGS: dict[str, Any] = {"dtype": "float32", "cache": {"num_blocks": 2048}, "engine": {"threads": 2}}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serve_file(path: Path, port: int, args: dict[str, Any], *, haproxy: bool = True) -> Path:
+    """configs/llama.yaml with another port and other args, written to ``path``."""
+    data = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
+    data["http_options"]["port"] = port
+    data["applications"][0]["args"] |= args
+    if not haproxy:
+        for place in (data["applications"][0], data["controller_options"]):
+            del place["runtime_env"]["env_vars"]["RAY_SERVE_ENABLE_HA_PROXY"]
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def chat(content: str, **fields: Any) -> dict[str, Any]:
+    """A chat request, greedy."""
+    return {"model": "embedded", "messages": [{"role": "user", "content": content}], "temperature": 0} | fields
+
+
+def text_of(line: str) -> str:
+    """What one line of a stream adds to the text."""
+    if not line.startswith("data: {"):
+        return ""
+    choices = json.loads(line[6:]).get("choices") or [{"delta": {}}]
+    return choices[0]["delta"].get("content") or ""
+
+
+class Server:
+    """`raylm serve`; leaving the context ends all of it, whatever state it is in."""
+
+    def __init__(self, path: Path, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = path.with_suffix(".log")
+        with self.log.open("w") as log:
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "raylm.cli", "serve", str(path)],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def __enter__(self) -> Server:
+        self._wait(lambda: "ready " in self.log.read_text(), "is not ready")
+        self._session = self._child()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._launcher.kill()
+        self._launcher.wait()
+        for pid in session_members(self._session):
+            os.kill(pid, signal.SIGKILL)
+
+    def processes(self, name: str = "") -> list[int]:
+        """Ids of the server's processes, of all or of the actors of a class."""
+        return [pid for pid in session_members(self._session) if _title(pid).startswith(f"ray::{name}" if name else "")]
+
+    def kill_actor(self, name: str) -> None:
+        """kill -9 of the one actor of a class."""
+        (pid,) = self.processes(name)
+        os.kill(pid, signal.SIGKILL)
+
+    def wait_ready(self) -> None:
+        """Wait until requests are served again."""
+        self._wait(lambda: httpx.get(f"{self.url}/health").status_code == 200, "does not come back")
+
+    def stop(self, number: int) -> int:
+        """Send a signal to the launcher and wait for its end; its exit status."""
+        self._launcher.send_signal(number)
+        return self._launcher.wait(timeout=60)
+
+    def _child(self) -> int:
+        (pid,) = (
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdecimal() and _parent(entry) == self._launcher.pid
+        )
+        return pid
+
+    def _wait(self, condition: Any, complaint: str) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not condition():
+            if self._launcher.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the server {complaint}:\n{self.log.read_text()}")
+            time.sleep(0.05)
+
+
+def _parent(entry: Path) -> int | None:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

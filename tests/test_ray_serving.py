@@ -1,0 +1,205 @@
+"""End to end through `raylm serve`: answers, dropped clients, handle calls, killed processes, and the end of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from raylm.serve_process import port_is_free
+from tests.serving import ARGS, ROOT, Server, chat, free_port, serve_file, text_of
+
+pytestmark = pytest.mark.ray
+
+QUESTION = "What is a KV cache?"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests of this module but the last, which ends it."""
+    port = free_port()
+    with Server(serve_file(tmp_path_factory.mktemp("serve") / "serve.yaml", port, ARGS), port) as server:
+        yield server
+
+
+async def stream_text(client: httpx.AsyncClient, content: str, **fields: object) -> str:
+    async with client.stream("POST", "/v1/chat/completions", json=chat(content, stream=True, **fields)) as answer:
+        assert answer.status_code == 200
+        return "".join([text_of(line) async for line in answer.aiter_lines()])
+
+
+async def drop_at_random(client: httpx.AsyncClient, content: str) -> None:
+    """Hang up before the head, or after some lines of a stream, or while waiting for a whole answer."""
+    body = chat(content, stream=random.random() < 0.8, ignore_eos=True, max_tokens=2000)
+    try:
+        async with asyncio.timeout(random.random()), client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            async for _ in answer.aiter_lines():
+                pass
+    except TimeoutError:
+        return
+
+
+async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
+    text = (await client.get("/metrics")).text
+    found = re.findall(
+        r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{.*\} (\S+)$", text, re.M
+    )
+    return {name: float(value) for name, value in found}
+
+
+async def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        whole = (await client.post("/v1/chat/completions", json=chat(QUESTION, max_tokens=40))).json()
+        text = whole["choices"][0]["message"]["content"]
+        assert len(text) > 20
+        assert await stream_text(client, QUESTION, max_tokens=40) == text
+
+
+async def test_a_refusal_has_one_request_id_and_the_envelope(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        answer = await client.get("/v1/nothing", headers={"x-request-id": "mine"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_found"
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+async def test_dropped_streams_leave_no_trace_and_touch_nobody(server: Server) -> None:
+    questions = [f"Count from {i} to {i + 9}." for i in range(8)]
+    limits = httpx.Limits(max_connections=100)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+        alone = [await stream_text(client, question, ignore_eos=True, max_tokens=80) for question in questions]
+        before = await gauges(client)
+        honest = [stream_text(client, question, ignore_eos=True, max_tokens=80) for question in questions]
+        dropped = [drop_at_random(client, f"Count from {i}.") for i in range(64)]
+        together = await asyncio.gather(*honest, *dropped)
+        assert together[:8] == alone
+        async with asyncio.timeout(2):
+            while await gauges(client) != before:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    assert before == {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+
+
+def test_the_handle_example_calls_without_http(server: Server) -> None:
+    found = run_example("handle_call.py")
+    whole = httpx.post(f"{server.url}/v1/chat/completions", json=chat(QUESTION, max_tokens=64), timeout=60).json()
+    assert whole["choices"][0]["message"]["content"] in found
+    assert re.search(r"^\d+ tokens$", found, re.M)
+
+
+@pytest.mark.parametrize("script", ["openai_client.py", "curl.sh"])
+def test_the_client_examples_run(server: Server, script: str) -> None:
+    assert "attention" in run_example(script, f"{server.url}/v1")
+
+
+def run_example(script: str, *args: str) -> str:
+    command = [str(ROOT / "examples" / script)] if script.endswith(".sh") else [sys.executable, f"examples/{script}"]
+    done = subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("victim", ["WorkerActor", "EngineCoreActor", "ServeReplica:default:Engine"])
+def test_a_killed_process_is_told_at_once_and_replaced(server: Server, victim: str) -> None:
+    lines: list[str] = []
+    begun = threading.Event()
+
+    def read_stream() -> None:
+        body = chat(QUESTION, stream=True, ignore_eos=True, max_tokens=7000)
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                begun.set()
+
+    reader = threading.Thread(target=read_stream)
+    reader.start()
+    assert begun.wait(60)
+    server.kill_actor(victim)
+    reader.join(10)
+    assert not reader.is_alive()
+    assert json.loads([line for line in lines if line][-1][6:])["error"]["code"] == "engine_died"
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=chat(QUESTION), timeout=60)
+    assert refused.status_code in {200, 503}
+    server.wait_ready()
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat(QUESTION, max_tokens=40), timeout=60)
+    assert "attention" in answer.json()["choices"][0]["message"]["content"]
+    assert len(server.processes("WorkerActor")) == len(server.processes("EngineCoreActor")) == 1
+
+
+async def test_at_a_stop_streams_get_their_end_and_no_process_stays(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        tasks = [
+            asyncio.create_task(collect(client, chat(QUESTION, stream=True, ignore_eos=True, max_tokens=tokens)))
+            for tokens in (100, 8000)
+        ]
+        await asyncio.sleep(0.5)
+        status = await asyncio.to_thread(server.stop, signal.SIGTERM)
+        short, long = [await task for task in tasks]
+    assert short[-1] == "data: [DONE]"
+    assert json.loads(long[-1][6:])["error"]["code"] == "shutting_down"
+    assert status == 0
+    assert server.processes() == []
+    assert port_is_free("127.0.0.1", server.port)
+
+
+async def collect(client: httpx.AsyncClient, body: dict[str, object]) -> list[str]:
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        return [line async for line in answer.aiter_lines() if line]
+
+
+def test_local_executor_behind_the_default_proxy(tmp_path: Path) -> None:
+    port = free_port()
+    args = ARGS | {"engine": {"threads": 2, "executor": "local"}}
+    with Server(serve_file(tmp_path / "serve.yaml", port, args, haproxy=False), port) as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat(QUESTION, max_tokens=40), timeout=60)
+        assert "attention" in answer.json()["choices"][0]["message"]["content"]
+        assert server.processes("WorkerActor") == []
+        server.kill_actor("EngineCoreActor")
+        server.wait_ready()
+        assert server.stop(signal.SIGINT) == 0
+        assert server.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "status"),
+    [
+        ({"model": "/no/such/place"}, "model: the directory /no/such/place does not exist", 2),
+        ({"schedular": {}}, "unknown key 'schedular'; did you mean 'scheduler'?", 2),
+        ({"max_model_len": 100_000}, "max_model_len", 1),
+    ],
+    ids=["model", "key", "engine"],
+)
+def test_a_start_that_cannot_succeed_ends_with_one_message(
+    tmp_path: Path, args: dict[str, object], said: str, status: int
+) -> None:
+    path = serve_file(tmp_path / "serve.yaml", free_port(), ARGS | args)
+    command = [sys.executable, "-m", "raylm.cli", "serve", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == status
+    written = done.stdout + done.stderr
+    assert written.count(said) == 1
+    assert "Traceback" not in written
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        path = serve_file(tmp_path / "serve.yaml", port, ARGS)
+        command = [sys.executable, "-m", "raylm.cli", "serve", str(path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert f"port {port}" in done.stderr
+    assert done.stdout == ""
