@@ -21,6 +21,8 @@ from raylm.worker.kv_cache import allocate, block_bytes, free_memory, size_pool
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.profile_run import profile_run
 
+_WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
+
 
 class Stages:
     """Collects (name, seconds) of what ran under it."""
@@ -43,12 +45,14 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         ConfigError: the model cannot be served as configured.
     """
     stages, size = Stages(), config.cache.block_size
-    threads = set_threads(config.engine.threads)
+    torch.set_num_threads(most_threads := available_threads(config.engine.threads))
     with stages("load weights"):
         checkpoint = resolve(config.model, config.revision)
         device = resolve_device(config.device)
         dtype = resolve_dtype(checkpoint, config.dtype, device)
         model, weights_bytes = load_model(checkpoint, dtype, device)
+    threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
+    torch.set_num_threads(threads)
     backend = select_backend(model.attention_specs, dtype, device, size)
     with stages("profile run"):
         limits = _limits(config, checkpoint.max_position_embeddings)
@@ -88,11 +92,14 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def set_threads(asked: int | None) -> int:
-    """Set torch's CPU threads; by default the cores this process may use less one, which the other actors need."""
-    threads = asked or max(1, available_cores() - 1)
-    torch.set_num_threads(threads)
-    return threads
+def available_threads(asked: int | None) -> int:
+    """Threads for the worker: those ``asked`` for, else one a core less one, which the other actors need."""
+    return asked or max(1, available_cores() - 1)
+
+
+def useful_threads(most: int, weights_bytes: int) -> int:
+    """Threads that a step is worth: each needs weights to read, or it only makes the others wait for it."""
+    return min(most, max(1, weights_bytes // _WEIGHTS_BYTES_A_THREAD))
 
 
 def _limits(config: Config, max_model_len: int | None) -> StepLimits:

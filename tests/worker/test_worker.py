@@ -17,6 +17,7 @@ from raylm.messages import NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
 from raylm.worker import Worker
 from raylm.worker.host import available_cores, available_memory
+from raylm.worker.startup import available_threads, useful_threads
 from tests.checkpoints import make_checkpoint
 
 
@@ -68,14 +69,15 @@ def test_the_default_pool_is_a_modest_share_of_what_is_free(path: Path) -> None:
     assert 0 < info.kv_cache_bytes <= min(4 << 30, 0.4 * available_memory() + (1 << 30))
 
 
-def test_threads_default_to_the_cores_less_one(path: Path) -> None:
+def test_threads_default_to_what_the_weights_are_worth(path: Path) -> None:
     before = torch.get_num_threads()
     try:
-        assert (
-            Worker(config(path, engine={})).start().threads == max(1, available_cores() - 1) == torch.get_num_threads()
-        )
+        assert Worker(config(path, engine={})).start().threads == torch.get_num_threads() == 1
+        assert Worker(config(path, engine={"threads": 2})).start().threads == torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+    assert available_threads(None) == max(1, available_cores() - 1)
+    assert [useful_threads(3, size << 20) for size in (1, 127, 128, 10_000)] == [1, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
