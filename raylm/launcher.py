@@ -27,7 +27,6 @@ from raylm.stages import parse
 TEARDOWN_S = 7.0
 KILL_S = 2.0
 _POLL_S = 0.05
-_FAILED_START_S = 4.0
 _LINES_LAG_S = 1.0
 _SHOWN_ON_FAILURE = 30
 _SUBMITTED = "Submitted deploy config successfully"
@@ -150,10 +149,11 @@ class Launcher:
     def _stop(self, process: ServeProcess) -> bool:
         """Let Serve shut down in order, then end what is left; whether nothing is."""
         began, grace_s = time.monotonic(), self._served.config.ingress.shutdown_grace_s
-        limit_s = grace_s + TEARDOWN_S if self._ready else _FAILED_START_S
-        if self._ready and self._failure is None:
+        limit_s = 0.0
+        if process.is_running and (self._ready or process.is_on_shared_cluster):
+            limit_s = grace_s + TEARDOWN_S
             self._tell("stop", f"running requests get up to {grace_s:g} s to end")
-        process.interrupt()
+            process.interrupt()
         before = self._signals
         while process.is_running and self._signals == before and time.monotonic() - began < limit_s:
             self._take_lines(process)

@@ -80,6 +80,11 @@ class ServeProcess:
         """Whether the child itself is alive."""
         return self._child.poll() is None
 
+    @property
+    def is_on_shared_cluster(self) -> bool:
+        """Whether Serve runs on a Ray that somebody else started, where killing the child would leave its actors."""
+        return "RAY_ADDRESS" in os.environ
+
     def interrupt(self) -> None:
         """Ask Serve to shut down in order, as Ctrl-C does."""
         if self.is_running:
