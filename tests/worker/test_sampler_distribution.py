@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
+from raylm.worker import block_maxima
+from raylm.worker.draw import RandomRows, draw_from_weights
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampler import Sampler
 from tests.worker.sampler_reference import Reference
@@ -199,3 +201,19 @@ def test_draws_hardly_move_with_tiny_noise() -> None:
     rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(), i)) for i in range(count)])
     changed = Sampler().sample(logits, rows, batch).token_ids != Sampler().sample(noisy, rows, batch).token_ids
     assert changed.mean() < 6 * distance + 3 / count
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.7, 4.0, 6.0, 9.0])
+def test_pruned_first_heat_has_the_winner_of_the_full_one(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_maxima, "_WINDOWS_AT_ONCE", 100)
+    count, vocab_size = 60, 32_001
+    logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(4)) * scale
+    batch = InputBatch(count, 16, 16, vocab_size, "cpu")
+    rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(), i)) for i in range(count)])
+    peak = logits.amax(dim=1)
+    weights = (logits.double() - peak[:, None]).exp()
+    chosen = RandomRows.gather(
+        np.arange(count), batch.sampling[rows], batch.num_tokens[rows], logits.amax(dim=1).numpy()
+    )
+    expected = [draw_from_weights(weights[i], chosen.take(np.array([i])))[0] for i in range(count)]
+    assert Sampler().sample(logits, rows, batch).token_ids.tolist() == expected
