@@ -57,7 +57,10 @@ class EngineConfig(_Frozen):
         "ray", description="ray: workers are actors of their own; local: the worker is a thread of the EngineCore."
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of a worker; by default the cores less one."
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of a worker; by default the cores less one, fewer for a small model.",
     )
     num_cpus: float = Field(
         0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."
