@@ -32,7 +32,7 @@ def profile_run(
     tokens = limits.max_num_tokens if device.type == "cuda" else min(limits.max_num_tokens, _CPU_TOKENS)
     lengths = _lengths(tokens, limits.max_num_seqs, longest)
     size = limits.block_size
-    blocks = -(-max(lengths) // size)
+    blocks = -(-(max(lengths) + 1) // size)  # room for the drawn token
     step = StepLimits(sum(lengths), len(lengths), blocks, size)
     batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size, device)
     kv_caches = allocate(backend, model.attention_specs, blocks, size, dtype, device)
