@@ -183,7 +183,7 @@ class Launcher:
                 self._failure = "the server cannot start; the reason is above"
         elif _SUBMITTED in line:
             self._tell("serve", "controller and HTTP proxy are up")
-        elif ours and self._ready and not self._verbose:
+        elif ours and self._ready and not self._signals and not self._verbose:
             print(ours[1], flush=True)
         else:
             self._hidden.append(line)

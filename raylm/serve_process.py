@@ -93,13 +93,13 @@ class ServeProcess:
     def kill(self, timeout_s: float) -> bool:
         """End every process of the session at once; whether none was left after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        while members := session_members(self._child.pid):
+        while (members := session_members(self._child.pid)) or self.is_running:
             for pid in members:
                 _kill(pid)
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
-        return not self.is_running
+        return True
 
 
 def _kill(pid: int) -> None:
