@@ -89,6 +89,21 @@ def test_min_tokens() -> None:
     assert [int(row.isinf().sum()) for row in got] == [0, 0, 2, 2]
 
 
+def test_min_tokens_is_reached_while_running() -> None:
+    news = sequences(SamplingParams(min_tokens=5), stop_token_ids=(3,))[:3]
+    got = run(news, random_logits()[:3], drawn=1)
+    assert [int(row.isinf().sum()) for row in got] == [0, 1, 1]
+
+
+def test_rows_of_different_penalties() -> None:
+    news = sequences(SamplingParams(repetition_penalty=1.5))
+    news[1] = NewSequence(1, news[1].token_ids, 4, [0], SamplingParams(frequency_penalty=1.0, presence_penalty=-0.5), 0)
+    news[2] = NewSequence(2, [1], 1, [0], SamplingParams(repetition_penalty=0.5, frequency_penalty=0.3), 0)
+    logits = random_logits()
+    expected = np.stack([Reference(new).processed(row) for new, row in zip(news, logits.numpy(), strict=True)])
+    np.testing.assert_allclose(run(news, logits), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_bad_words() -> None:
     words = ((8,), (22, 23, 30), (23, 31), (20, 22, 23, 32), (20, 33), (22, 34), (20, 21, 20, 22, 23, 35), (9, 20))
     news = sequences(SamplingParams(), bad_words_token_ids=words)
