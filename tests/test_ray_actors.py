@@ -17,7 +17,14 @@ from raylm.config import Config
 from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error, create_engine_core, engine_core_prefix
 from raylm.errors import ConfigError, EngineDiedError
 from raylm.frontend import Discovery, EngineClient, RayEngineClient
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats, WorkerInfo
+from raylm.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineStats,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
 from raylm.params import SamplingParams
 from tests.fakes import FakeModel, FakeWorker
 
@@ -155,6 +162,24 @@ async def test_the_death_of_the_engine_core_ends_its_streams_and_raises_nowhere_
     client.add(request(1, 5))
     client.abort([1])
     await client.close()
+
+
+class FailingWorker(FakeWorker):
+    """A worker whose first step fails."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Fail."""
+        raise RuntimeError("out of everything")
+
+
+async def test_a_step_that_fails_ends_the_engine_and_says_why(start: Start) -> None:
+    engine = start(worker_class=FailingWorker)
+    run = await running(engine)
+    client = await RayEngineClient.connect(engine.core)
+    client.add(request(1, 5))
+    assert await run == "RuntimeError: out of everything"
+    with pytest.raises(EngineDiedError):
+        await read(client.outputs(), {1})
 
 
 class UnservableWorker(FakeWorker):

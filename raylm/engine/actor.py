@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
 from raylm.config import Config
 from raylm.engine.engine_core import EngineCore
@@ -17,6 +19,8 @@ from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.errors import EngineDiedError
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo
+
+logger = logging.getLogger("raylm.engine")
 
 NAMESPACE = "raylm"
 MAX_OUTPUTS_IN_FLIGHT = 8
@@ -54,6 +58,8 @@ class EngineCoreActor:
             await self._core.run()
         except EngineDiedError as error:
             self._lost = True
+            if not isinstance(error.__cause__, RayActorError):
+                logger.error("the engine failed", exc_info=error)
             return error.message
         return "The EngineCore has stopped."
 

@@ -155,7 +155,7 @@ def _report(info: EngineInfo) -> None:
     say(
         "stage",
         "model",
-        f"{worker.dtype} on {worker.device}, {worker.threads} threads, attention {worker.attention_backend}, "
+        f"{worker.dtype} on {worker.device}, CPU threads {worker.threads}, attention {worker.attention_backend}, "
         f"weights {worker.weights_bytes / 2**20:,.0f} MiB",
     )
     say(
