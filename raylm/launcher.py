@@ -28,6 +28,7 @@ TEARDOWN_S = 7.0
 KILL_S = 2.0
 _POLL_S = 0.05
 _LINES_LAG_S = 1.0
+_MOST_LINES = 1000
 _SHOWN_ON_FAILURE = 30
 _SUBMITTED = "Submitted deploy config successfully"
 _FATAL = re.compile(
@@ -166,7 +167,7 @@ class Launcher:
         """Handle what the server has written; waits a moment for the first line."""
         try:
             self._take_line(process.lines.get(timeout=_POLL_S))
-            while True:
+            for _ in range(_MOST_LINES):
                 self._take_line(process.lines.get_nowait())
         except queue.Empty:
             return

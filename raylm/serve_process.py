@@ -57,7 +57,7 @@ class ServeProcess:
     """All that is in the session is ours, also what its parent left behind (Ray orphans HAProxy), and nothing else."""
 
     def __init__(self, path: Path) -> None:
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.lines: queue.Queue[str] = queue.Queue()  # a SimpleQueue's timeout is lost when a signal comes in its end
         self._child = subprocess.Popen(
             [sys.executable, "-m", "raylm.cli", "run-serve", str(path)],
             stdin=subprocess.DEVNULL,

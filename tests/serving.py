@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -73,7 +74,7 @@ class Server:
             )
 
     def __enter__(self) -> Server:
-        self._wait(lambda: "ready " in self.log.read_text(), "is not ready")
+        self.wait_until(lambda: "ready " in self.log.read_text(), "is not ready")
         self._session = self._child()
         return self
 
@@ -96,7 +97,7 @@ class Server:
 
     def wait_ready(self) -> None:
         """Wait until requests are served again."""
-        self._wait(lambda: httpx.get(f"{self.url}/health").status_code == 200, "does not come back")
+        self.wait_until(lambda: httpx.get(f"{self.url}/health").status_code == 200, "does not come back")
 
     def stop(self, number: int) -> int:
         """Send a signal to the launcher and wait for its end; its exit status."""
@@ -111,7 +112,8 @@ class Server:
         )
         return pid
 
-    def _wait(self, condition: Any, complaint: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
+        """Wait; fail with what the server wrote if it ends first, or the wait is long."""
         deadline = time.monotonic() + START_LIMIT_S
         while not condition():
             if self._launcher.poll() is not None or time.monotonic() > deadline:

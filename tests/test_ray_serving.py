@@ -136,6 +136,16 @@ def test_a_killed_process_is_told_at_once_and_replaced(server: Server, victim: s
     assert len(server.processes("WorkerActor")) == len(server.processes("EngineCoreActor")) == 1
 
 
+@pytest.mark.parametrize("victim", ["WorkerActor", "EngineCoreActor"])
+def test_a_process_that_dies_idle_is_replaced_before_a_request_needs_it(server: Server, victim: str) -> None:
+    (before,) = server.processes(victim)
+    server.kill_actor(victim)
+    server.wait_until(lambda: server.processes(victim) not in ([], [before]), "has no new process")
+    server.wait_ready()
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat(QUESTION, max_tokens=40), timeout=60)
+    assert "attention" in answer.json()["choices"][0]["message"]["content"]
+
+
 async def test_at_a_stop_streams_get_their_end_and_no_process_stays(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         tasks = [

@@ -40,6 +40,9 @@ class WorkerActor:
         """Load weights, profile, allocate the KV pool."""
         return self._worker.start()
 
+    def ping(self) -> None:
+        """Give a sign of life, between two steps."""
+
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
         return self._worker.execute(plan)

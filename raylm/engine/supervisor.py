@@ -24,6 +24,7 @@ from raylm.stages import say
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
 LAST_WORDS_S = 1.5
+PING_PERIOD_S = 0.5
 _SUPERVISOR_BUNDLE, _CORE_BUNDLE, _WORKER_BUNDLE = 0, 1, 2
 
 
@@ -63,11 +64,15 @@ class EngineProcesses:
 
     async def run(self) -> str:
         """Let the engine run to its end, which only a fault brings; return what happened."""
+        ends = [asyncio.create_task(_until_dead(worker)) for worker in self._workers]
+        ends.append(asyncio.ensure_future(self._core.run.remote()))
+        (ended, *_), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in others:
+            task.cancel()
         try:
-            reason: str = await self._core.run.remote()
+            return ended.result()
         except RayError as error:
-            reason = as_raylm_error(error).message
-        return reason
+            return as_raylm_error(error).message
 
     async def drain(self, limit_s: float) -> None:
         """Let running requests end, for at most ``limit_s`` seconds."""
@@ -79,6 +84,13 @@ class EngineProcesses:
         """End all processes of this incarnation at once; safe when they are gone already."""
         for actor in (self._core, *self._workers):
             ray.kill(actor)
+
+
+async def _until_dead(worker: ActorHandle) -> str:
+    """Ask for a sign of life, again and again: nobody else would notice the death of a worker without work."""
+    while True:
+        await worker.ping.remote()
+        await asyncio.sleep(PING_PERIOD_S)
 
 
 def _options(bundles: list[dict[str, float]], index: int) -> dict[str, Any]:
@@ -104,6 +116,7 @@ class Engine:
         self._prefix = engine_core_prefix(context.app_name, config)
         self._replica = context.replica_tag
         self._incarnation = 0
+        self._watch: asyncio.Task[None] | None = None
         self._processes = await self._launch()
         self._watch = asyncio.create_task(self._keep_alive())
 
@@ -137,11 +150,13 @@ class Engine:
         Raises:
             EngineDiedError: the engine was lost and could not be started again here.
         """
-        if self._watch.done():
+        if self._watch is not None and self._watch.done():
             raise EngineDiedError(f"The engine cannot be started again: {self._watch.exception()}")
 
     async def __del__(self) -> None:
         """Serve calls this when the replica stops; the ingress ends its requests in that time, one way or another."""
+        if self._watch is None:
+            return  # the start failed
         self._watch.cancel()
         await self._processes.drain(self._config.ingress.shutdown_grace_s + LAST_WORDS_S)
         self._processes.kill()

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -15,10 +15,12 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
-from raylm.frontend import AsyncLLM, Discovery, RequestOutput
 from raylm.ingress.http_app import build_asgi_app
 from raylm.ingress.lifecycle import Lifecycle
 from raylm.params import SamplingParams
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM, RequestOutput
 
 _POLL_S = 0.1
 
@@ -38,6 +40,8 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
+        from raylm.frontend import AsyncLLM, Discovery  # here, so that building the application need not wait for them
+
         self._llm = AsyncLLM(self._config)
         app = build_asgi_app(self._llm, self._config)
         self._lifecycle = app.state.lifecycle
