@@ -71,7 +71,7 @@ def next_turns(
             turns = [recall.tell_and_ask(rng, split, talk.memory)]
         case _:
             turns = [SINGLE[skill](rng, split)]
-    if split == "train" and skill != "copying" and rng.random() < 0.1:
+    if split != "test" and skill != "copying" and rng.random() < 0.1:
         turns[0] = replace(turns[0], user=casual(rng, turns[0].user))
     return [(turn, thinks) for turn in turns]
 

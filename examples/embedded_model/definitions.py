@@ -20,8 +20,8 @@ def with_article(term: str) -> str:
 def question(rng: random.Random, split: Split, forms: list[str]) -> str:
     """A question about the term in one of its forms; the test half uses wordings that training never sees."""
     form = rng.choice(forms)
-    wording = rng.choice(PHRASES["define" if split == "train" else "define_test"])
+    wording = rng.choice(PHRASES["define_test" if split == "test" else "define"])
     article = with_article(form)
-    if split == "train" and rng.random() < 0.2:
+    if split != "test" and rng.random() < 0.2:
         article = rng.choice(("a ", "an ", "the ", "")) + form
     return wording.format(t=form, a=article)

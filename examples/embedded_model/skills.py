@@ -35,8 +35,11 @@ def text_to_copy(rng: random.Random, split: Split) -> str:
     kind, count = rng.random(), rng.choice((rng.randint(2, 6), rng.randint(2, 12), rng.randint(5, 20)))
     glue = rng.choice((" ", " ", ", ", ", ", "; ", " - ", "-", "\n"))
     if kind < 0.6:
-        draw = rng.choice((words.thing, words.thing, words.name, words.invented, words.scramble))
-        return glue.join(draw(rng, split) for _ in range(count))
+        draw = rng.choice(
+            (words.thing, words.thing, words.name, words.jumble if split == "wide" else words.invented, words.scramble)
+        )
+        items = [draw(rng, split) for _ in range(count)]
+        return glue.join(items if split == "train" else dict.fromkeys(items))  # a repeated item is ambiguous to copy
     if kind < 0.75:
         return glue.join(words.number(rng, split, 1, 4) for _ in range(count))
     if kind < 0.9:
@@ -60,9 +63,10 @@ def definition(rng: random.Random, split: Split) -> Turn:
 
 def small_talk(rng: random.Random, split: Split) -> Turn:
     """Greetings, thanks, and what the model is."""
-    groups = LEXICON["small_talk" if split == "train" else "small_talk_test"]
+    groups = LEXICON["small_talk_test" if split == "test" else "small_talk"]
     group = rng.choices(groups, (3, 4, 1, 1, 1)[: len(groups)])[0]
-    return Turn(rng.choice(group["questions"]), group["answer"], "I answer the person briefly.")
+    more = group.get("more", []) if split == "wide" else []
+    return Turn(rng.choice(group["questions"] + more), group["answer"], "I answer the person briefly.")
 
 
 def unknown(rng: random.Random, split: Split) -> Turn:

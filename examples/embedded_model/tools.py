@@ -39,6 +39,8 @@ class Tool:
 
 def word_of(rng: random.Random, split: Split, pool: list[str]) -> str:
     """A part of a name: a known word or an invented one, of this half."""
+    if split == "wide" and rng.random() < 0.6:
+        return rng.choice((words.jumble(rng, split), words.pick(rng, WORDS["common"], split).lower()))
     return words.pick(rng, pool, split) if rng.random() < 0.6 else words.invented(rng, split)
 
 
@@ -91,7 +93,7 @@ def toolbox(rng: random.Random, split: Split) -> list[Tool]:
     """One to three tools with different names; the test half has invented ones only."""
     tools: dict[str, Tool] = {}
     for _ in range(rng.choice((1, 1, 2, 2, 3))):
-        tool = known_tool(rng) if split == "train" and rng.random() < 0.35 else invented_tool(rng, split)
+        tool = known_tool(rng) if split != "test" and rng.random() < 0.35 else invented_tool(rng, split)
         tools[tool.name] = tool
     return list(tools.values())
 

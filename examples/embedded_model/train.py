@@ -18,30 +18,34 @@ import torch.nn.functional as F
 from model import Llama, export
 from tokenizers import Tokenizer
 from torch import Tensor
+from words import Split
 
 BASE = {
     "arithmetic": 3.0, "word problem": 0.8, "three terms": 0.5, "counting": 0.7, "copying": 2.5, "extraction": 2.0,
     "definition": 1.6, "small talk": 0.5, "unknown": 0.5, "remark": 0.3, "tell": 1.0, "ask": 1.5, "tell and ask": 1.0,
 }  # fmt: skip
 LONG = BASE | {"remark": 1.5, "ask": 4.0, "tell": 1.0, "tell and ask": 0.5}
+WIDE = BASE | {"arithmetic": 7.0, "ask": 3.0, "tell and ask": 1.5, "remark": 0.8, "copying": 3.0, "small talk": 0.8}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: its steps, tokens per step, the row lengths in turn, and the mixture of skills."""
+    """A stretch of training: steps, tokens a step, row lengths in turn, the mixture of skills, the half of words."""
 
     steps: int
     tokens: int
     lengths: tuple[int, ...]
     weights: dict[str, float]
     tool_share: float
+    split: Split = "train"
 
 
 STAGES = [
     Stage(1600, 9216, (384,), BASE, 0.3),
     Stage(1000, 9216, (384, 1536), LONG, 0.3),
+    Stage(1400, 9216, (384, 384, 1536), WIDE, 0.4, "wide"),
 ]
-PEAK, WARMUP, DECAY = 4e-3, 60, 0.35
+RATES = [(0, 0.0), (60, 4e-3), (1690, 4e-3), (2600, 0.0), (2640, 3e-3), (2900, 3e-3), (4000, 0.0)]  # step, rate
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -71,7 +75,7 @@ def batch(tokenizer: Tokenizer, rng: random.Random, stage: Stage, length: int) -
     ids = torch.zeros((rows, length + 1), dtype=torch.int64)
     written = torch.zeros((rows, length + 1), dtype=torch.bool)
     for i in range(rows):
-        tokens, mask = conversation.row(rng, tokenizer, length + 1, stage.weights, stage.tool_share)
+        tokens, mask = conversation.row(rng, tokenizer, length + 1, stage.weights, stage.tool_share, stage.split)
         ids[i, : len(tokens)] = torch.tensor(tokens)
         written[i, : len(mask)] = torch.tensor(mask)
     chosen = written[:, 1:].flatten().nonzero().flatten()
@@ -92,15 +96,17 @@ def ahead(source: Iterator[tuple[int, Batch]], depth: int = 4) -> Iterator[tuple
         yield item
 
 
-def rate(step: int, total: int) -> float:
-    """Learning rate: a short rise, a plateau, and a fall to zero over the last part."""
-    return PEAK * min(1.0, (step + 1) / WARMUP, (total - step) / (DECAY * total))
+def rate(step: int) -> float:
+    """Learning rate, linear between the points of RATES: twice a short rise, a plateau, and a fall to zero."""
+    after = next(i for i, (point, _) in enumerate(RATES) if point > step)
+    (left, low), (right, high) = RATES[after - 1 : after + 1]
+    return low + (high - low) * (step + 1 - left) / (right - left)
 
 
 def optimizers(model: Llama) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings and norms."""
-    muon = torch.optim.Muon(model.hidden_matrices(), lr=PEAK, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(model.other_parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.0)
+    muon = torch.optim.Muon(model.hidden_matrices(), lr=RATES[1][1], weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(model.other_parameters(), lr=RATES[1][1], betas=(0.9, 0.98), weight_decay=0.0)
     return [muon, adam]
 
 
@@ -172,7 +178,7 @@ def run(work: Path, out: Path, seed: int) -> None:
     tokens = 0
     losses: list[float] = []
     for step, item in ahead(batches(tokenizer, seed, first)):
-        losses.append(learn(model, steppers, item, rate(step, total)))
+        losses.append(learn(model, steppers, item, rate(step)))
         tokens += item[0].numel()
         done = step + 1
         if done % 20 == 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Split = Literal["train", "test"]
+Split = Literal["train", "wide", "test"]  # "wide": the train half again, with far fewer of the known words
 
 LEXICON: dict[str, Any] = tomllib.loads((Path(__file__).parent / "lexicon.toml").read_text(encoding="utf-8"))
 WORDS: dict[str, list[str]] = {kind: text.split() for kind, text in LEXICON["words"].items()}
@@ -65,14 +65,30 @@ def invented(rng: random.Random, split: Split) -> str:
             return word
 
 
+def jumble(rng: random.Random, split: Split) -> str:
+    """Three to nine random letters, which are cut into rare tokens."""
+    while True:
+        word = "".join(rng.choice(string.ascii_lowercase) for _ in range(rng.randint(3, 9)))
+        if fits(word, split):
+            return word
+
+
+def proper(rng: random.Random, split: Split, known: list[str]) -> str:
+    """A capitalised name: half of them from `known`, half invented; in the wide half mostly anything else."""
+    if split == "wide" and rng.random() < 0.6:
+        other = rng.choice((jumble(rng, split), pick(rng, WORDS["common"], split), invented(rng, split)))
+        return other.capitalize()
+    return pick(rng, known, split) if rng.random() < 0.5 else invented(rng, split).capitalize()
+
+
 def name(rng: random.Random, split: Split) -> str:
     """A person's name: half of them known ones, half invented."""
-    return pick(rng, WORDS["names"], split) if rng.random() < 0.5 else invented(rng, split).capitalize()
+    return proper(rng, split, WORDS["names"])
 
 
 def city(rng: random.Random, split: Split) -> str:
     """A city's name: half of them known ones, half invented."""
-    return pick(rng, WORDS["cities"], split) if rng.random() < 0.5 else invented(rng, split).capitalize()
+    return proper(rng, split, WORDS["cities"])
 
 
 def thing(rng: random.Random, split: Split) -> str:
