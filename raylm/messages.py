@@ -100,8 +100,9 @@ class Logprobs:
     """Log-probabilities of consecutive tokens, as columns.
 
     ``counts[i]`` entries of ``token_ids`` and ``logprobs`` (both flat) belong to token i: the token itself, then the
-    most likely ones in falling order; 0 entries where none were asked for. ``ranks[i]`` is the token's own rank,
-    1 the most likely (0 where counts[i] is 0). Natural logarithms of the raw model distribution.
+    most likely ones in falling order, fewer where fewer tokens are possible; 0 entries where none were asked for.
+    ``ranks[i]`` is the token's own rank, 1 the most likely (0 where counts[i] is 0). Natural logarithms of the raw
+    model distribution.
     """
 
     counts: list[int]

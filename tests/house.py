@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / "raylm"
 ROOMS = ["models", "worker", "engine", "frontend", "ingress"]  # from the ground up; the floor lies below, app above
 FLOOR = {"config", "params", "messages", "errors", "metrics", "checkpoint"}
 PURE_CORE = {f"engine/{name}.py" for name in (
-    "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "block_hash",
+    "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import replace
 
 from raylm.config import Config
@@ -124,7 +124,7 @@ class EngineCore:
         """Step while there is work, wait while there is none; ends only by cancellation or with the engine.
 
         Raises:
-            EngineDiedError: a worker is gone, or a step failed; every open request has got an error.
+            EngineDiedError: a worker is gone, or a step failed; every outbox ends with it.
         """
         try:
             while True:
@@ -164,12 +164,8 @@ class EngineCore:
             raise self._died_of
 
     def _die(self, error: EngineDiedError) -> None:
-        """Tell every client about each of its open requests, and that there will be no more."""
+        """Let every client know by the end of its outbox; whoever reads it ends all requests that it has here."""
         self._died_of = error
-        errors: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
-        for client_id, key in self.scheduler.open_requests():
-            errors[client_id].append((key, error.message))
-        self._deliver({client_id: _only(self.scheduler.stats(), entries) for client_id, entries in errors.items()})
         self._close(error)
 
     def _close(self, error: RayLMError) -> None:
