@@ -17,7 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from raylm.checkpoint import EMBEDDED, Checkpoint
 from raylm.serve_process import port_is_free
+from tests.reference import greedy, random_prompts
 from tests.serving import ARGS, ROOT, Server, chat, free_port, serve_file, text_of
 
 pytestmark = pytest.mark.ray
@@ -64,6 +66,15 @@ async def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
         text = whole["choices"][0]["message"]["content"]
         assert len(text) > 20
         assert await stream_text(client, QUESTION, max_tokens=40) == text
+
+
+async def test_tokens_equal_those_of_transformers(server: Server) -> None:
+    prompts = random_prompts(32, Checkpoint(EMBEDDED).config["vocab_size"], seed=5)
+    fields = {"model": "embedded", "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        asked = (client.post("/v1/completions", json=fields | {"prompt": prompt}) for prompt in prompts)
+        answers = [answer.json() for answer in await asyncio.gather(*asked)]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == greedy(EMBEDDED, prompts, 16)
 
 
 async def test_a_refusal_has_one_request_id_and_the_envelope(server: Server) -> None:
