@@ -103,6 +103,15 @@ async def test_works_where_a_loop_already_runs(llm: LLM) -> None:
     assert len(llm.generate("one", GREEDY, progress=False)[0].token_ids) == 8
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises here, also where the tests run as a background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_aborts_and_leaves_the_engine_fit(llm: LLM) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, n=32)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
