@@ -333,7 +333,7 @@ async def test_another_model_is_not_found(client: httpx.AsyncClient) -> None:
     [
         (EngineUnavailableError("No engine."), 503, "engine_unavailable"),
         (OverloadedError("Full."), 429, "overloaded"),
-        (RuntimeError("secret /root/x at 0xdeadbeef"), 500, None),
+        (RuntimeError("secret /srv/x at 0xdeadbeef"), 500, None),
     ],
 )
 async def test_failures_before_the_first_token_have_their_true_status(
