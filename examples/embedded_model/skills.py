@@ -36,7 +36,13 @@ def text_to_copy(rng: random.Random, split: Split) -> str:
     glue = rng.choice((" ", " ", ", ", ", ", "; ", " - ", "-", "\n"))
     if kind < 0.6:
         draw = rng.choice(
-            (words.thing, words.thing, words.name, words.jumble if split == "wide" else words.invented, words.scramble)
+            (
+                words.thing,
+                words.thing,
+                words.name,
+                words.invented if split in ("train", "test") else words.jumble,
+                words.scramble,
+            )
         )
         items = [draw(rng, split) for _ in range(count)]
         return glue.join(items if split == "train" else dict.fromkeys(items))  # a repeated item is ambiguous to copy
@@ -65,7 +71,7 @@ def small_talk(rng: random.Random, split: Split) -> Turn:
     """Greetings, thanks, and what the model is."""
     groups = LEXICON["small_talk_test" if split == "test" else "small_talk"]
     group = rng.choices(groups, (3, 4, 1, 1, 1)[: len(groups)])[0]
-    more = group.get("more", []) if split == "wide" else []
+    more = group.get("more", []) if split in ("wide", "whole") else []
     return Turn(rng.choice(group["questions"] + more), group["answer"], "I answer the person briefly.")
 
 

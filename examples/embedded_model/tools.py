@@ -8,6 +8,8 @@ from typing import Any
 import words
 from words import LEXICON, WORDS, Split, Turn
 
+KNOWN = {word.lower() for pool in WORDS.values() for word in pool}
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -38,10 +40,35 @@ class Tool:
 
 
 def word_of(rng: random.Random, split: Split, pool: list[str]) -> str:
-    """A part of a name: a known word or an invented one, of this half."""
+    """A part of a tool's name: a known word or an invented one."""
+    if split in ("whole", "test"):
+        known = rng.choice(pool if rng.random() < 0.5 else WORDS["common"]).lower()
+        other = words.jumble(rng, split) if split == "whole" and rng.random() < 0.3 else words.invented(rng, split)
+        return known if rng.random() < 0.55 else other
     if split == "wide" and rng.random() < 0.6:
         return rng.choice((words.jumble(rng, split), words.pick(rng, WORDS["common"], split).lower()))
     return words.pick(rng, pool, split) if rng.random() < 0.6 else words.invented(rng, split)
+
+
+def key_of(rng: random.Random, split: Split, pool: list[str]) -> str:
+    """The name of an argument; in the test half made of two words, or invented."""
+    if split not in ("whole", "test") or (split == "whole" and rng.random() < 0.3):
+        return word_of(rng, split, pool)
+    key = words.invented(rng, split)
+    if rng.random() < 0.4 and key not in KNOWN:
+        return key
+    while True:
+        key = f"{word_of(rng, split, pool)}_{word_of(rng, split, pool)}"
+        if words.fits(key, split):
+            return key
+
+
+def verb_and_noun(rng: random.Random, split: Split) -> tuple[str, str]:
+    """The two words of a tool's name."""
+    while True:
+        verb, noun = word_of(rng, split, WORDS["tool_actions"]), word_of(rng, split, WORDS["tool_subjects"])
+        if split not in ("whole", "test") or words.fits(f"{verb} {noun}", split):
+            return verb, noun
 
 
 def requests(verb: str, noun: str, name: str, keys: list[str]) -> list[str]:
@@ -67,10 +94,10 @@ def requests(verb: str, noun: str, name: str, keys: list[str]) -> list[str]:
 
 def invented_tool(rng: random.Random, split: Split) -> Tool:
     """A tool named by a verb and a noun, with one to three arguments."""
-    verb, noun = word_of(rng, split, WORDS["tool_actions"]), word_of(rng, split, WORDS["tool_subjects"])
+    verb, noun = verb_and_noun(rng, split)
     keys: list[str] = []
     for _ in range(rng.choice((1, 1, 2, 2, 3))):
-        key = word_of(rng, split, WORDS["tool_arguments"])
+        key = key_of(rng, split, WORDS["tool_arguments"])
         if key not in keys:
             keys.append(key)
     kinds = {key: rng.choice(("name", "city", "word", "number", "small", "enum", "flag")) for key in keys}
@@ -148,7 +175,7 @@ def result(rng: random.Random, split: Split) -> Turn:
     fields: dict[str, str | int] = {}
     for _ in range(rng.randint(1, 3)):
         number = rng.random() < 0.5
-        fields[word_of(rng, split, WORDS["tool_arguments"] + WORDS["tool_subjects"])] = (
+        fields[key_of(rng, split, WORDS["tool_arguments"] + WORDS["tool_subjects"])] = (
             int(words.number(rng, split, 1, 4))
             if number
             else rng.choice((words.thing, words.name, words.city))(rng, split)

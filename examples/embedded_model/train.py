@@ -28,24 +28,29 @@ LONG = BASE | {"remark": 1.5, "ask": 4.0, "tell": 1.0, "tell and ask": 0.5}
 WIDE = BASE | {"arithmetic": 7.0, "ask": 3.0, "tell and ask": 1.5, "remark": 0.8, "copying": 3.0, "small talk": 0.8}
 
 
+DENSE = WIDE | {"arithmetic": 5.0, "ask": 8.0, "tell": 1.5, "counting": 1.2, "extraction": 1.5, "definition": 1.0}
+
+
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: steps, tokens a step, row lengths in turn, the mixture of skills, the half of words."""
+    """A stretch of training; `rows` are the row lengths in turn, each with its share of conversations with tools."""
 
     steps: int
-    tokens: int
-    lengths: tuple[int, ...]
+    rows: tuple[tuple[int, float], ...]
     weights: dict[str, float]
-    tool_share: float
     split: Split = "train"
 
 
+TOKENS = 9216  # a step
 STAGES = [
-    Stage(1600, 9216, (384,), BASE, 0.3),
-    Stage(1000, 9216, (384, 1536), LONG, 0.3),
-    Stage(1400, 9216, (384, 384, 1536), WIDE, 0.4, "wide"),
+    Stage(1600, ((384, 0.3),), BASE),
+    Stage(1000, ((384, 0.3), (1536, 0.3)), LONG),
+    Stage(650, ((384, 0.4), (384, 0.4), (1536, 0.4)), WIDE, "wide"),
+    Stage(750, ((384, 0.6), (1536, 0.15)), DENSE, "wide"),
+    Stage(600, ((640, 0.9), (1536, 0.2)), DENSE | {"arithmetic": 8.0}, "whole"),
 ]
-RATES = [(0, 0.0), (60, 4e-3), (1690, 4e-3), (2600, 0.0), (2640, 3e-3), (2900, 3e-3), (4000, 0.0)]  # step, rate
+RATES = [(0, 0.0), (60, 4e-3), (1690, 4e-3), (2600, 0.0), (2640, 3e-3), (2900, 3e-3), (3250, 2.045e-3)]
+RATES += [(4000, 0.511e-3), (4030, 1.8e-3), (4600, 0.0)]
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -64,18 +69,18 @@ def batches(tokenizer: Tokenizer, seed: int, first: int) -> Iterator[tuple[int, 
             if step >= first:
                 yield (
                     step,
-                    batch(tokenizer, random.Random(f"{seed}:{step}"), stage, stage.lengths[i % len(stage.lengths)]),
+                    batch(tokenizer, random.Random(f"{seed}:{step}"), stage, *stage.rows[i % len(stage.rows)]),
                 )
             step += 1
 
 
-def batch(tokenizer: Tokenizer, rng: random.Random, stage: Stage, length: int) -> Batch:
+def batch(tokenizer: Tokenizer, rng: random.Random, stage: Stage, length: int, tool_share: float) -> Batch:
     """One batch of conversations, each padded at its end."""
-    rows = max(1, stage.tokens // length)
+    rows = max(1, TOKENS // length)
     ids = torch.zeros((rows, length + 1), dtype=torch.int64)
     written = torch.zeros((rows, length + 1), dtype=torch.bool)
     for i in range(rows):
-        tokens, mask = conversation.row(rng, tokenizer, length + 1, stage.weights, stage.tool_share, stage.split)
+        tokens, mask = conversation.row(rng, tokenizer, length + 1, stage.weights, tool_share, stage.split)
         ids[i, : len(tokens)] = torch.tensor(tokens)
         written[i, : len(mask)] = torch.tensor(mask)
     chosen = written[:, 1:].flatten().nonzero().flatten()
@@ -97,7 +102,7 @@ def ahead(source: Iterator[tuple[int, Batch]], depth: int = 4) -> Iterator[tuple
 
 
 def rate(step: int) -> float:
-    """Learning rate, linear between the points of RATES: twice a short rise, a plateau, and a fall to zero."""
+    """Learning rate, linear between the points (step, rate) of RATES: two times rise, plateau and fall."""
     after = next(i for i, (point, _) in enumerate(RATES) if point > step)
     (left, low), (right, high) = RATES[after - 1 : after + 1]
     return low + (high - low) * (step + 1 - left) / (right - left)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Split = Literal["train", "wide", "test"]  # "wide": the train half again, with far fewer of the known words
+# "wide" and "whole" are the train half again, with far fewer of the known words. In "whole", the names of tools and of
+# arguments differ from those of the test half as wholes, but may share words with them.
+Split = Literal["train", "wide", "whole", "test"]
 
 LEXICON: dict[str, Any] = tomllib.loads((Path(__file__).parent / "lexicon.toml").read_text(encoding="utf-8"))
 WORDS: dict[str, list[str]] = {kind: text.split() for kind, text in LEXICON["words"].items()}
@@ -75,7 +77,7 @@ def jumble(rng: random.Random, split: Split) -> str:
 
 def proper(rng: random.Random, split: Split, known: list[str]) -> str:
     """A capitalised name: half of them from `known`, half invented; in the wide half mostly anything else."""
-    if split == "wide" and rng.random() < 0.6:
+    if split in ("wide", "whole") and rng.random() < 0.6:
         other = rng.choice((jumble(rng, split), pick(rng, WORDS["common"], split), invented(rng, split)))
         return other.capitalize()
     return pick(rng, known, split) if rng.random() < 0.5 else invented(rng, split).capitalize()
