@@ -47,6 +47,12 @@ class SchedulerConfig(_Frozen):
     )
     policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the waiting queue.")
     steps_in_flight: Literal[1, 2] = Field(2, description="Steps handed to the worker before the first one returns.")
+    speculative_tokens: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Most tokens guessed for a sequence in a step from what it repeats, and then verified; 0 is off.",
+    )
 
 
 class EngineConfig(_Frozen):

@@ -54,6 +54,7 @@ class NewSequence:
 
     ``token_ids`` are all tokens known so far (prompt, then generated). ``block_ids`` is its whole block table.
     ``stop_token_ids`` may not be drawn before ``params.min_tokens``: EOS and the caller's, unless ignored.
+    ``limit`` is the longest that it may grow, in tokens with the prompt.
     """
 
     seq_id: int
@@ -64,6 +65,7 @@ class NewSequence:
     seed: int
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    limit: int = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ class SchedulerOutput:
         samples:          whether its last scheduled token is its last known one, so that a token is drawn
         new_block_counts: how many of ``new_block_ids`` (flat) are appended to its block table (0 for new sequences)
     The worker feeds its own last drawn tokens: ids of tokens drawn in earlier steps never travel back to it.
+
+    A worker that speculates may be further with a sequence that decodes (one token, and it samples) than
+    ``num_computed`` says, as the results of steps in flight are not known to the scheduler. It goes on where its own
+    row ends, with as many draft tokens as the sequence's blocks and limit and the step's budget hold, and leaves a
+    sequence out that has reached its limit.
     """
 
     step: int
@@ -119,7 +126,8 @@ class ModelRunnerOutput:
     ``logprobs`` over token_ids, or None if nobody asked. ``prompt_logprobs`` holds (seq_id, Logprobs over the prompt
     positions this step computed; the entry for position p describes token p). ``failed`` holds (seq_id, reason) of
     sequences whose logits were not finite. ``step_s`` is the worker's own time for the step in seconds,
-    of which ``forward_s`` went into the model.
+    of which ``forward_s`` went into the model. ``drafted_tokens`` were guessed and verified in this step; a sequence
+    that got c tokens had c - 1 of its guesses accepted.
     """
 
     step: int
@@ -131,6 +139,7 @@ class ModelRunnerOutput:
     failed: list[tuple[int, str]] = field(default_factory=list)
     forward_s: float = 0.0
     step_s: float = 0.0
+    drafted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +155,8 @@ class EngineStats:
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 
 from raylm.config import Config
 from raylm.engine import ModelExecutor
@@ -69,7 +70,8 @@ class Row:
 class FakeWorker:
     """A worker without a model: checks every plan as a real one would have to rely on it, and runs it at once.
 
-    ``poison`` makes a sequence that contains it fail, as if its logits were not finite.
+    ``poison`` makes a sequence that contains it fail, as if its logits were not finite. With ``speculative_tokens`` it
+    guesses up to so many tokens of a sequence that decodes, as many of them right as ``luck`` has it.
     """
 
     num_blocks: int = 64
@@ -78,11 +80,14 @@ class FakeWorker:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     poison: int | None = None
+    speculative_tokens: int = 0
+    luck: Random = field(default_factory=lambda: Random(0))
     model: FakeModel = field(default_factory=FakeModel)
     kv: dict[tuple[int, int], Entry] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
     last_step: int = 0
     tokens_computed: int = 0
+    tokens_accepted: int = 0
 
     @classmethod
     def from_config(cls, config: Config) -> FakeWorker:
@@ -93,6 +98,7 @@ class FakeWorker:
             max_model_len=config.max_model_len or 256,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            speculative_tokens=config.scheduler.speculative_tokens,
         )
 
     def start(self) -> WorkerInfo:
@@ -147,12 +153,17 @@ class FakeWorker:
             start += count
 
     def _compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        seq_ids, drawn, failed = [], [], []
-        logprobs = Logprobs([], [], [], [])
-        prompt_logprobs: list[tuple[int, Logprobs]] = []
+        result = ModelRunnerOutput(plan.step, [], [], [], Logprobs([], [], [], []))
+        drafted = 0
         columns = zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, plan.samples, strict=True)
         for seq_id, computed, count, samples in columns:
-            row, end = self.rows[seq_id], computed + count
+            row = self.rows[seq_id]
+            if self.speculative_tokens and samples and count == 1:
+                computed = self._where_it_is(row, computed)
+            if len(row.tokens) == row.new.limit:
+                assert self.speculative_tokens, "a token behind the limit"
+                continue
+            end = computed + count
             assert samples == (end == len(row.tokens)), f"sequence {seq_id}: {end} of {len(row.tokens)}, {samples=}"
             assert computed == row.computed or row.computed is None, (
                 f"{row.computed} tokens are computed, not {computed}"
@@ -161,26 +172,58 @@ class FakeWorker:
             fold = self._forward(row, computed, end)
             self.tokens_computed += count
             if self.poison in row.tokens:
-                failed.append((seq_id, "logits are not finite"))
-                row.tokens += [self.poison] * samples  # the next step is in flight already and counts on a token
+                result.failed.append((seq_id, "logits are not finite"))
+                row.tokens += [self.poison or 0] * samples  # the next step is in flight and counts on a token
                 continue
             if row.new.params.prompt_logprobs is not None and computed < row.new.num_prompt_tokens:
-                prompt_logprobs.append((seq_id, _prompt_logprobs(row, computed, end)))
+                result.prompt_logprobs.append((seq_id, _prompt_logprobs(row, computed, end)))
             if samples:
-                token = self.model.next_token(fold, row.new.seed, end)
-                row.tokens.append(token)
-                seq_ids.append(seq_id)
-                drawn.append(token)
-                _append_logprobs(logprobs, token, row.new.params)
-        return ModelRunnerOutput(
-            step=plan.step,
-            seq_ids=seq_ids,
-            token_counts=[1] * len(seq_ids),
-            token_ids=drawn,
-            logprobs=logprobs if any(logprobs.counts) else None,
-            prompt_logprobs=prompt_logprobs,
-            failed=failed,
+                guesses = self._guesses(row, plan.num_tokens + drafted) if count == 1 else 0
+                drafted += guesses
+                self._draw(row, seq_id, self._verify(row, fold, guesses), result)
+        logprobs = result.logprobs if result.logprobs and any(result.logprobs.counts) else None
+        return replace(result, logprobs=logprobs, drafted_tokens=drafted)
+
+    def _where_it_is(self, row: Row, computed: int) -> int:
+        """The tokens really computed of a sequence that decodes; the plan knows how many at least."""
+        here = len(row.tokens) - 1
+        assert computed <= here <= computed + 4 * self.speculative_tokens, f"{here} tokens are computed, not {computed}"
+        return here
+
+    def _guesses(self, row: Row, tokens: int) -> int:
+        """How many tokens to guess: as many as its blocks, its limit and the step hold, and luck has it."""
+        known = len(row.tokens)
+        room = min(
+            self.speculative_tokens,
+            row.new.limit - known - 1,
+            len(row.block_ids) * self.block_size - known,
+            self.max_num_batched_tokens - tokens,
         )
+        return self.luck.randint(0, room) if room > 0 else 0
+
+    def _verify(self, row: Row, fold: int, guesses: int) -> list[int]:
+        """Draw after ``fold``, then after each right guess; what is written behind a wrong one is rubbish."""
+        right, position = self.luck.randint(0, guesses), len(row.tokens)
+        drawn = [self.model.next_token(fold, row.new.seed, position)]
+        for guess in range(guesses):
+            token = drawn[-1] if guess < right else drawn[-1] + 1
+            slot = (row.block_ids[position // self.block_size], position % self.block_size)
+            self.kv[slot] = write(fold, token, position)
+            fold, position = read(fold, self.kv[slot]), position + 1
+            if guess < right:
+                drawn.append(self.model.next_token(fold, row.new.seed, position))
+        return drawn
+
+    def _draw(self, row: Row, seq_id: int, drawn: list[int], result: ModelRunnerOutput) -> None:
+        row.tokens += drawn
+        row.computed = len(row.tokens) - 1
+        self.tokens_accepted += len(drawn) - 1
+        result.seq_ids.append(seq_id)
+        result.token_counts.append(len(drawn))
+        result.token_ids.extend(drawn)
+        for token in drawn:
+            assert result.logprobs is not None
+            _append_logprobs(result.logprobs, token, row.new.params)
 
     def _forward(self, row: Row, computed: int, end: int) -> int:
         """Read what was computed, write what is new; returns the fold over everything."""

@@ -104,6 +104,10 @@ class KVCacheManager:
         """The block table of a sequence; not to be changed."""
         return self._tables[seq.id].block_ids
 
+    def capacity(self, seq: Sequence) -> int:
+        """Tokens that the block table of a sequence holds."""
+        return len(self._tables[seq.id].block_ids) * self.block_size
+
     def admit(self, seq: Sequence, spare: int, *, use_cache: bool = True) -> int | None:
         """Give a sequence blocks for all of its known tokens, cached ones for the longest published beginning.
 

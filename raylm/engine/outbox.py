@@ -14,15 +14,16 @@ from raylm.messages import EngineCoreOutputs, EngineStats, FinishReason, Logprob
 class ClientNews:
     """What one step means for one client, while the Scheduler finds it out.
 
-    ``sequences[i]`` got the token ``positions[i]`` of the step's result; ``finished`` maps such an entry to its
-    reasons.
+    ``sequences[i]`` got the next ``counts[i]`` of ``positions``, which are tokens of the step's result; without
+    ``counts`` it is one each. ``finished`` maps such an entry to its reasons.
     """
 
-    __slots__ = ("errors", "finished", "positions", "prompt_logprobs", "sequences")
+    __slots__ = ("counts", "errors", "finished", "positions", "prompt_logprobs", "sequences")
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         self.positions: list[int] = []
+        self.counts: list[int] = []
         self.finished: dict[int, tuple[FinishReason, int | None]] = {}
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
         self.errors: list[tuple[int, str]] = []
@@ -41,7 +42,7 @@ class ClientNews:
         return EngineCoreOutputs(
             keys=[seq.key for seq in self.sequences],
             indexes=[seq.index for seq in self.sequences],
-            token_counts=[1] * count,
+            token_counts=self.counts or [1] * count,
             token_ids=[drawn[position] for position in self.positions],
             finish_reasons=finish_reasons,
             stop_reasons=stop_reasons,

@@ -8,7 +8,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count, repeat
+from itertools import count
 
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
@@ -36,6 +36,8 @@ class Counters:
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -46,7 +48,8 @@ class Scheduler:
     one differ only in how large the difference is.
 
     Plans may be handed over before earlier ones have returned (``steps_in_flight``). A token that a step in flight
-    will draw is counted in ``num_tokens``, and the worker feeds it to itself.
+    will draw is counted in ``num_tokens``, and the worker feeds it to itself. A worker that speculates may draw more
+    than that one; how many is known when the step is seen, and until then blocks are reserved for the most.
 
     Nothing starves or goes round in circles: the first of the running batch (by rank) is never preempted, and gets
     blocks as long as any other sequence has some; alone it always fits, as ``max_model_len`` is at most the pool.
@@ -59,6 +62,7 @@ class Scheduler:
         self.waiting = create_queue(config.policy)
         self.counters = Counters()
         self._config = config
+        self._drafts = config.speculative_tokens
         self._requests: dict[tuple[str, int], RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
@@ -134,6 +138,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> None:
         """Every running sequence in the order of its rank; a long one leaves a token for each that comes behind it."""
         block_size, ids, computed_column = self.kv.block_size, plan.ids, plan.computed
+        speculating = self._drafts > 0
         for place, seq in enumerate(self.running):  # preemption takes sequences out behind ``place`` only
             computed, known = seq.num_computed, seq.num_tokens
             if known >= seq.limit or plan.tokens <= 0:
@@ -141,7 +146,7 @@ class Scheduler:
             if known - computed > 1:
                 behind = len(self.running) - place - 1
                 plan.add(seq, min(known - computed, max(1, plan.tokens - behind)))
-            elif computed % block_size or self._make_room(seq, place, plan):
+            elif (computed % block_size and not speculating) or self._make_room(seq, place, plan):
                 ids.append(seq.id)
                 computed_column.append(computed)
                 seq.num_computed = known
@@ -179,10 +184,12 @@ class Scheduler:
     def _make_room(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
         """Let the block table of ``seq``, the plan's next row, hold a token more; preempt who is behind it if need be.
 
+        With speculation it is one more than the worker may have by then, and if blocks abound, the guesses too.
         Without success the sequence keeps its blocks and sits this step out: it loses no work, and those before it
         may still preempt it.
         """
-        while (blocks := self.kv.extend(seq, seq.num_computed + 1)) is None:
+        wanted = self._wanted(seq) if self._drafts else seq.num_tokens
+        while (blocks := self.kv.extend(seq, wanted)) is None:
             if place + 1 == len(self.running):
                 return False
             self._preempt(min(self.running[place + 1 :], key=self._cost_of_preemption))
@@ -190,6 +197,13 @@ class Scheduler:
         if blocks:
             plan.grown[len(plan.ids)] = blocks
         return True
+
+    def _wanted(self, seq: Sequence) -> int:
+        """Tokens that the block table of ``seq`` should hold in the next step; the limit's own is never computed."""
+        drafts, capacity = self._drafts, self.kv.capacity(seq)
+        longest = min(seq.longest(drafts), capacity + 1)  # the worker makes no guess that it has no block for
+        abundant = self.kv.pool.num_free > len(self.running) + drafts // self.kv.block_size + 1
+        return min(longest + drafts * abundant, seq.limit - 1)
 
     def _cost_of_preemption(self, seq: Sequence) -> tuple[int, int, int]:
         """Who is preempted first: the lowest class, then the one with the least wasted work, then the newest.
@@ -226,7 +240,11 @@ class Scheduler:
             seq = self._sequences.get(seq_id)
             if seq is not None and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)
-        self._take_tokens(result, news)
+        if len(result.token_ids) == len(result.seq_ids):
+            self._take_tokens(result, news)
+        else:
+            self._take_runs(result, news)
+        self.counters.drafted_tokens += result.drafted_tokens
         stats, now = self.stats(), time.time()
         return {client_id: entry.columns(result, stats, now) for client_id, entry in news.items()}
 
@@ -243,15 +261,14 @@ class Scheduler:
             generation_tokens=counters.generation_tokens,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
         )
 
     def _take_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientNews]) -> None:
         """Append each drawn token to its sequence; those of sequences that are gone are the wasted step at an end."""
         sequences, taken = self._sequences, 0
-        seq_ids = result.seq_ids
-        if len(result.token_ids) != len(seq_ids):
-            seq_ids = list(chain.from_iterable(map(repeat, seq_ids, result.token_counts)))
-        for position, (seq_id, token) in enumerate(zip(seq_ids, result.token_ids, strict=True)):
+        for position, (seq_id, token) in enumerate(zip(result.seq_ids, result.token_ids, strict=True)):
             seq = sequences.get(seq_id)
             if seq is None:
                 continue
@@ -263,6 +280,30 @@ class Scheduler:
             if token in seq.stop_ids or len(seq.token_ids) >= seq.milestone:
                 self._reach_milestone(seq, token, entry)
         self.counters.generation_tokens += taken
+
+    def _take_runs(self, result: ModelRunnerOutput, news: defaultdict[str, ClientNews]) -> None:
+        """Append several tokens to a sequence, until one of them ends it: what was drawn behind that is dropped."""
+        end = 0
+        for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True):
+            start, end = end, end + drawn
+            seq = self._sequences.get(seq_id)
+            if seq is None:
+                continue
+            seq.catch_up(drawn - 1)
+            before = len(seq.token_ids)
+            entry = news[seq.client_id]
+            entry.sequences.append(seq)
+            for token in result.token_ids[start:end]:
+                seq.token_ids.append(token)
+                if token in seq.stop_ids or len(seq.token_ids) >= seq.milestone:
+                    self._reach_milestone(seq, token, entry)
+                if seq.status is Status.FINISHED:
+                    break
+            taken = len(seq.token_ids) - before
+            entry.counts.append(taken)
+            entry.positions.extend(range(start, start + taken))
+            self.counters.generation_tokens += taken
+            self.counters.accepted_tokens += drawn - 1
 
     def _reach_milestone(self, seq: Sequence, token: int, news: ClientNews) -> None:
         """The token just appended is the first one, or the last one, or might end the sequence."""

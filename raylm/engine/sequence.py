@@ -67,8 +67,9 @@ class RequestState:
 class Sequence:
     """What is scheduled: tokens known, and how many of them are computed.
 
-    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw. ``num_computed`` counts
-    the tokens computed by every step handed over so far. ``milestone`` is the length at which the next token is more
+    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw, one each: what they draw
+    beyond that by speculation is counted when they are seen. ``num_computed`` counts the tokens computed by every step
+    handed over so far, in the same way. ``milestone`` is the length at which the next token is more
     than an append: the first generated one, then ``limit``. ``resume_after`` is the step whose result must have been
     seen before a preempted sequence may start again. ``num_cached`` prompt tokens came from the prefix cache.
     ``prompt_logprobs`` gathers those of the prompt until it is computed, None if nobody (still) wants them.
@@ -100,6 +101,16 @@ class Sequence:
         """Generated tokens known so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def catch_up(self, extra: int) -> None:
+        """A step drew ``extra`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
+        self.num_tokens += extra
+        self.num_computed = min(self.num_computed + extra, self.limit - 1)
+
+    def longest(self, drafts: int) -> int:
+        """The most tokens it may have in the worker when the steps in flight, of up to ``drafts`` guesses, have run."""
+        known = len(self.token_ids)
+        return min(known + (self.num_tokens - known) * (1 + drafts), self.limit)
+
     def as_new(self, block_ids: list[int]) -> NewSequence:
         """The sequence in full, for a worker that has no row of it; prompt logprobs are asked for only once."""
         request = self.state.request
@@ -115,6 +126,7 @@ class Sequence:
             seed=sequence_seed(self.state.seed, self.index),
             stop_token_ids=self.state.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
+            limit=self.limit,
         )
 
 

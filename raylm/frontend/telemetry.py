@@ -25,6 +25,8 @@ _ENGINE_COUNTERS: list[tuple[metrics.Metric, Callable[[EngineStats], float]]] = 
     (metrics.PREFIX_HITS, lambda stats: stats.prefix_hits),
     (metrics.PROMPT_TOKENS, lambda stats: stats.prompt_tokens),
     (metrics.GENERATION_TOKENS, lambda stats: stats.generation_tokens),
+    (metrics.DRAFTED_TOKENS, lambda stats: stats.drafted_tokens),
+    (metrics.ACCEPTED_TOKENS, lambda stats: stats.accepted_tokens),
 ]
 
 

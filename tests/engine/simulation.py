@@ -33,6 +33,7 @@ class Setup:
     policy: str
     steps_in_flight: int
     prefix_caching: bool
+    speculative_tokens: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def random_setup(rng: Random) -> Setup:
         policy=rng.choice(["fcfs", "priority"]),
         steps_in_flight=rng.choice([1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.7,
+        speculative_tokens=rng.choice([0, 0, 1, 3, 9]),
     )
 
 
@@ -125,7 +127,7 @@ class Run:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        names = ("max_num_seqs", "max_num_batched_tokens", "policy", "steps_in_flight")
+        names = ("max_num_seqs", "max_num_batched_tokens", "policy", "steps_in_flight", "speculative_tokens")
         config = SchedulerConfig.model_construct(**{name: getattr(setup, name) for name in names})
         self.kv = KVCacheManager(setup.num_blocks, setup.block_size, setup.prefix_caching)
         self.scheduler = Scheduler(config, self.kv, setup.max_model_len)
@@ -137,6 +139,7 @@ class Run:
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             poison=POISON,
+            speculative_tokens=setup.speculative_tokens,
             model=MODEL,
         )
 

@@ -361,6 +361,47 @@ def logprobs_of_a_neighbour(patch: Patch) -> None:
     patch.setattr(ClientNews, "columns", columns)
 
 
+# -------------------------------------------------------------------- speculation
+
+
+def accepted_guesses_are_not_counted(patch: Patch) -> None:
+    patch.setattr(Sequence, "catch_up", lambda self, extra: None)
+
+
+def a_rejected_guess_counts_as_computed(patch: Patch) -> None:
+    wrap(patch, Sequence, "catch_up", lambda original, self, extra: original(self, extra + (extra > 0)))
+
+
+def blocks_are_reserved_for_one_token_a_step(patch: Patch) -> None:
+    patch.setattr(Sequence, "longest", lambda self, drafts: self.num_tokens)
+
+
+def blocks_are_reserved_for_one_step_in_flight(patch: Patch) -> None:
+    def longest(original: Any, self: Sequence, drafts: int) -> int:
+        return min(original(self, drafts), len(self.token_ids) + 1 + drafts)
+
+    wrap(patch, Sequence, "longest", longest)
+
+
+def guesses_preempt_others(patch: Patch) -> None:
+    def wanted(self: Scheduler, seq: Sequence) -> int:
+        return min(self.kv.capacity(seq) + 1 + self._drafts, seq.limit + 1)
+
+    patch.setattr(Scheduler, "_wanted", wanted)
+
+
+def tokens_behind_an_end_are_delivered(patch: Patch) -> None:
+    def remove(original: Any, self: Scheduler, seq: Sequence) -> None:
+        original(self, seq)
+        seq.status = Status.PREEMPTED
+
+    wrap(patch, Scheduler, "_remove", remove)
+
+
+def the_worker_is_not_told_the_limit(patch: Patch) -> None:
+    wrap(patch, Sequence, "as_new", lambda original, self, block_ids: replace(original(self, block_ids), limit=10**6))
+
+
 FAULTS = [
     a_partial_block_is_published,
     a_block_is_published_before_it_is_computed,
@@ -404,6 +445,13 @@ FAULTS = [
     prompt_logprobs_from_the_cache,
     prompt_logprobs_twice_after_preemption,
     logprobs_of_a_neighbour,
+    accepted_guesses_are_not_counted,
+    a_rejected_guess_counts_as_computed,
+    blocks_are_reserved_for_one_token_a_step,
+    blocks_are_reserved_for_one_step_in_flight,
+    guesses_preempt_others,
+    tokens_behind_an_end_are_delivered,
+    the_worker_is_not_told_the_limit,
 ]
 
 
