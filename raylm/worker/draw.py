@@ -53,7 +53,7 @@ class RandomRows:
 
     @classmethod
     def gather(
-        cls, positions: Ids, sampling: NDArray[np.void], num_tokens: NDArray[np.int32], peak: NDArray[np.float32]
+        cls, positions: Ids, sampling: NDArray[np.void], num_tokens: NDArray[np.integer[Any]], peak: NDArray[np.float32]
     ) -> RandomRows:
         """The rows at ``positions`` of a step; the other arguments are columns over the step."""
         mine = sampling[positions]

@@ -36,6 +36,7 @@ class InputBatch:
         num_prompt_tokens  [max_num_seqs] int32
         block_tables       [max_num_seqs, ceil(max_model_len / block_size)] int32, valid up to num_blocks
         num_blocks         [max_num_seqs] int32
+        limits             [max_num_seqs] int32, the longest that the sequence may grow
         sampling           [max_num_seqs] records of SAMPLING_DTYPE: temperature 0 is greedy, top_k is vocab_size when
                            off, logprobs is NO_LOGPROBS when not asked for
     What few sequences use (biases, masks, penalties) lives in ``processors``, each of which owns its own rows.
@@ -51,6 +52,7 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.limits = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
         self.processors: tuple[LogitsProcessor[Any], ...] = build_logits_processors(max_num_seqs, vocab_size)
         self._row_of: dict[int, int] = {}
@@ -96,6 +98,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.num_blocks[row] = len(new.block_ids)
+        self.limits[row] = min(new.limit, self.token_ids.shape[1])
         params = new.params
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
@@ -132,10 +135,14 @@ class InputBatch:
         self.block_tables[np.repeat(rows, added), columns] = block_ids
         self.num_blocks[rows] += added.astype(np.int32)
 
-    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Append one token to each of the rows (distinct); the penalties count it."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+    def append_tokens(self, rows: IntArray, token_ids: IntArray, offsets: IntArray | int = 0) -> None:
+        """Append a token to each of the rows; the penalties count it.
+
+        A row may stand there several times in succession; ``offsets`` then count its tokens from 0.
+        """
+        lengths = self.num_tokens[rows] + offsets
+        self.token_ids[rows, lengths] = token_ids
+        self.num_tokens[rows] = lengths + 1  # where a row is repeated, the last value stays
         for processor in self.processors:
             if processor.states:
                 processor.append_tokens(rows, token_ids)

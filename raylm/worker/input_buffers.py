@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raylm.messages import SchedulerOutput
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.input_batch import InputBatch
+from raylm.worker.step_rows import StepRows
 
 
 class Column:
@@ -53,15 +53,14 @@ class InputBuffers:
         self._seq_lens = Column((seqs,), torch.int32, device)
         self._query_start_loc = Column((seqs + 1,), torch.int32, device)
 
-    def build(self, plan: SchedulerOutput, rows: NDArray[np.int64], batch: InputBatch) -> StepInputs:
-        """Lay out the tokens that ``plan`` schedules of the sequences in ``rows``.
+    def build(self, step: StepRows, batch: InputBatch) -> StepInputs:
+        """Lay out the tokens of a step; guesses stand in the batch behind the known tokens.
 
         Raises:
-            RuntimeError: the plan is larger than the limits, or schedules tokens that are not known or have no block.
+            RuntimeError: the step is larger than the limits, or computes tokens that are not known or have no block.
         """
-        computed = np.array(plan.num_computed, np.int64)
-        counts = np.array(plan.num_scheduled, np.int64)
-        self._check(computed + counts, counts, rows, batch)
+        rows, computed, counts = step.rows, step.computed, step.counts
+        self._check(computed + counts, step, batch)
         starts = self._query_start_loc.host[: len(rows) + 1]
         np.cumsum(counts, out=starts[1:])
         self._seq_lens.host[: len(rows)] = computed + counts
@@ -76,12 +75,11 @@ class InputBuffers:
         blocks = batch.block_tables[token_rows, positions // size].astype(np.int64)
         np.add(blocks * size, positions % size, out=self._slot_mapping.host[:total])
 
-    def _check(
-        self, ends: NDArray[np.int64], counts: NDArray[np.int64], rows: NDArray[np.int64], batch: InputBatch
-    ) -> None:
+    def _check(self, ends: NDArray[np.int64], step: StepRows, batch: InputBatch) -> None:
+        rows, counts = step.rows, step.counts
         if len(rows) > self._limits.max_num_seqs or counts.sum() > self._limits.max_num_tokens:
             raise RuntimeError(f"a step of {counts.sum()} tokens of {len(rows)} sequences exceeds {self._limits}")
-        if (ends > batch.num_tokens[rows]).any() or (counts < 1).any():
+        if (ends > batch.num_tokens[rows] + step.drafts).any() or (counts < 1).any():
             raise RuntimeError("a step schedules tokens that are not known yet, or none of a sequence")
         if (ends > batch.num_blocks[rows].astype(np.int64) * self._limits.block_size).any():
             raise RuntimeError("a step schedules tokens that have no KV block")

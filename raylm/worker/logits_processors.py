@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +26,11 @@ MAX_LOGIT_BIAS_VALUE = 100.0
 class LogitsProcessor(ABC, Generic[State]):
     """Changes the logits of the rows that asked for it; a step in which no row did costs one look at a dict.
 
-    ``states`` maps the rows it owns to what they asked.
+    ``states`` maps the rows it owns to what they asked. A processor that ``follows_tokens`` changes the logits by what
+    was generated before; the others do the same at every position.
     """
+
+    follows_tokens: ClassVar[bool] = True
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -86,6 +89,8 @@ class LogitsProcessor(ABC, Generic[State]):
 
 class AllowedTokenIds(LogitsProcessor[TokenIds]):
     """Only the tokens of ``allowed_token_ids`` may be drawn; all others get -inf."""
+
+    follows_tokens = False
 
     def state_of(self, new: NewSequence) -> TokenIds | None:
         """The allowed ids."""
@@ -153,6 +158,8 @@ class MinTokens(LogitsProcessor[tuple[int, TokenIds]]):
 
 class LogitBias(LogitsProcessor[tuple[TokenIds, NDArray[np.float32]]]):
     """Adds ``logit_bias``, clamped to ±100; state: (ids, values)."""
+
+    follows_tokens = False
 
     def state_of(self, new: NewSequence) -> tuple[TokenIds, NDArray[np.float32]] | None:
         """The ids in rising order and their clamped values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from raylm.worker.attention import AnyBackend
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.sampler import Sampler, SamplerOutput
+from raylm.worker.speculator import NoSpeculation, Speculator
+from raylm.worker.step_rows import DrawRows, StepRows
 
 _PROMPT_LOGITS_BYTES = 64 << 20
 
@@ -30,6 +33,7 @@ class ModelRunner:
         kv_caches: Sequence[Tensor],
         batch: InputBatch,
         buffers: InputBuffers,
+        speculator: Speculator | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -37,6 +41,7 @@ class ModelRunner:
         self.batch = batch
         self.buffers = buffers
         self.sampler = Sampler()
+        self.speculator = speculator or NoSpeculation()
         self._prompt_logprobs: dict[int, int] = {}
 
     @torch.inference_mode()
@@ -47,27 +52,40 @@ class ModelRunner:
             RuntimeError: the plan contradicts what the worker holds.
         """
         started = time.perf_counter()
-        rows = self._apply(plan)
-        if not plan.seq_ids:
+        step = self.speculator.lay_out(StepRows.of(plan, self._apply(plan)), self.batch)
+        if not step.seq_ids:
             return ModelRunnerOutput(plan.step, [], [], [], step_s=time.perf_counter() - started)
-        inputs = self.buffers.build(plan, rows, self.batch)
+        inputs = self.buffers.build(step, self.batch)
         forward_started = time.perf_counter()
         hidden = self._forward(inputs)
-        drawing = np.flatnonzero(plan.samples)
-        ends = inputs.metadata.query_start_loc_host[1:].astype(np.int64)
-        logits = self.model.logits(hidden[torch.from_numpy(ends[drawing] - 1).to(hidden.device)])
+        draws = DrawRows.of(step)
+        logits = self.model.logits(hidden[torch.from_numpy(draws.tokens).to(hidden.device)])
         _synchronize(logits.device)
         forward_s = time.perf_counter() - forward_started
-        prompt_logprobs = self._describe_prompts(plan, rows, hidden, inputs)
-        drawn = self._draw(logits, rows[drawing])
-        return self._output(plan, drawing, drawn, prompt_logprobs, forward_s, started)
+        prompt_logprobs = self._describe_prompts(step, hidden, inputs)
+        drawn, kept = self._draw(logits, step, draws)
+        token_counts = np.bincount(draws.places[kept], minlength=len(step.seq_ids))
+        step_s = time.perf_counter() - started
+        self.speculator.observe(step, step_s)
+        return ModelRunnerOutput(
+            step=plan.step,
+            seq_ids=[step.seq_ids[place] for place in np.flatnonzero(token_counts).tolist()],
+            token_counts=token_counts[token_counts > 0].tolist(),
+            token_ids=drawn.token_ids[kept].tolist(),
+            logprobs=drawn.logprobs and _select(drawn.logprobs, kept.tolist()),
+            prompt_logprobs=prompt_logprobs,
+            failed=[(step.seq_ids[place], reason) for place, reason in drawn.failed],
+            forward_s=forward_s,
+            step_s=step_s,
+            drafted_tokens=int(step.drafts.sum()),
+        )
 
     def _apply(self, plan: SchedulerOutput) -> NDArray[np.int64]:
         for seq_id in plan.finished:
             self.batch.remove(seq_id)
             self._prompt_logprobs.pop(seq_id, None)
         for new in plan.new:
-            self.batch.add(new)
+            self.speculator.add(self.batch.add(new))
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[new.seq_id] = new.params.prompt_logprobs
         rows = self.batch.rows(plan.seq_ids)
@@ -82,28 +100,37 @@ class ModelRunner:
 
         return self.model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
 
-    def _draw(self, logits: Tensor, rows: NDArray[np.int64]) -> SamplerOutput:
-        if not len(rows):
-            return SamplerOutput(np.empty(0, np.int64))
-        drawn = self.sampler.sample(logits, rows, self.batch)
-        # Failed rows too: a step already on its way may compute the token that was to be drawn here.
-        self.batch.append_tokens(rows, drawn.token_ids)
-        return drawn
+    def _draw(self, logits: Tensor, step: StepRows, draws: DrawRows) -> tuple[SamplerOutput, NDArray[np.int64]]:
+        """Draw, and append what counts; returns all that was drawn, and which draws are to be told.
 
-    def _describe_prompts(
-        self, plan: SchedulerOutput, rows: NDArray[np.int64], hidden: Tensor, inputs: StepInputs
-    ) -> list[tuple[int, Logprobs]]:
+        In what is returned ``failed`` names the sequence's place in the step.
+        """
+        rows = step.rows[draws.places]
+        drawn = self.sampler.sample(logits, rows, self.batch, draws.offsets)
+        guesses = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
+        matches = (drawn.token_ids == guesses) & (draws.offsets < step.drafts[draws.places])
+        failed = dict(drawn.failed)
+        matches[list(failed)] = False
+        counts = draws.accepted(matches)
+        # Failed rows too: a step already on its way may compute the token that was to be drawn here.
+        self.batch.append_tokens(rows[counts], drawn.token_ids[counts], draws.offsets[counts])
+        lost = {int(draws.places[at]): reason for at, reason in failed.items() if counts[at]}
+        if lost:
+            counts &= ~np.isin(draws.places, list(lost))
+        return replace(drawn, failed=list(lost.items())), np.flatnonzero(counts)
+
+    def _describe_prompts(self, step: StepRows, hidden: Tensor, inputs: StepInputs) -> list[tuple[int, Logprobs]]:
         described: list[tuple[int, Logprobs]] = []
         if not self._prompt_logprobs:
             return described
         starts = inputs.metadata.query_start_loc_host
         for at, (seq_id, computed, count) in enumerate(
-            zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, strict=True)
+            zip(step.seq_ids, step.computed.tolist(), step.counts.tolist(), strict=True)
         ):
-            top = self._prompt_logprobs.get(seq_id)
-            known = min(count, int(self.batch.num_prompt_tokens[rows[at]]) - 1 - computed)
+            top, row = self._prompt_logprobs.get(seq_id), step.rows[at]
+            known = min(count, int(self.batch.num_prompt_tokens[row]) - 1 - computed)
             if top is not None and known > 0:
-                told = self.batch.token_ids[rows[at], computed + 1 : computed + 1 + known]
+                told = self.batch.token_ids[row, computed + 1 : computed + 1 + known]
                 described.append((seq_id, self._describe(hidden[starts[at] : starts[at] + known], told, top)))
         return described
 
@@ -120,34 +147,6 @@ class ModelRunner:
             found.ranks.extend(part.ranks)
         return found
 
-    def _output(
-        self,
-        plan: SchedulerOutput,
-        drawing: NDArray[np.int64],
-        drawn: SamplerOutput,
-        prompt_logprobs: list[tuple[int, Logprobs]],
-        forward_s: float,
-        started: float,
-    ) -> ModelRunnerOutput:
-        seq_ids = [plan.seq_ids[at] for at in drawing]
-        failed = [(seq_ids[position], reason) for position, reason in drawn.failed]
-        token_ids, logprobs = drawn.token_ids.tolist(), drawn.logprobs
-        if failed:
-            kept = sorted(set(range(len(seq_ids))) - {position for position, _ in drawn.failed})
-            seq_ids, token_ids = [seq_ids[at] for at in kept], [token_ids[at] for at in kept]
-            logprobs = None if logprobs is None else _select(logprobs, kept)
-        return ModelRunnerOutput(
-            step=plan.step,
-            seq_ids=seq_ids,
-            token_counts=[1] * len(seq_ids),
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            failed=failed,
-            forward_s=forward_s,
-            step_s=time.perf_counter() - started,
-        )
-
 
 def _synchronize(device: torch.device) -> None:
     """Wait for a GPU: then the time is the forward pass's, and the buffers may be laid out anew."""
@@ -157,6 +156,8 @@ def _synchronize(device: torch.device) -> None:
 
 def _select(logprobs: Logprobs, kept: Sequence[int]) -> Logprobs:
     """The entries of the tokens ``kept``."""
+    if len(kept) == len(logprobs.counts):
+        return logprobs
     ends = np.cumsum(logprobs.counts)
     spans = [slice(int(ends[at]) - logprobs.counts[at], int(ends[at])) for at in kept]
     return Logprobs(

@@ -53,10 +53,13 @@ class Sampler:
     def __init__(self, widths: tuple[int, ...] = (32, 64, 256)) -> None:
         self._widths = widths
 
-    def sample(self, logits: torch.Tensor, rows: IntArray, batch: InputBatch) -> SamplerOutput:
+    def sample(
+        self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None
+    ) -> SamplerOutput:
         """Draw the next token of each row; it is not appended to the batch.
 
-        ``logits`` is [S, V], cast to float32 if it is not; the processors overwrite it. ``rows`` [S] are distinct.
+        ``logits`` is [S, V], cast to float32 if it is not; the processors overwrite it. ``rows`` [S] are distinct, or
+        ``offsets`` [S] say how many tokens behind its next one a row draws; then no processor may look at its tokens.
 
         Raises:
             ValueError: the logits have another shape than rows and vocabulary.
@@ -70,7 +73,8 @@ class Sampler:
         step = process_logits(logits.float().contiguous(), rows, batch, asking)
         usable = np.ones(len(rows), np.bool_)
         usable[list(step.failed)] = False
-        token_ids = self._draw(step.processed, usable, sampling, batch.num_tokens[rows])
+        lengths = batch.num_tokens[rows] if offsets is None else batch.num_tokens[rows] + offsets
+        token_ids = self._draw(step.processed, usable, sampling, lengths)
         logprobs = None
         if asking.any():
             logprobs = describe_tokens(step.raw, step.raw_rows, token_ids, sampling["logprobs"], asking & usable)
@@ -90,9 +94,7 @@ class Sampler:
             parts.append(describe_tokens(maxima, rows, token_ids[some], np.full(len(rows), top), usable))
         return join(parts)
 
-    def _draw(
-        self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: NDArray[np.int32]
-    ) -> Positions:
+    def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Positions:
         """Give each usable row a token by the way that its parameters need; others get 0."""
         token_ids = np.zeros(len(usable), np.int64)
         greedy = sampling["temperature"] == 0

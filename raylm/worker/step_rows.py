@@ -1,0 +1,82 @@
+"""Worker: StepRows, the sequences of one step in the order of their tokens, and the DrawnRuns that come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raylm.messages import SchedulerOutput
+
+Ints = NDArray[np.int64]
+IntArray = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What one step computes, as columns [S] int64 over its sequences, those with one token first.
+
+    ``rows`` of the batch compute ``counts`` tokens from position ``computed`` on. Behind the last ``draws`` of them a
+    token is drawn: 0 within a prompt, else 1 + the guesses that stand behind the last known token.
+    """
+
+    seq_ids: list[int]
+    rows: Ints
+    computed: Ints
+    counts: Ints
+    draws: Ints
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput, rows: Ints) -> StepRows:
+        """The step as planned, without guesses."""
+        return cls(
+            plan.seq_ids,
+            rows,
+            np.array(plan.num_computed, np.int64),
+            np.array(plan.num_scheduled, np.int64),
+            np.array(plan.samples, np.int64),
+        )
+
+    @property
+    def drafts(self) -> Ints:
+        """Guesses of each sequence."""
+        return np.maximum(self.draws - 1, 0)
+
+    def take(self, at: IntArray) -> StepRows:
+        """The sequences at these places, in this order."""
+        ids = [self.seq_ids[place] for place in at.tolist()]
+        return StepRows(ids, self.rows[at], self.computed[at], self.counts[at], self.draws[at])
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """Where a step draws, as columns [D] int64 over the draws, those of a sequence one after the other.
+
+    ``places`` say which sequence of the step, ``offsets`` the how many-th draw of it, ``tokens`` behind which token of
+    the step.
+    """
+
+    places: Ints
+    offsets: Ints
+    tokens: Ints
+
+    @classmethod
+    def of(cls, step: StepRows) -> DrawRows:
+        """The draws of a step."""
+        draws, ends = step.draws, np.cumsum(step.counts)
+        places = np.repeat(np.arange(len(draws)), draws)
+        offsets = np.arange(len(places)) - np.repeat(np.cumsum(draws) - draws, draws)
+        return cls(places, offsets, (ends - draws)[places] + offsets)
+
+    def accepted(self, matches: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which draws count [D]: those before the first of their sequence that missed its guess, and that one.
+
+        ``matches`` says which draws are what was guessed; the last one of a sequence has no guess and never matches.
+        """
+        if not self.offsets.any():
+            return np.ones(len(matches), np.bool_)
+        starts = np.flatnonzero(self.offsets == 0)
+        first = np.minimum.reduceat(np.where(matches, len(matches), self.offsets), starts)
+        return self.offsets <= np.repeat(first, np.diff(starts, append=len(matches)))
