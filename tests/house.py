@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "raylm"
 ROOMS = ["models", "worker", "engine", "frontend", "ingress"]  # from the ground up; the floor lies below, app above
-FLOOR = {"config", "params", "messages", "errors", "metrics", "checkpoint"}
+FLOOR = {"config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost"}
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
 )}  # fmt: skip

@@ -123,6 +123,14 @@ class InputBatch:
         """
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
+    def same_at_all_positions(self, rows: IntArray) -> NDArray[np.bool_]:
+        """Which of the rows have their logits changed, if at all, without a look at their tokens, [len(rows)]."""
+        same = np.ones(len(rows), np.bool_)
+        for processor in self.processors:
+            if processor.states and processor.follows_tokens:
+                same[processor.owned(rows)] = False
+        return same
+
     def append_blocks(
         self, rows: IntArray, counts: Sequence[int] | IntArray, block_ids: Sequence[int] | IntArray
     ) -> None:

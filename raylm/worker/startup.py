@@ -20,6 +20,7 @@ from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate, block_bytes, free_memory, size_pool
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.profile_run import profile_run
+from raylm.worker.speculator import create_speculator
 
 _WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
 
@@ -65,7 +66,8 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         limits = _limits(config, pool.max_model_len)
         vocab_size = model.vocab_size
         batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device)
-        runner = ModelRunner(model, backend(limits), kv_caches, batch, InputBuffers(limits, device))
+        speculator = create_speculator(limits, pool.max_model_len, config.scheduler.speculative_tokens)
+        runner = ModelRunner(model, backend(limits), kv_caches, batch, InputBuffers(limits, device), speculator)
     return runner, WorkerInfo(
         num_blocks=pool.num_blocks,
         block_size=size,

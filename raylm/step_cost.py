@@ -1,0 +1,90 @@
+"""StepCost: what a step takes by its number of tokens, learned from steps that ran; scheduler and worker own one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from itertools import accumulate
+from math import log2
+from statistics import median_low
+
+_STEPS_A_KNOT = 7
+_KNOTS_AN_OCTAVE = 4
+# Up to about so many tokens a step is bound by reading the weights and takes the same; behind it, it grows with them.
+# What is known of a processor whose steps were not seen yet.
+_FLAT = 32
+_FAR = 1 << 21
+
+
+class StepCost:
+    """Seconds by tokens as a line through knots that never falls.
+
+    A knot is the median of the last 7 steps of about the same size (within 20 %), so that a step that was disturbed
+    does not count, and a lasting change does after four. Beyond the knots time is proportional to tokens, and the same
+    for all up to 32.
+
+    Args:
+        lifetime: after so many steps without one of its size a knot is forgotten, so that a size that was slow once is
+            tried again; None keeps it.
+    """
+
+    def __init__(self, lifetime: int | None = None) -> None:
+        self._lifetime = lifetime
+        self._steps: dict[int, deque[tuple[float, int]]] = {}
+        self._last: dict[int, int] = {}
+        self._seen = 0
+        self._curve: tuple[list[int], list[float]] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether any step was seen."""
+        return bool(self._steps)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        self._seen += 1
+        size = round(_KNOTS_AN_OCTAVE * log2(tokens))
+        self._steps.setdefault(size, deque(maxlen=_STEPS_A_KNOT)).append((seconds, tokens))
+        self._last[size] = self._seen
+        self._curve = None
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """(tokens, seconds) of points between which the cost is linear, from 1 token to 2 million; needs a step."""
+        if self._curve is None:
+            self._forget()
+            knots = sorted(median_low(steps)[::-1] for steps in self._steps.values())
+            sizes = [tokens for tokens, _ in knots]
+            times = list(accumulate((seconds for _, seconds in knots), max))
+            least, most = times[0] / max(sizes[0], _FLAT), times[-1] / max(sizes[-1], _FLAT)
+            below = [tokens for tokens in (1, _FLAT) if tokens < sizes[0]]
+            above = [tokens for tokens in (_FLAT, _FAR) if tokens > sizes[-1]]
+            outside = [least * max(tokens, _FLAT) for tokens in below], [most * max(tokens, _FLAT) for tokens in above]
+            self._curve = [*below, *sizes, *above], [*outside[0], *times, *outside[1]]
+        return self._curve
+
+    def predict(self, tokens: int) -> float:
+        """Seconds of a step of so many tokens."""
+        return _interpolate(*self.curve(), tokens)
+
+    def tokens_within(self, seconds: float) -> int:
+        """The most tokens of a step that takes no longer, at least 0."""
+        sizes, times = self.curve()
+        if times[0] > seconds:
+            return 0
+        return int(_interpolate(times, sizes, seconds))
+
+    def _forget(self) -> None:
+        if self._lifetime is not None:
+            for size in [size for size, step in self._last.items() if self._seen - step > self._lifetime]:
+                del self._steps[size], self._last[size]
+
+
+def _interpolate(xs: list[int] | list[float], ys: list[int] | list[float], x: float) -> float:
+    """The line through the points at ``x``; where several have the same x, the last one's y."""
+    right = bisect_left(xs, x)
+    while right + 1 < len(xs) and xs[right + 1] <= x:
+        right += 1
+    if right == len(xs) or xs[right] == x or right == 0:
+        return ys[min(right, len(xs) - 1)]
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
