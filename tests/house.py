@@ -13,13 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "raylm"
-ROOMS = ["models", "worker", "engine", "frontend", "ingress"]  # from the ground up; the floor lies below, app above
+ROOMS = [
+    "native",
+    "models",
+    "worker",
+    "engine",
+    "frontend",
+    "ingress",
+]  # from the ground up; the floor lies below, app above
 FLOOR = {"config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost"}
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
-    "torch": ("worker/", "models/"),
+    "torch": ("worker/", "models/", "native/"),
     "xformers": ("worker/",),
     "safetensors": ("models/",),
     "starlette": ("ingress/",),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from raylm.checkpoint import Checkpoint
 from raylm.models.layers import Attend, AttentionSpec
 from raylm.models.linear import KernelFactory
+from raylm.native import NativeDecoder
 
 
 class CausalLM(nn.Module, ABC):
@@ -38,6 +39,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def freeze(self, kernels: KernelFactory) -> None:
         """Called once after loading: bring everything into the form that the forward pass reads."""
+
+    def native_decoder(self, max_tokens: int) -> NativeDecoder | None:
+        """The same model as one native call for steps of up to ``max_tokens``; None where it runs layer by layer."""
+        return None
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -73,13 +73,21 @@ class HeadNorm(Weighted):
 
 
 class Embedding(Weighted):
-    """Token ids (tokens,) -> (tokens, size)."""
+    """Token ids (tokens,) -> (tokens, size); ``rows`` looks them up where another layer holds the same weights."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, size), requires_grad=False)
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(count, size), requires_grad=False)
+        self.rows: Callable[[Tensor], Tensor] | None = None
+
+    def share(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Give up the own weights."""
+        self.weight, self.rows = None, rows
 
     def forward(self, ids: Tensor) -> Tensor:
+        if self.rows is not None:
+            return self.rows(ids)
+        assert self.weight is not None
         return F.embedding(ids, self.weight)
 
 

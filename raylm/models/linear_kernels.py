@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.models.linear import KernelFactory, LinearKernel
+from raylm.native import NativeError, NativeLinear, kernels
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,12 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> KernelFactory:
     """The fastest kernel that works on this machine; a slower one than usual is named in the log."""
     if device.type != "cpu":
         return dense
+    try:
+        native = kernels()
+    except NativeError as error:
+        logger.warning("The native kernels are not used, and decoding is slower: %s", error)
+    else:
+        return partial(NativeLinear, native)
     reason = probe(dtype)
     if reason is None:
         return prepacked

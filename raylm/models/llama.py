@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from raylm.checkpoint import Checkpoint
@@ -13,7 +15,11 @@ from raylm.models.decoder_config import DecoderConfig, decoder_config, layer_win
 from raylm.models.fields import Fields
 from raylm.models.layers import Attend, AttentionSpec, Embedding, GatedMLP, HeadNorm, RMSNorm
 from raylm.models.linear import KernelFactory, Linear, Weighted
+from raylm.models.native_decoder import native_decoder, refusals
 from raylm.models.rope import Rotary, rotate
+from raylm.native import NativeDecoder, NativeLinear
+
+logger = logging.getLogger(__name__)
 
 Angles = tuple[Tensor, Tensor]
 
@@ -96,6 +102,7 @@ class LlamaForCausalLM(CausalLM):
         self.model = Decoder(config, self.attention_specs)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
         self.rotary: Rotary | None = None
+        self.dtype = torch.float32
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlamaForCausalLM:
@@ -125,12 +132,24 @@ class LlamaForCausalLM(CausalLM):
 
     def freeze(self, kernels: KernelFactory) -> None:
         embedding = self.model.embed_tokens.weight
+        assert embedding is not None, "the model is frozen twice"
+        self.dtype = embedding.dtype
         if self.config.tied:
             self.lm_head.weight = embedding
         self.rotary = Rotary(self.config.inv_freq.to(embedding.device), self.config.rope_scaling, embedding.dtype)
         for module in self.modules():
             if isinstance(module, Weighted):
                 module.freeze(kernels)
+        if self.config.tied and isinstance(self.lm_head.kernel, NativeLinear) and self.lm_head.kernel.exact:
+            self.model.embed_tokens.share(self.lm_head.kernel.rows)
+
+    def native_decoder(self, max_tokens: int) -> NativeDecoder | None:
+        if not isinstance(self.lm_head.kernel, NativeLinear):
+            return None
+        if reasons := refusals(self.config, self.dtype):
+            logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
+            return None
+        return native_decoder(self, max_tokens)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         assert self.rotary is not None, "the model is used before its weights are loaded"

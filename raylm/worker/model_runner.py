@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
-from raylm.models import AttentionSpec, CausalLM
-from raylm.worker.attention import AnyBackend
+from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.sampler import Sampler, SamplerOutput
@@ -24,20 +23,16 @@ _PROMPT_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
-    """Runs steps strictly in the order given; owns the KV tensors, one a layer, and the rows of all sequences."""
+    """Runs steps strictly in the order given; owns the rows of all sequences."""
 
     def __init__(
         self,
-        model: CausalLM,
-        backend: AnyBackend,
-        kv_caches: Sequence[Tensor],
+        forward: Forward,
         batch: InputBatch,
         buffers: InputBuffers,
         speculator: Speculator | None = None,
     ) -> None:
-        self.model = model
-        self.backend = backend
-        self.kv_caches = list(kv_caches)
+        self.forward = forward
         self.batch = batch
         self.buffers = buffers
         self.sampler = Sampler()
@@ -57,9 +52,9 @@ class ModelRunner:
             return ModelRunnerOutput(plan.step, [], [], [], step_s=time.perf_counter() - started)
         inputs = self.buffers.build(step, self.batch)
         forward_started = time.perf_counter()
-        hidden = self._forward(inputs)
+        hidden = self.forward.hidden(inputs)
         draws = DrawRows.of(step)
-        logits = self.model.logits(hidden[torch.from_numpy(draws.tokens).to(hidden.device)])
+        logits = self.forward.logits(hidden[torch.from_numpy(draws.tokens).to(hidden.device)])
         _synchronize(logits.device)
         forward_s = time.perf_counter() - forward_started
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
@@ -91,14 +86,6 @@ class ModelRunner:
         rows = self.batch.rows(plan.seq_ids)
         self.batch.append_blocks(rows, plan.new_block_counts, plan.new_block_ids)
         return rows
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        step = self.backend.prepare(inputs.metadata)
-
-        def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.backend.forward(q, k, v, self.kv_caches[spec.layer], step, spec)
-
-        return self.model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
 
     def _draw(self, logits: Tensor, step: StepRows, draws: DrawRows) -> tuple[SamplerOutput, NDArray[np.int64]]:
         """Draw, and append what counts; returns all that was drawn, and which draws are to be told.
@@ -140,7 +127,7 @@ class ModelRunner:
         found = Logprobs([], [], [], [])
         for start in range(0, len(token_ids), piece):
             told = token_ids[start : start + piece]
-            part = self.sampler.prompt_logprobs(self.model.logits(hidden[start : start + piece]), told, top)
+            part = self.sampler.prompt_logprobs(self.forward.logits(hidden[start : start + piece]), told, top)
             found.counts.extend(part.counts)
             found.token_ids.extend(part.token_ids)
             found.logprobs.extend(part.logprobs)

@@ -8,6 +8,7 @@ from raylm.messages import NewSequence, SchedulerOutput
 from raylm.models import CausalLM
 from raylm.params import SamplingParams
 from raylm.worker.attention import AnyBackend, StepLimits
+from raylm.worker.forward import select_forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate
@@ -36,7 +37,7 @@ def profile_run(
     step = StepLimits(sum(lengths), len(lengths), blocks, size)
     batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size, device)
     kv_caches = allocate(backend, model.attention_specs, blocks, size, dtype, device)
-    runner = ModelRunner(model, backend(step), kv_caches, batch, InputBuffers(step, device))
+    runner = ModelRunner(select_forward(model, backend, kv_caches, step), batch, InputBuffers(step, device))
     if device.type != "cuda":
         runner.execute(_plan(lengths, blocks))
         return 0

@@ -13,7 +13,9 @@ from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.messages import WorkerInfo
 from raylm.models import load_model, resolve_dtype
+from raylm.native import use_threads
 from raylm.worker.attention import StepLimits, select_backend
+from raylm.worker.forward import select_forward
 from raylm.worker.host import available_cores
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
@@ -54,6 +56,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         model, weights_bytes = load_model(checkpoint, dtype, device)
     threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
     torch.set_num_threads(threads)
+    use_threads(threads)
     backend = select_backend(model.attention_specs, dtype, device, size)
     with stages("profile run"):
         limits = _limits(config, checkpoint.max_position_embeddings)
@@ -67,7 +70,8 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         vocab_size = model.vocab_size
         batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device)
         speculator = create_speculator(limits, pool.max_model_len, config.scheduler.speculative_tokens)
-        runner = ModelRunner(model, backend(limits), kv_caches, batch, InputBuffers(limits, device), speculator)
+        forward = select_forward(model, backend, kv_caches, limits)
+        runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator)
     return runner, WorkerInfo(
         num_blocks=pool.num_blocks,
         block_size=size,

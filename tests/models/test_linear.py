@@ -11,11 +11,16 @@ import torch
 from raylm.models import linear_kernels
 from raylm.models.linear import Linear
 from raylm.models.linear_kernels import dense, prepacked, probe, select_kernels
+from raylm.native import NativeError, NativeLinear, kernels
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kernel", [dense, prepacked])
+def native(weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear:
+    return NativeLinear(kernels(), weight, bias)
+
+
+@pytest.mark.parametrize("kernel", [dense, prepacked, native])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
 @pytest.mark.parametrize("biased", [False, True])
@@ -50,9 +55,23 @@ def test_parts_are_rows_of_one_product() -> None:
     assert not list(layer.parameters())
 
 
-def test_prepacked_on_a_cpu_dense_elsewhere() -> None:
-    assert select_kernels(CPU, torch.float32) is (prepacked if probe(torch.float32) is None else dense)
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise NativeError("there is no C++ compiler")
+
+    monkeypatch.setattr(linear_kernels, "kernels", refuse)
+
+
+def test_native_on_a_cpu_dense_elsewhere() -> None:
+    assert isinstance(select_kernels(CPU, torch.float32)(torch.zeros(4, 4), None), NativeLinear)
     assert select_kernels(torch.device("cuda"), torch.float32) is dense
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_prepacked_without_a_compiler_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert select_kernels(CPU, torch.float32) is (prepacked if probe(torch.float32) is None else dense)
+    assert "there is no C++ compiler" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -62,6 +81,7 @@ def test_prepacked_on_a_cpu_dense_elsewhere() -> None:
         (lambda x, *args: x.new_zeros(len(x), 96), "wrong by 1.000"),
     ],
 )
+@pytest.mark.usefixtures("no_compiler")
 def test_without_a_working_kernel_it_falls_back_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, op: object, reason: str
 ) -> None:

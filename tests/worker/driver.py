@@ -20,6 +20,12 @@ from raylm.worker.startup import start_runner
 GREEDY = SamplingParams(temperature=0.0)
 
 
+def kv_caches(runner: ModelRunner) -> list[Tensor]:
+    """The pools, one a layer."""
+    pools = runner.forward._kv_caches  # type: ignore[attr-defined]
+    return list(pools)
+
+
 @dataclass
 class Tracked:
     """What the driver knows of a sequence: all its tokens, how many are computed, its blocks, its logits."""
@@ -48,17 +54,17 @@ class Driver:
         self.steps = 0
         self._record_logits(self.runner)
         with torch.inference_mode():
-            for kv in self.runner.kv_caches:
+            for kv in kv_caches(self.runner):
                 kv.fill_(float("nan"))
 
     def _record_logits(self, runner: ModelRunner) -> None:
-        forward = runner._forward
+        forward = runner.forward.hidden
 
         def recorded(inputs: object) -> Tensor:
             self.hidden = forward(inputs)  # type: ignore[arg-type]
             return self.hidden
 
-        runner._forward = recorded  # type: ignore[method-assign, assignment]
+        runner.forward.hidden = recorded  # type: ignore[method-assign, assignment]
 
     def add(
         self, seq_id: int, tokens: Sequence[int], params: SamplingParams = GREEDY, prompt: int | None = None
@@ -117,7 +123,7 @@ class Driver:
         if not plan.seq_ids:
             return
         with torch.inference_mode():
-            logits = self.runner.model.logits(self.hidden)
+            logits = self.runner.forward.logits(self.hidden)
         at = 0
         for seq_id, count in zip(plan.seq_ids, plan.num_scheduled, strict=True):
             seq = self.sequences[seq_id]

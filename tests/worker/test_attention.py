@@ -14,6 +14,8 @@ from torch import Tensor
 
 from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
+from raylm.native import NativeAttention, kernels
+from raylm.native.build import INSTRUCTION_SETS, offered
 from raylm.worker.attention import AttentionMetadata, StepLimits, backend_class, select_backend
 from raylm.worker.attention import registry as attention_registry
 from raylm.worker.attention.sdpa import group_by_length
@@ -34,24 +36,34 @@ class Case:
     window: int | None
     dtype: torch.dtype
     seed: int
+    softcap: float | None = None
 
 
-cases = st.builds(
-    Case,
-    lengths=st.lists(
-        st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(2, 40))), min_size=1, max_size=7
-    ).map(lambda lengths: sorted(lengths, key=lambda pair: pair[1] > 1)),
-    kv_heads=st.sampled_from([1, 2, 3]),
-    group=st.sampled_from([1, 2, 4]),
-    head_dim=st.sampled_from([8, 16, 20, 64]),
-    block_size=st.sampled_from([16, 32]),
-    window=st.one_of(st.none(), st.integers(1, 80)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 2**16),
-)
+HEAD_DIMS = {"cpu": [16, 32, 64, 80, 128], "sdpa": [8, 16, 20, 64]}
+SOFTCAPS = {"cpu": [None, None, 2.0], "sdpa": [None]}
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def cases(backend: str) -> st.SearchStrategy[Case]:
+    pasts = st.one_of(st.integers(0, 70), st.integers(0, 700))
+    return st.builds(
+        Case,
+        lengths=st.lists(st.tuples(pasts, st.one_of(st.just(1), st.integers(2, 40))), min_size=1, max_size=7).map(
+            lambda lengths: sorted(lengths, key=lambda pair: pair[1] > 1)
+        ),
+        kv_heads=st.sampled_from([1, 2, 3]),
+        group=st.sampled_from([1, 2, 4, 7]),
+        head_dim=st.sampled_from(HEAD_DIMS[backend]),
+        block_size=st.sampled_from([16, 32, 64]),
+        window=st.one_of(st.none(), st.integers(1, 80)),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        seed=st.integers(0, 2**16),
+        softcap=st.sampled_from(SOFTCAPS[backend]),
+    )
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None = None
+) -> Tensor:
     """One sequence in float64: ``q`` (new, heads, dim) are the last tokens of ``k`` and ``v`` (all, kv_heads, dim)."""
     group, past = q.shape[1] // k.shape[1], len(k) - len(q)
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
@@ -60,6 +72,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None)
         low = 0 if window is None else max(0, past + row + 1 - window)
         seen[row, low : past + row + 1] = True
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
 
 
@@ -80,7 +94,9 @@ class Pool:
         self.rng = np.random.default_rng(case.seed)
         self.generator = torch.Generator().manual_seed(case.seed)
         heads = case.kv_heads * case.group
-        self.spec = AttentionSpec(0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window)
+        self.spec = AttentionSpec(
+            0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window, case.softcap
+        )
         self.totals = [past + new for past, new in case.lengths]
         self.width = -(-max(self.totals) // case.block_size)
         num_blocks = self.width * len(self.totals) + 3
@@ -131,7 +147,8 @@ def worst_error(pool: Pool) -> float:
     out = pool.run([(past, past + new) for past, new in pool.case.lengths], q)
     wanted, start = [], 0
     for seq, (_, new) in enumerate(pool.case.lengths):
-        wanted.append(reference(q[start : start + new], pool.k[seq], pool.v[seq], pool.spec.scale, pool.case.window))
+        mine = q[start : start + new], pool.k[seq], pool.v[seq]
+        wanted.append(reference(*mine, pool.spec.scale, pool.case.window, pool.case.softcap))
         start += new
     assert out.shape == q.shape
     assert out.isfinite().all(), "a slot was read that nothing was written to"
@@ -139,17 +156,30 @@ def worst_error(pool: Pool) -> float:
 
 
 @pytest.mark.parametrize("name", attention_registry.BACKENDS)
-@given(case=cases)
+@given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_equals_brute_force(name: str, case: Case) -> None:
+def test_equals_brute_force(name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name))
     assert worst_error(Pool(case, name)) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("instructions", [name for name in INSTRUCTION_SETS if offered(name)])
+@pytest.mark.parametrize("threads", [1, 3])
+@given(case=cases("cpu"))
+@settings(max_examples=60, deadline=None)
+def test_every_instruction_set_and_team_equals_brute_force(instructions: str, threads: int, case: Case) -> None:
+    pool = Pool(case, "cpu")
+    native = kernels(instructions)
+    native.use_threads(threads)
+    pool.backend._attention = NativeAttention(native)
+    assert worst_error(pool) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("name", attention_registry.BACKENDS)
 @pytest.mark.parametrize("window", [19, 20, 21])
 @pytest.mark.parametrize("lengths", [[(0, 20)], [(19, 1)], [(18, 2)], [(31, 1), (0, 1), (15, 17)], [(16, 16)]])
 def test_edges_of_windows_and_blocks(name: str, window: int, lengths: list[tuple[int, int]]) -> None:
-    assert worst_error(Pool(Case(lengths, 2, 2, 8, 16, window, torch.float32, 5), name)) < 2e-5
+    assert worst_error(Pool(Case(lengths, 2, 2, 16, 16, window, torch.float32, 5), name)) < 2e-5
 
 
 @pytest.mark.parametrize("name", attention_registry.BACKENDS)
@@ -165,7 +195,7 @@ def test_only_the_slots_of_the_step_are_written(name: str) -> None:
 @pytest.mark.parametrize("name", attention_registry.BACKENDS)
 def test_a_sequence_does_not_see_its_neighbours(name: str) -> None:
     """A sequence whose values are not numbers harms nobody but itself."""
-    pool = Pool(Case([(40, 1), (9, 1), (3, 5)], 1, 2, 8, 16, None, torch.float32, 0), name)
+    pool = Pool(Case([(40, 1), (9, 1), (3, 5)], 1, 2, 16, 16, None, torch.float32, 0), name)
     pool.k[1].fill_(float("nan"))
     pool.v[1].fill_(float("nan"))
     pool.write_past()
@@ -192,8 +222,8 @@ def test_prefill_tiles_bound_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_no_backend_serves_is_refused_with_reasons() -> None:
-    spec = AttentionSpec(0, 4, 2, 16, 0.25, softcap=30.0)
-    with pytest.raises(ConfigError, match=r"sdpa: .*soft capping"):
+    spec = AttentionSpec(0, 4, 2, 20, 0.25, softcap=30.0)
+    with pytest.raises(ConfigError, match=r"cpu: head_dim 20 is no multiple of 16; sdpa: .*soft capping"):
         select_backend([spec], torch.float32, CPU, 16)
     assert (
         select_backend([AttentionSpec(0, 4, 2, 16, 0.25)], torch.float32, CPU, 16).name in attention_registry.BACKENDS

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raylm.messages import SchedulerOutput
 from raylm.params import SamplingParams
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.worker.driver import GREEDY, Driver, Reference, random_prompt
+from tests.worker.driver import GREEDY, Driver, Reference, kv_caches, random_prompt
 
 LIMIT = 1e-4
 Maker = Callable[..., tuple[Driver, Reference]]
@@ -152,7 +152,7 @@ def test_not_a_number_fails_its_own_sequence_only(make: Maker) -> None:
         driver.add(seq_id, prompt, SamplingParams(temperature=0.0, logprobs=1))
     driver.step({0: 20, 1: 20})
     with torch.inference_mode():
-        for kv in driver.runner.kv_caches:
+        for kv in kv_caches(driver.runner):
             kv[:, driver.sequences[0].blocks[0]] = float("nan")
     output = driver.step({0: 1, 1: 1})
     assert [seq_id for seq_id, _ in output.failed] == [0]

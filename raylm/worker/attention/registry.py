@@ -12,6 +12,7 @@ from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AnyBackend
 
 BACKENDS = {
+    "cpu": "raylm.worker.attention.cpu:CpuBackend",
     "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
 }
 

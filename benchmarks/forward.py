@@ -1,0 +1,109 @@
+"""Times single steps of the ModelRunner: decoding at several batch sizes, and prompts; shows where the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+
+from raylm.config import Config
+from raylm.messages import NewSequence, SchedulerOutput
+from raylm.params import SamplingParams
+from raylm.worker.model_runner import ModelRunner
+from raylm.worker.startup import start_runner
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class Steps:
+    """Plans as a scheduler would make them, over a pool that is large enough for all."""
+
+    def __init__(self, runner: ModelRunner, block_size: int, vocab_size: int) -> None:
+        self.runner, self.block_size = runner, block_size
+        self.vocab_size = vocab_size
+        self.step = 0
+
+    def run(self, finished: list[int], new: list[NewSequence], rows: list[tuple[int, int, int]]) -> float:
+        """One step of (sequence, computed, scheduled) rows; returns its seconds."""
+        self.step += 1
+        ids, computed, scheduled = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+        plan = SchedulerOutput(
+            step=self.step, finished=finished, new=new, seq_ids=ids, num_computed=computed, num_scheduled=scheduled,
+            samples=[True] * len(ids), new_block_counts=[0] * len(ids), new_block_ids=[],
+        )  # fmt: skip
+        started = time.perf_counter()
+        self.runner.execute(plan)
+        return time.perf_counter() - started
+
+    def sequences(self, count: int, tokens: int, room: int) -> list[NewSequence]:
+        """Sequences of random tokens, with blocks for ``room`` more."""
+        blocks = -(-(tokens + room) // self.block_size)
+        draw = torch.Generator().manual_seed(count)
+        return [
+            NewSequence(
+                at, torch.randint(self.vocab_size, (tokens,), generator=draw).tolist(), tokens,
+                list(range(at * blocks, (at + 1) * blocks)), GREEDY, seed=0,
+            )
+            for at in range(count)
+        ]  # fmt: skip
+
+    def decode(self, batch: int, context: int, count: int) -> Iterator[float]:
+        """Seconds of ``count`` steps of one token for each of ``batch`` sequences."""
+        new = self.sequences(batch, context, count + 2)
+        for seq in new:
+            self.run([], [seq], [(seq.seq_id, 0, context)])
+        for at in range(count):
+            yield self.run([], [], [(seq.seq_id, context + at, 1) for seq in new])
+        self.run([seq.seq_id for seq in new], [], [])
+
+    def prefill(self, tokens: int, count: int) -> Iterator[float]:
+        """Seconds of ``count`` prompts of ``tokens``, one after the other."""
+        for _ in range(count):
+            (seq,) = self.sequences(1, tokens, 1)
+            yield self.run([], [seq], [(0, 0, tokens)])
+            self.run([0], [], [])
+
+
+def report(name: str, runner: ModelRunner, seconds: Iterator[float], warm_up: int) -> None:
+    """Print the median and the parts of all steps of one case."""
+    for _ in range(warm_up):
+        next(seconds)
+    before, started = runner.forward.seconds(), time.perf_counter()
+    taken = list(seconds)
+    whole = time.perf_counter() - started
+    parts = {part: now - before[part] for part, now in runner.forward.seconds().items()}
+    parts["other"] = whole - sum(parts.values())
+    shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in parts.items())
+    print(f"{name:28} {statistics.median(taken) * 1e3:9.2f} ms   (least {min(taken) * 1e3:.2f})   {shares}", flush=True)
+
+
+def main() -> None:
+    """Run the cases that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--quantization")
+    a = parser.parse_args()
+    engine = {"threads": a.threads} if a.threads else {}
+    config = {"model": a.model, "dtype": a.dtype, "engine": engine, "cache": {"memory_gib": 4}}
+    if a.quantization:
+        config["quantization"] = a.quantization
+    runner, info = start_runner(Config.model_validate(config))
+    print(f"{a.model}: {info.dtype}, threads {info.threads}, attention {info.attention_backend}, {info.stages}")
+    steps = Steps(runner, info.block_size, info.vocab_size)
+    for batch in a.batch:
+        report(f"decode {batch} x {a.context}", runner, steps.decode(batch, a.context, a.steps + 4), 4)
+    for tokens in a.prefill:
+        report(f"prefill {tokens}", runner, steps.prefill(tokens, 4), 1)
+
+
+if __name__ == "__main__":
+    main()

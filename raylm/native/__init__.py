@@ -1,0 +1,27 @@
+"""Front door of the native CPU kernels: linear layers, paged attention and the compact decoder, in C++."""
+
+from raylm.native import library as layout
+from raylm.native.build import NativeError
+from raylm.native.kernels import (
+    BatchTensors,
+    Kernels,
+    NativeAttention,
+    NativeDecoder,
+    NativeLinear,
+    kernels,
+    use_threads,
+)
+from raylm.native.memory import huge_empty
+
+__all__ = [
+    "BatchTensors",
+    "Kernels",
+    "NativeAttention",
+    "NativeDecoder",
+    "NativeError",
+    "NativeLinear",
+    "huge_empty",
+    "kernels",
+    "layout",
+    "use_threads",
+]

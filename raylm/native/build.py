@@ -1,0 +1,103 @@
+"""Compiles the native kernels on first use, into a cache keyed by source, compiler and instruction set."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "src"
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
+# Best first: what a CPU must offer (names of /proc/cpuinfo), and how the compiler is told.
+INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "avx512-bf16": (
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma"}),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
+    ),
+    "avx512": (
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "fma"}),
+        ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    ),
+    "avx2": (frozenset({"avx2", "fma", "bmi2", "f16c"}), ("-march=x86-64-v3",)),
+    "plain": (frozenset(), ()),
+}
+
+
+class NativeError(Exception):
+    """The native kernels cannot be built or loaded here; says why."""
+
+
+def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The best of INSTRUCTION_SETS that every core of this machine has."""
+    return next(name for name in INSTRUCTION_SETS if offered(name, cpuinfo))
+
+
+def offered(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether every core of this machine has one of INSTRUCTION_SETS."""
+    return INSTRUCTION_SETS[instructions][0] <= _cpu_flags(cpuinfo)
+
+
+def build(instructions: str) -> Path:
+    """The compiled library for one of INSTRUCTION_SETS; compiled now, in some seconds, unless it is in the cache.
+
+    Raises:
+        NativeError: there is no compiler, or it fails.
+    """
+    compiler = _compiler()
+    library = _cache() / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
+    if library.exists():
+        return library
+    started = time.perf_counter()
+    logger.info("Compiling the native kernels for %s with %s", instructions, compiler)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Compiled beside its place and moved there: whoever else compiles it now makes the same file.
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        fresh = Path(scratch) / library.name
+        _compile(compiler, instructions, fresh)
+        fresh.replace(library)
+    logger.info("Native kernels compiled in %.1f s", time.perf_counter() - started)
+    return library
+
+
+def _compile(compiler: str, instructions: str, target: Path) -> None:
+    command = [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / "api.cpp"), "-o", str(target)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        said = (result.stderr.strip() or "no message").splitlines()
+        raise NativeError(f"{compiler} cannot compile the native kernels: {said[0][:300]}")
+
+
+def _compiler() -> str:
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise NativeError(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
+
+
+def _key(compiler: str, instructions: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(f"{version} {platform.machine()} {_FLAGS} {INSTRUCTION_SETS[instructions]}".encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "raylm"
+
+
+def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
+    if not cpuinfo.exists():
+        return frozenset()
+    found = [line.split(":", 1)[1].split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
+    return frozenset.intersection(*map(frozenset, found)) if found else frozenset()

@@ -1,0 +1,247 @@
+"""The native kernels as Python sees them: torch tensors in, torch tensors out, on one team of threads a process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from raylm.native import library as lib
+from raylm.native.build import NativeError, build, instruction_set
+from raylm.native.memory import Arena
+
+KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
+
+
+class Team:
+    """Threads that compute together and sleep in between; they end with this object."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self.threads = threads
+        self._library = library
+        self.handle = library.raylm_team_new(threads)
+
+    def __del__(self) -> None:
+        self._library.raylm_team_free(self.handle)
+
+
+class Kernels:
+    """The loaded library and its threads; calls come from one thread at a time."""
+
+    def __init__(self, instructions: str) -> None:
+        self.instructions = instructions
+        self.library = lib.open_library(build(instructions))
+        self.arena = Arena()
+        self.lock = threading.Lock()
+        self.team = Team(self.library, 1)
+
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many threads from now on; decoders made before keep theirs."""
+        with self.lock:
+            if threads != self.team.threads:
+                self.team = Team(self.library, threads)
+
+
+@cache
+def kernels(instructions: str | None = None) -> Kernels:
+    """The kernels for this machine, compiled if need be; loaded once a process.
+
+    Raises:
+        NativeError: they cannot be built or loaded.
+    """
+    return Kernels(instructions or instruction_set())
+
+
+def use_threads(threads: int) -> None:
+    """Set the threads of the native kernels of this process, where there are any."""
+    try:
+        kernels().use_threads(threads)
+    except NativeError:
+        return  # whoever chose a slower way has said so
+
+
+class PackedWeight:
+    """A linear layer's weight (out, in) in packed form, with its bias; the original is not kept.
+
+    With ``quantize`` the weights are rounded to 8 bits, symmetric, with one scale for each output; activations follow
+    at run time with one scale for each row.
+
+    Raises:
+        ValueError: the inputs do not fill whole 32-bit units.
+    """
+
+    def __init__(self, native: Kernels, weight: Tensor, bias: Tensor | None, *, quantize: bool = False) -> None:
+        rows, depth = weight.shape
+        self.out_features = rows
+        columns = -(-rows // lib.LANES) * lib.LANES
+        self._kept: list[Tensor] = []
+        scales = sums = None
+        kind = KINDS[weight.dtype]
+        if quantize:
+            weight, scales, sums = _quantized(weight)
+            kind = lib.INT8
+        per_unit = 4 // weight.itemsize
+        if depth % per_unit:
+            raise ValueError(f"{depth} inputs are no multiple of {per_unit}")
+        words = weight.contiguous().view(torch.int32)
+        packed = native.arena.empty((columns // lib.LANES, depth // per_unit, lib.LANES), torch.int32)
+        native.library.raylm_pack(native.team.handle, words.data_ptr(), rows, depth // per_unit, packed.data_ptr())
+        self.words = packed
+        self.struct = lib.Linear(
+            kind=kind,
+            columns=columns,
+            depth=depth,
+            units=depth // per_unit,
+            packed=self._keep(packed),
+            bias=self._keep(_padded(bias, columns, torch.float32)),
+            scales=self._keep(_padded(scales, columns, torch.float32)),
+            sums=self._keep(_padded(sums, columns, torch.int32)),
+        )
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, in) -> int8 weights, a scale for each output, and what the shift of the activations by 128 adds."""
+    wide = weight.float()
+    scales = wide.abs().amax(1).clamp_(min=1e-12) / 127
+    rounded = (wide / scales[:, None]).round_().to(torch.int8)
+    return rounded, scales, rounded.sum(1, dtype=torch.int32) * 128
+
+
+def _padded(values: Tensor | None, size: int, dtype: torch.dtype) -> Tensor | None:
+    if values is None:
+        return None
+    padded = torch.zeros(size, dtype=dtype)
+    padded[: len(values)] = values
+    return padded
+
+
+class NativeLinear:
+    """A linear layer by itself: ``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type."""
+
+    def __init__(self, native: Kernels, weight: Tensor, bias: Tensor | None, *, quantize: bool = False) -> None:
+        self.packed = PackedWeight(native, weight, bias, quantize=quantize)
+        self.exact = not quantize
+        self._native = native
+        self._dtype = weight.dtype
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` (n,) of an exact weight -> (n, in): the embedding of a model that ties it to its head."""
+        words = self.packed.words[ids // lib.LANES, :, ids % lib.LANES]
+        return words.view(self._dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        struct = self.packed.struct
+        x = x.contiguous()
+        out = torch.empty((len(x), struct.columns), dtype=x.dtype)
+        native = self._native
+        with native.lock:
+            native.library.raylm_linear(
+                native.team.handle, KINDS[x.dtype], byref(struct), x.data_ptr(), len(x), out.data_ptr(), struct.columns
+            )
+        return out[:, : self.packed.out_features]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTensors:
+    """One step's sequences, those with one token first, as contiguous tensors on the CPU.
+
+    ``positions`` and ``slots`` (tokens,) int64, ``block_tables`` (seqs, width) int32, ``seq_lens`` (seqs,) int32 and
+    ``starts`` (seqs + 1,) int32.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    starts: Tensor
+
+    def struct(self, block_size: int) -> lib.Batch:
+        """As the kernels read it; it keeps the tensors alive."""
+        struct = lib.Batch(
+            tokens=len(self.slots),
+            seqs=len(self.seq_lens),
+            table_width=self.block_tables.stride(0),
+            block_size=block_size,
+            positions=self.positions.data_ptr(),
+            slots=self.slots.data_ptr(),
+            block_tables=self.block_tables.data_ptr(),
+            seq_lens=self.seq_lens.data_ptr(),
+            starts=self.starts.data_ptr(),
+        )
+        struct.kept = self
+        return struct
+
+
+class NativeAttention:
+    """Paged attention by itself, for models that call it layer by layer."""
+
+    def __init__(self, native: Kernels) -> None:
+        self._native = native
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, batch: lib.Batch, heads: lib.Heads) -> Tensor:
+        """Write ``k`` and ``v`` (tokens, kv_heads, head_dim) to the slots of ``pool``, then attend.
+
+        ``q`` (tokens, heads, head_dim) -> as ``q``; of all three the last two dimensions are contiguous. ``pool`` is
+        (2, blocks, ...) as in src/attention.h, of the same type.
+        """
+        out = torch.empty(q.shape, dtype=q.dtype)
+        native = self._native
+        with native.lock:
+            native.library.raylm_attention(
+                native.team.handle, KINDS[q.dtype], byref(batch), byref(heads),
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+                pool.data_ptr(), pool.shape[1], out.data_ptr(),
+            )  # fmt: skip
+        return out
+
+
+class NativeDecoder:
+    """A compact decoder whose whole step is one call."""
+
+    def __init__(self, native: Kernels, model: lib.Model, dtype: torch.dtype, vocab_size: int, kept: object) -> None:
+        self._native, self._kind, self._dtype = native, KINDS[dtype], dtype
+        self._kept = (model, kept, native.team)  # what the struct points to, and the threads
+        self._hidden_size, self._vocab_size, self._columns = model.hidden, vocab_size, model.head.columns
+        self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
+
+    def step(self, input_ids: Tensor, batch: lib.Batch, pools: Sequence[Tensor]) -> Tensor:
+        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); ``pools`` has one pool a layer."""
+        hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
+        addresses = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
+        with self._native.lock:
+            self._native.library.raylm_decoder_step(
+                self._kind, self._handle, byref(batch), input_ids.data_ptr(), addresses, pools[0].shape[1],
+                hidden.data_ptr(),
+            )  # fmt: skip
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (rows, hidden_size) -> float32 logits (rows, vocab_size)."""
+        hidden = hidden.contiguous()
+        out = torch.empty((len(hidden), self._columns), dtype=torch.float32)
+        with self._native.lock:
+            self._native.library.raylm_decoder_logits(
+                self._kind, self._handle, hidden.data_ptr(), len(hidden), out.data_ptr(), self._columns
+            )
+        return out[:, : self._vocab_size]
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all steps went."""
+        found = self._native.library.raylm_decoder_seconds(self._kind, self._handle)
+        return {"linear": found[0], "attention": found[1], "elementwise": found[2]}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._native.library.raylm_decoder_free(self._kind, self._handle)

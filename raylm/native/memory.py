@@ -1,0 +1,47 @@
+"""Memory in huge pages: reading all weights in every step through 4 KiB pages costs up to 40 % of the bandwidth."""
+
+from __future__ import annotations
+
+import mmap
+from math import prod
+
+import torch
+from torch import Tensor
+
+_HUGE = 2 << 20
+_SLAB = 64 << 20
+
+
+class Arena:
+    """Hands out zeroed tensors from large slabs, which live as long as a tensor of theirs does."""
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, aligned to cache lines."""
+        size = prod(shape) * dtype.itemsize
+        if size == 0:
+            return torch.empty(shape, dtype=dtype)
+        if self._used + size > len(self._slab):
+            self._slab, self._used = _map(max(size, _SLAB)), 0
+        piece = self._slab[self._used : self._used + size]
+        self._used += -(-size // 64) * 64
+        return piece.view(dtype).view(shape)
+
+
+def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor with a mapping of its own, which the system fills when it is first written; zeros until then."""
+    size = prod(shape) * dtype.itemsize
+    return _map(max(size, 1))[:size].view(dtype).view(shape)
+
+
+def _map(size: int) -> Tensor:
+    """At least ``size`` bytes from a 2 MiB boundary on."""
+    mapping = mmap.mmap(-1, -(-size // _HUGE) * _HUGE + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    skip = -whole.data_ptr() % _HUGE
+    return whole[skip : len(whole) - (_HUGE - skip)]

@@ -1,0 +1,385 @@
+// Attention over a paged pool: any mix of prompts, chunks and single tokens, grouped heads, windows, soft caps.
+//
+// The softmax runs online over chunks of 64 keys (Milakov and Gimelshein 2018; Dao et al. 2022). The pool is laid out for
+// the two products, so that both are `multiply` of vector.h without a horizontal step. With P values in a 32-bit unit:
+//     keys   [blocks][kv heads][head_dim / P][block][P]     16 keys of one unit side by side
+//     values [blocks][kv heads][block / P][head_dim][P]     16 dimensions of one unit of keys side by side
+// Slots that no token of the sequence was written to are never multiplied: they may hold anything, also NaN.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "team.h"
+#include "vector.h"
+
+namespace raylm {
+
+constexpr int kChunk = 64;     // keys of one round of the online softmax
+constexpr int kTileRows = 48;  // most query rows that read the keys together
+constexpr int kMinPart = 128;  // fewest keys that are worth a part of their own
+constexpr float kNever = -1e30f;
+
+// Shared with Python (library.py): keep the order. One step's sequences, those with one token first.
+struct Batch {
+  int32_t tokens;
+  int32_t seqs;
+  int32_t table_width;
+  int32_t block_size;
+  const int64_t* positions;     // [tokens]
+  const int64_t* slots;         // [tokens]
+  const int32_t* block_tables;  // [seqs][table_width]
+  const int32_t* seq_lens;      // [seqs]
+  const int32_t* starts;        // [seqs + 1]
+};
+
+// Shared with Python (library.py): keep the order. `window` is 0 for none, `softcap` too.
+struct Heads {
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t window;
+  float scale;
+  float softcap;
+};
+
+// Query tokens [token, token + tokens) of a sequence for one kv head, over one of `parts` equal parts of its keys.
+struct Item {
+  int seq, head, token, tokens, part, parts, slot;
+};
+
+// The work of one step, the same for all layers; long decodes are cut along their keys when there are few of them.
+class Plan {
+ public:
+  void make(const Batch& batch, const Heads& heads, int threads) {
+    items_.clear();
+    int singles = 0;
+    while (singles < batch.seqs && batch.starts[singles + 1] - batch.starts[singles] == 1) singles++;
+    lay_tiles(batch, heads, singles);
+    lay_singles(batch, heads, singles, threads);
+  }
+
+  const std::vector<Item>& items() const { return items_; }
+  const std::vector<Item>& split() const { return split_; }
+  int slots() const { return slots_; }
+
+ private:
+  void lay_tiles(const Batch& batch, const Heads& heads, int singles) {
+    const int most = std::max(1, kTileRows / (heads.heads / heads.kv_heads));
+    for (int seq = singles; seq < batch.seqs; seq++) {
+      const int begin = batch.starts[seq], end = batch.starts[seq + 1];
+      // From the end: the tiles with the most keys first, so that no thread is left alone with one at last.
+      for (int last = end; last > begin; last -= most)
+        for (int head = 0; head < heads.kv_heads; head++) {
+          const int first = std::max(begin, last - most);
+          items_.push_back({seq, head, first, last - first, 0, 1, -1});
+        }
+    }
+  }
+
+  void lay_singles(const Batch& batch, const Heads& heads, int singles, int threads) {
+    split_.clear();
+    slots_ = 0;
+    const int wanted = 4 * threads, total = int(items_.size()) + singles * heads.kv_heads;
+    // All sequences of one head after the other: where they share a prefix, its keys stay in the core's cache.
+    for (int head = 0; head < heads.kv_heads; head++)
+      for (int seq = 0; seq < singles; seq++) {
+        int parts = 1;
+        if (total < wanted && total % threads)
+          parts = std::clamp(std::min(wanted / total + 1, batch.seq_lens[seq] / kMinPart), 1, 64);
+        const int slot = parts > 1 ? slots_ : -1;
+        if (parts > 1) {
+          split_.push_back({seq, head, batch.starts[seq], 1, 0, parts, slot});
+          slots_ += parts;
+        }
+        for (int part = 0; part < parts; part++)
+          items_.push_back({seq, head, batch.starts[seq], 1, part, parts, parts > 1 ? slot + part : -1});
+      }
+  }
+
+  std::vector<Item> items_, split_;
+  int slots_ = 0;
+};
+
+// What one thread needs for one item, and what split items leave behind; grows to the largest seen.
+struct Partial {
+  std::vector<float> sums;   // [slots][group][head_dim]
+  std::vector<float> norms;  // [slots][group][2]: highest score, sum of weights
+  void reserve(int slots, int group, int head_dim) {
+    if (sums.size() < size_t(slots) * group * head_dim) sums.resize(size_t(slots) * group * head_dim);
+    if (norms.size() < size_t(slots) * group * 2) norms.resize(size_t(slots) * group * 2);
+  }
+};
+
+// One thread's work space.
+template <class T>
+struct AttentionScratch {
+  AttentionScratch(int rows, int head_dim)
+      : q(size_t(rows) * head_dim), p(size_t(rows) * kChunk), tail(head_dim), s(size_t(rows) * kChunk),
+        o(size_t(rows) * head_dim), top(rows), total(rows), fade(rows), position(rows) {}
+  std::vector<T> q, p;
+  std::vector<uint32_t> tail;
+  std::vector<float> s, o, top, total, fade;
+  std::vector<int> position;
+};
+
+// What a team needs for any step of these heads.
+template <class T>
+struct AttentionSpace {
+  AttentionSpace(int threads, const Heads& heads)
+      : scratch(threads, AttentionScratch<T>(std::max(kTileRows, heads.heads / heads.kv_heads), heads.head_dim)) {}
+  void plan_for(const Batch& batch, const Heads& heads) {
+    plan.make(batch, heads, int(scratch.size()));
+    partial.reserve(plan.slots(), heads.heads / heads.kv_heads, heads.head_dim);
+  }
+  Plan plan;
+  Partial partial;
+  std::vector<AttentionScratch<T>> scratch;
+};
+
+template <class T>
+class Attention {
+  typedef typename Lane<T>::Unit Unit;
+  static constexpr int P = Lane<T>::kPack;
+  static constexpr int kGroupUnits = kLanes / P;
+
+ public:
+  // `q` [tokens][q_stride] and `out` [tokens][heads * head_dim] of T; `pool` is keys, then values, of `blocks` blocks.
+  Attention(const Batch& batch, const Heads& heads, const T* q, ptrdiff_t q_stride, const uint32_t* keys,
+            const uint32_t* values, T* out, AttentionSpace<T>& space)
+      : b_(batch), h_(heads), group_(heads.heads / heads.kv_heads), units_(heads.head_dim / P), q_(q),
+        q_stride_(q_stride), keys_(keys), values_(values), out_(out), space_(space) {}
+
+  // In phases of its own; every thread of the team calls it.
+  void run(Team& team, int thread) {
+    const auto& items = space_.plan.items();
+    for (int i = team.claim(); i < int(items.size()); i = team.claim()) attend(items[i], space_.scratch[thread]);
+    team.barrier();
+    const auto& split = space_.plan.split();
+    if (split.empty()) return;
+    for (int i = team.claim(); i < int(split.size()); i = team.claim()) combine(split[i]);
+    team.barrier();
+  }
+
+ private:
+  typedef AttentionScratch<T> Scratch;
+
+  void attend(const Item& item, Scratch& s) {
+    const int rows = item.tokens * group_, first = int(b_.positions[item.token]);
+    gather(item, s);
+    int begin = h_.window > 0 ? std::max(0, first - h_.window + 1) : 0;
+    int end = first + item.tokens;
+    if (item.parts > 1) {
+      const int chunks = (end - begin + kChunk - 1) / kChunk, from = begin;
+      begin = from + int(int64_t(chunks) * item.part / item.parts) * kChunk;
+      end = std::min(end, from + int(int64_t(chunks) * (item.part + 1) / item.parts) * kChunk);
+    }
+    std::fill_n(s.top.begin(), rows, kNever);
+    std::fill_n(s.total.begin(), rows, 0.0f);
+    std::fill_n(s.o.begin(), size_t(rows) * h_.head_dim, 0.0f);
+    for (int at = begin / kLanes * kLanes; at < end; at += kChunk) {
+      const int keys = std::min(kChunk, end - at);
+      score(item, s, rows, at, keys);
+      const bool whole = keys == kChunk && at + kChunk <= first + 1 && at >= begin &&
+                         (h_.window <= 0 || at > first + item.tokens - 1 - h_.window);
+      for (int r = 0; r < rows; r++) whole ? weigh<false>(s, r, at, begin, end) : weigh<true>(s, r, at, begin, end);
+      accumulate(item, s, rows, at, keys);
+    }
+    item.slot < 0 ? finish(item, s, rows) : leave(item, s, rows);
+  }
+
+  void gather(const Item& item, Scratch& s) {
+    for (int t = 0, r = 0; t < item.tokens; t++)
+      for (int g = 0; g < group_; g++, r++) {
+        const T* from = q_ + (item.token + t) * q_stride_ + (item.head * group_ + g) * h_.head_dim;
+        std::copy_n(from, h_.head_dim, &s.q[size_t(r) * h_.head_dim]);
+        s.position[r] = int(b_.positions[item.token + t]);
+      }
+  }
+
+  // Where the 16 keys from `key` on lie: their block for this head, and the offset in it.
+  size_t block_of(const Item& item, int key) const {
+    const int32_t block = b_.block_tables[ptrdiff_t(item.seq) * b_.table_width + key / b_.block_size];
+    return size_t(block) * h_.kv_heads + item.head;
+  }
+
+  void score(const Item& item, Scratch& s, int rows, int at, int keys) {
+    const uint32_t* streams[4];
+    for (int g = 0; g < 4; g++) {
+      const int key = at + (g * kLanes < keys ? g * kLanes : 0);  // beyond the end: read the first again, masked below
+      streams[g] = keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
+    }
+    const Unit* q = reinterpret_cast<const Unit*>(s.q.data());
+    int r = 0;
+    for (; r + 6 <= rows; r += 6) score_rows<6>(s, q, r, streams);
+    for (; r + 3 <= rows; r += 3) score_rows<3>(s, q, r, streams);
+    for (; r + 2 <= rows; r += 2) score_rows<2>(s, q, r, streams);
+    for (; r < rows; r++) score_rows<1>(s, q, r, streams);
+  }
+
+  template <int R>
+  RAYLM_INLINE void score_rows(Scratch& s, const Unit* q, int r, const uint32_t* const (&streams)[4]) {
+    f32x16 sums[R][4] = {};
+    multiply<T, R, 4>(sums, q + ptrdiff_t(r) * units_, units_, streams, b_.block_size, units_);
+    for (int i = 0; i < R; i++)
+      for (int g = 0; g < 4; g++) store(&s.s[size_t(r + i) * kChunk + g * kLanes], sums[i][g] * h_.scale);
+  }
+
+  // Scores of one row -> weights relative to the highest seen so far, and by how much what came before fades.
+  template <bool MASKED>
+  void weigh(Scratch& s, int r, int at, int begin, int end) {
+    f32x16 score[4];
+    i32x16 seen[4];
+    f32x16 top = splat(kNever);
+    const int last = std::min(s.position[r] + 1, end);
+    const int low = std::max(begin, h_.window > 0 ? s.position[r] + 1 - h_.window : 0);
+    for (int g = 0; g < 4; g++) {
+      score[g] = load<f32x16>(&s.s[size_t(r) * kChunk + g * kLanes]);
+      if (h_.softcap > 0) score[g] = capped(score[g]);
+      if (MASKED) {
+        const i32x16 key = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (at + g * kLanes);
+        seen[g] = (key < last) & (key >= low);
+        score[g] = seen[g] ? score[g] : splat(kNever);
+      }
+      top = max(top, score[g]);
+    }
+    const float before = s.top[r], now = std::max(before, highest(top));
+    f32x16 total = {};
+    for (int g = 0; g < 4; g++) {
+      f32x16 weight = exp(score[g] - now);
+      if (MASKED) weight = bits<f32x16>(bits<i32x16>(weight) & seen[g]);
+      total += weight;
+      store_narrow(&s.p[size_t(r) * kChunk + g * kLanes], weight);
+    }
+    s.fade[r] = before == now ? 1.0f : std::exp(before - now);
+    s.total[r] = s.total[r] * s.fade[r] + sum(total);
+    s.top[r] = now;
+  }
+
+  f32x16 capped(f32x16 score) const {  // softcap * tanh(score / softcap)
+    const f32x16 x = max(splat(-20.0f), score / h_.softcap);
+    return h_.softcap * (1.0f - 2.0f / (exp(2.0f * (x < 20.0f ? x : splat(20.0f))) + 1.0f));
+  }
+
+  void accumulate(const Item& item, Scratch& s, int rows, int at, int keys) {
+    const uint32_t* groups[4];
+    for (int g = 0; g * kLanes < keys; g++) {
+      const int key = at + g * kLanes;
+      groups[g] = values_ + (block_of(item, key) * (b_.block_size / P) + key % b_.block_size / P) * h_.head_dim;
+    }
+    if (P == 2 && keys % 2) {  // the last unit holds one key of ours and one slot of nobody's
+      const uint32_t* last = groups[(keys - 1) / kLanes] + ptrdiff_t((keys - 1) % kLanes / P) * h_.head_dim;
+      for (int d = 0; d < h_.head_dim; d++) s.tail[d] = last[d] & 0xffffu;
+    }
+    int d = 0;
+    for (; d + 64 <= h_.head_dim; d += 64) accumulate_at<4>(s, rows, keys, groups, d);
+    for (; d + 32 <= h_.head_dim; d += 32) accumulate_at<2>(s, rows, keys, groups, d);
+    for (; d < h_.head_dim; d += 16) accumulate_at<1>(s, rows, keys, groups, d);
+  }
+
+  template <int V>
+  void accumulate_at(Scratch& s, int rows, int keys, const uint32_t* const* groups, int d) {
+    int r = 0;
+    for (; r + 6 <= rows; r += 6) accumulate_rows<6, V>(s, r, keys, groups, d);
+    for (; r + 3 <= rows; r += 3) accumulate_rows<3, V>(s, r, keys, groups, d);
+    for (; r + 2 <= rows; r += 2) accumulate_rows<2, V>(s, r, keys, groups, d);
+    for (; r < rows; r++) accumulate_rows<1, V>(s, r, keys, groups, d);
+  }
+
+  template <int R, int V>
+  RAYLM_INLINE void accumulate_rows(Scratch& s, int r, int keys, const uint32_t* const* groups, int d) {
+    f32x16 sums[R][V];
+    float* o = &s.o[size_t(r) * h_.head_dim + d];
+#pragma GCC unroll 6
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[i][v] = load<f32x16>(o + i * h_.head_dim + v * kLanes) * s.fade[r + i];
+    const Unit* p = reinterpret_cast<const Unit*>(&s.p[size_t(r) * kChunk]);
+    const int units = keys / P;
+    for (int u = 0; u < units; u += kGroupUnits) {
+      const uint32_t* streams[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) streams[v] = groups[u / kGroupUnits] + d + v * kLanes;
+      multiply<T, R, V>(sums, p + u, kChunk / P, streams, h_.head_dim, std::min(kGroupUnits, units - u));
+    }
+    if (P == 2 && keys % 2) {
+      const uint32_t* streams[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) streams[v] = &s.tail[d + v * kLanes];
+      multiply<T, R, V>(sums, p + units, kChunk / P, streams, 0, 1);
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) store(o + i * h_.head_dim + v * kLanes, sums[i][v]);
+  }
+
+  T* out_of(const Item& item, int r) const {
+    return out_ + (ptrdiff_t(item.token + r / group_) * h_.heads + item.head * group_ + r % group_) * h_.head_dim;
+  }
+
+  void finish(const Item& item, Scratch& s, int rows) {
+    for (int r = 0; r < rows; r++) {
+      const float share = 1.0f / s.total[r];
+      T* out = out_of(item, r);
+      for (int d = 0; d < h_.head_dim; d += kLanes)
+        store_narrow(out + d, load<f32x16>(&s.o[size_t(r) * h_.head_dim + d]) * share);
+    }
+  }
+
+  void leave(const Item& item, Scratch& s, int rows) {
+    std::copy_n(s.o.begin(), size_t(rows) * h_.head_dim, &space_.partial.sums[size_t(item.slot) * group_ * h_.head_dim]);
+    for (int r = 0; r < rows; r++) {
+      space_.partial.norms[(size_t(item.slot) * group_ + r) * 2] = s.top[r];
+      space_.partial.norms[(size_t(item.slot) * group_ + r) * 2 + 1] = s.total[r];
+    }
+  }
+
+  void combine(const Item& item) {
+    for (int r = 0; r < group_; r++) {
+      const float* norms = &space_.partial.norms[(size_t(item.slot) * group_ + r) * 2];
+      const ptrdiff_t step = ptrdiff_t(group_) * 2;
+      float top = kNever, total = 0;
+      for (int part = 0; part < item.parts; part++) top = std::max(top, norms[part * step]);
+      for (int part = 0; part < item.parts; part++)
+        total += norms[part * step + 1] * std::exp(norms[part * step] - top);
+      T* out = out_of(item, r);
+      for (int d = 0; d < h_.head_dim; d += kLanes) {
+        f32x16 sum = {};
+        for (int part = 0; part < item.parts; part++) {
+          const size_t at = (size_t(item.slot + part) * group_ + r) * h_.head_dim + d;
+          sum += load<f32x16>(&space_.partial.sums[at]) * (std::exp(norms[part * step] - top) / total);
+        }
+        store_narrow(out + d, sum);
+      }
+    }
+  }
+
+  const Batch& b_;
+  const Heads& h_;
+  const int group_, units_;
+  const T* q_;
+  const ptrdiff_t q_stride_;
+  const uint32_t* keys_;
+  const uint32_t* values_;
+  T* out_;
+  AttentionSpace<T>& space_;
+};
+
+// Write one token's key and value of one head to its slot.
+template <class T>
+void write_kv(const Batch& b, const Heads& h, int token, int head, const T* key, const T* value, T* keys, T* values) {
+  constexpr int P = Lane<T>::kPack;
+  const int64_t slot = b.slots[token];
+  const size_t block = size_t(slot / b.block_size) * h.kv_heads + head;
+  const int at = int(slot % b.block_size), size = b.block_size, dim = h.head_dim;
+  T* k = keys + block * dim * size + at * P;
+  for (int d = 0; d < dim; d += P)
+    for (int i = 0; i < P; i++) k[ptrdiff_t(d) * size + i] = key[d + i];
+  T* v = values + (block * (size / P) + at / P) * dim * P + at % P;
+  for (int d = 0; d < dim; d++) v[ptrdiff_t(d) * P] = value[d];
+}
+
+}  // namespace raylm

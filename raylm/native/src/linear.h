@@ -1,0 +1,206 @@
+// Linear layers over packed weights: `out = x . weight^T + bias`, for any number of rows.
+//
+// Packed form: the columns (rows of the checkpoint's weight) in groups of 16, each group one stream of 32-bit units
+// [units][16], so that a vector register holds 16 columns of one unit and the sum needs no horizontal step. A piece of
+// work is the streams of two groups against all rows: the weights are read from memory once, by one core, in order.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "team.h"
+#include "vector.h"
+
+namespace raylm {
+
+enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
+// Shared with Python (library.py): keep the order. `columns` is a multiple of 16, `units` counts 32-bit words of a row.
+struct Linear {
+  int32_t kind;
+  int32_t columns;
+  int32_t depth;  // values summed over
+  int32_t units;
+  const uint32_t* packed;  // [columns / 16][units][16]
+  const float* bias;       // [columns], or null
+  const float* scales;     // int8: [columns]
+  const int32_t* sums;     // int8: [columns], 128 * sum of the column's weights
+};
+
+// What becomes of a product.
+enum class Into { kStore, kAdd, kGate };
+
+struct Silu {
+  static RAYLM_INLINE f32x16 of(f32x16 x) { return x / (1.0f + exp(-max(x, splat(-80.0f)))); }
+};
+
+#if defined(__AVX512F__)
+constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
+#else
+constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
+#endif
+
+// Rows of x quantized to 8 bits, each with a scale of its own; allocated once for the largest step.
+struct Quantized {
+  void reserve(size_t rows, size_t depth) {
+    values.resize(rows * depth);
+    scales.resize(rows);
+  }
+  std::vector<uint8_t> values;
+  std::vector<float> scales;
+};
+
+// One tile: `rows` <= kRows rows against two groups, sums [rows][2] to `out`. Separate functions, so that what becomes of
+// the sums does not multiply their number.
+template <class T, int R, int AHEAD>
+__attribute__((noinline)) void tile(const uint32_t* first, const uint32_t* second, const typename Lane<T>::Unit* x,
+                                    int units, const char* next, typename Lane<T>::Sum* out) {
+  typename Lane<T>::Sum sums[R][2] = {};
+  const uint32_t* const streams[2] = {first, second};
+  multiply<T, R, 2, AHEAD>(sums, x, units, streams, kLanes, units, next);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    store(out + 2 * r, sums[r][0]);
+    store(out + 2 * r + 1, sums[r][1]);
+  }
+}
+
+template <class T, int AHEAD, int... R>
+constexpr auto tiles_of(std::integer_sequence<int, R...>) {
+  return std::array{&tile<T, R + 1, AHEAD>...};
+}
+
+// The sum of one group as floats: exact for float types, scaled for int8.
+template <class T>
+struct Finished {
+  static RAYLM_INLINE f32x16 of(const Linear& w, int column, float, f32x16 sum) {
+    return w.bias ? sum + load<f32x16>(w.bias + column) : sum;
+  }
+};
+
+template <>
+struct Finished<int8_t> {
+  static RAYLM_INLINE f32x16 of(const Linear& w, int column, float scale, i32x16 sum) {
+    const i32x16 exact = sum - load<i32x16>(w.sums + column);
+    const f32x16 value = __builtin_convertvector(exact, f32x16) * (load<f32x16>(w.scales + column) * scale);
+    return w.bias ? value + load<f32x16>(w.bias + column) : value;
+  }
+};
+
+// Where the result goes: `out` [rows][stride] of type Out. With kGate the first half of the columns gates the second.
+template <class Out>
+struct Target {
+  Out* out;
+  ptrdiff_t stride;
+};
+
+template <Into INTO, class Out>
+RAYLM_INLINE void put(Out* at, f32x16 first, f32x16 second, ptrdiff_t apart) {
+  if constexpr (INTO == Into::kGate) {
+    store_narrow(at, Silu::of(first) * second);
+  } else if constexpr (INTO == Into::kAdd) {
+    store_narrow(at, load_wide(at) + first);
+    if (apart) store_narrow(at + apart, load_wide(at + apart) + second);
+  } else {
+    store_narrow(at, first);
+    if (apart) store_narrow(at + apart, second);
+  }
+}
+
+// One thread's share of a product; all threads of the team call it, and a barrier must follow.
+// `x` is [rows][w.units] units; a thread claims pairs of column groups and asks for the next pair while it computes.
+template <class T, Into INTO, class Out>
+void multiply_share(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const float* row_scales, int rows,
+                    Target<Out> target) {
+  const int groups = w.columns / kLanes;
+  const bool gated = INTO == Into::kGate;
+  const int pairs = gated ? groups / 2 : (groups + 1) / 2;
+  const ptrdiff_t size = ptrdiff_t(w.units) * kLanes;
+  const int tiles = (rows + kRows - 1) / kRows;
+  constexpr auto plain = tiles_of<T, 0>(std::make_integer_sequence<int, kRows>());
+  constexpr auto asking = tiles_of<T, 1>(std::make_integer_sequence<int, kRows>());
+  int pair = team.claim();
+  while (pair < pairs) {
+    const int next_pair = team.claim();
+    const int first = gated ? pair : 2 * pair;
+    const int second = gated ? pair + pairs : std::min(2 * pair + 1, groups - 1);
+    const uint32_t* const streams[2] = {w.packed + first * size, w.packed + second * size};
+    const ptrdiff_t apart = second > first ? kLanes : 0;
+    const char* next[2] = {};
+    if (next_pair < pairs) {
+      next[0] = reinterpret_cast<const char*>(w.packed + (gated ? next_pair : 2 * next_pair) * size);
+      next[1] = reinterpret_cast<const char*>(
+          w.packed + (gated ? next_pair + pairs : std::min(2 * next_pair + 1, groups - 1)) * size);
+    }
+    for (int t = 0; t < tiles; t++) {
+      const int begin = int(ptrdiff_t(rows) * t / tiles), end = int(ptrdiff_t(rows) * (t + 1) / tiles);
+      typename Lane<T>::Sum sums[kRows][2];
+      // The first tile reads the weights itself; the two that follow have time to ask for the next pair's.
+      const char* ahead = t == 0 || t > 2 ? nullptr : next[t - 1];
+      (ahead ? asking : plain)[end - begin - 1](streams[0], streams[1], x + ptrdiff_t(begin) * w.units, w.units, ahead,
+                                                sums[0]);
+      for (int row = begin; row < end; row++) {
+        const float scale = row_scales ? row_scales[row] : 1.0f;
+        const auto& sum = sums[row - begin];
+        put<INTO>(target.out + row * target.stride + first * kLanes, Finished<T>::of(w, first * kLanes, scale, sum[0]),
+                  Finished<T>::of(w, second * kLanes, scale, sum[1]), apart);
+      }
+    }
+    pair = next_pair;
+  }
+}
+
+// Eight bits a value, symmetric, one scale a row: no request of a batch changes another's numbers.
+template <class T>
+void quantize_row(const T* x, int depth, uint8_t* out, float* scale) {
+  f32x16 most = {};
+  int i = 0;
+  for (; i + kLanes <= depth; i += kLanes) {
+    const f32x16 v = load_wide(x + i);
+    most = max(most, max(v, -v));
+  }
+  float top = highest(most);
+  for (; i < depth; i++) top = std::max(top, std::fabs(widen(x[i])));
+  const float inverse = top > 0 ? 127.0f / top : 0.0f;
+  const f32x16 magic = splat(12582912.0f + 128.0f);  // rounds to an integer, and adds 128 to it
+  typedef uint8_t u8x16 __attribute__((vector_size(16)));
+  for (i = 0; i + kLanes <= depth; i += kLanes) {
+    const i32x16 value = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
+    store(out + i, __builtin_convertvector(value, u8x16));
+  }
+  for (; i < depth; i++) out[i] = uint8_t(int(std::nearbyint(widen(x[i]) * inverse)) + 128);
+  *scale = top / 127.0f;
+}
+
+// `out = x . weight^T + bias` by the whole team, in phases of its own: every thread calls it. `x` is [rows][w.depth].
+template <Into INTO, class T, class Out>
+void linear(Team& team, const Linear& w, const T* x, int rows, Quantized& scratch, Target<Out> target) {
+  if (w.kind == kInt8) {
+    team.each(rows, [&](int row) {
+      const ptrdiff_t at = ptrdiff_t(row) * w.depth;
+      quantize_row(x + at, w.depth, &scratch.values[at], &scratch.scales[row]);
+    });
+    multiply_share<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values.data()),
+                                      scratch.scales.data(), rows, target);
+  } else {
+    typedef typename Lane<T>::Unit Unit;
+    multiply_share<T, INTO, Out>(team, w, reinterpret_cast<const Unit*>(x), nullptr, rows, target);
+  }
+  team.barrier();
+}
+
+// Bring [columns][units] words into packed form, [ceil(columns / 16)][units][16]; columns that only fill up are 0.
+inline void pack(Team& team, const uint32_t* from, int columns, int units, uint32_t* to) {
+  team.each((columns + kLanes - 1) / kLanes, [&](int group) {
+    for (int lane = 0; lane < kLanes; lane++) {
+      const int column = group * kLanes + lane;
+      uint32_t* out = to + ptrdiff_t(group) * units * kLanes + lane;
+      for (int u = 0; u < units; u++) out[ptrdiff_t(u) * kLanes] = column < columns ? from[ptrdiff_t(column) * units + u] : 0;
+    }
+  });
+}
+
+}  // namespace raylm

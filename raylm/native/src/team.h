@@ -1,0 +1,107 @@
+// A team of threads that walks through the phases of a step together.
+//
+// Within a step they wait for each other by spinning, which costs about a microsecond, and yield when that takes long;
+// between steps they sleep, so that an idle model uses no processor.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include <sched.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace raylm {
+
+class Team {
+ public:
+  explicit Team(int threads) : size_(threads) {
+    for (int i = 1; i < threads; i++) threads_.emplace_back([this, i] { serve(i); });
+  }
+
+  ~Team() {
+    ending_.store(true);
+    wake();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int size() const { return size_; }
+
+  // Run `work(thread)` on every thread of the team, the caller being thread 0; returns when all have ended.
+  void run(const std::function<void(int)>& work) {
+    work_ = &work;
+    claimed_.store(0, std::memory_order_relaxed);
+    wake();
+    work(0);
+    barrier();
+  }
+
+  // The next piece of the current phase, counted from 0; pieces end at the next barrier.
+  int claim() { return claimed_.fetch_add(1, std::memory_order_relaxed); }
+
+  // A phase of `count` equal pieces of work, in runs that are neither many nor few; ends with a barrier.
+  template <class Work>
+  void each(int count, const Work& work) {
+    const int run = std::max(1, count / (size_ * 8));
+    for (int piece = claim(); piece * run < count; piece = claim())
+      for (int i = piece * run; i < std::min(count, (piece + 1) * run); i++) work(i);
+    barrier();
+  }
+
+  // Wait until all threads have come here; what they wrote before is seen after it.
+  void barrier() {
+    const unsigned phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      claimed_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) relax(spins);
+  }
+
+ private:
+  static void relax(int spins) {
+    if (spins > 4000) {
+      sched_yield();
+      return;
+    }
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
+
+  void wake() {
+    round_.fetch_add(1, std::memory_order_release);
+    round_.notify_all();
+  }
+
+  void serve(int thread) {
+    unsigned seen = 0;
+    while (true) {
+      for (int spins = 0; round_.load(std::memory_order_acquire) == seen && spins < 2000; spins++) relax(spins);
+      round_.wait(seen, std::memory_order_acquire);
+      seen = round_.load(std::memory_order_acquire);
+      if (ending_.load()) return;
+      (*work_)(thread);
+      barrier();
+    }
+  }
+
+  const int size_;
+  std::vector<std::thread> threads_;
+  const std::function<void(int)>* work_ = nullptr;
+  std::atomic<bool> ending_{false};
+  alignas(64) std::atomic<unsigned> round_{0};
+  alignas(64) std::atomic<int> claimed_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> phase_{0};
+};
+
+}  // namespace raylm

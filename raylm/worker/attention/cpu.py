@@ -1,0 +1,56 @@
+"""Paged attention on CPUs by the native kernel, one call a layer; src/attention.h of raylm/native describes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raylm.models import AttentionSpec, heads_struct
+from raylm.native import BatchTensors, NativeAttention, NativeError, kernels, layout
+from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
+
+
+class CpuBackend(AttentionBackend[layout.Batch]):
+    """Pool of (2, blocks, block_size * kv_heads * head_dim), laid out for the kernel."""
+
+    name = "cpu"
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._block_size = limits.block_size
+        self._attention = NativeAttention(kernels())
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
+        if device.type != "cpu":
+            return ["it computes on CPUs only"]
+        reasons = []
+        try:
+            kernels()
+        except NativeError as error:
+            reasons.append(str(error))
+        if dtype not in (torch.float32, torch.bfloat16):
+            reasons.append(f"it has no {dtype}")
+        if spec.head_dim % layout.LANES:
+            reasons.append(f"head_dim {spec.head_dim} is no multiple of {layout.LANES}")
+        return reasons
+
+    @classmethod
+    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
+        return (2, num_blocks, block_size * spec.num_kv_heads * spec.head_dim)
+
+    def prepare(self, metadata: AttentionMetadata) -> layout.Batch:
+        starts = metadata.query_start_loc
+        counts = (starts[1:] - starts[:-1]).long()
+        ends = metadata.seq_lens.long()
+        positions = torch.arange(len(metadata.slot_mapping)) + torch.repeat_interleave(ends - starts[1:], counts)
+        return self.batch(metadata, positions)
+
+    def batch(self, metadata: AttentionMetadata, positions: Tensor) -> layout.Batch:
+        """The step as the kernels read it; ``positions`` (tokens,) int64 of its tokens."""
+        tensors = BatchTensors(
+            positions, metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
+        )
+        return tensors.struct(self._block_size)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: layout.Batch, layer: AttentionSpec) -> Tensor:
+        return self._attention(q, k, v, kv, plan, heads_struct(layer))

@@ -1,0 +1,77 @@
+"""Worker: the forward pass of a step, by the model's modules or by the native decoder; owns the KV tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from raylm.models import AttentionSpec, CausalLM
+from raylm.native import NativeDecoder
+from raylm.worker.attention import AnyBackend, StepLimits
+from raylm.worker.attention.cpu import CpuBackend
+from raylm.worker.input_buffers import StepInputs
+
+
+class Forward(ABC):
+    """One step through a model."""
+
+    @abstractmethod
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """Run the step: hidden states (tokens, hidden_size)."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of hidden states -> float32 logits (rows, vocab_size), in memory of their own."""
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all steps went, as far as it is known."""
+        return {}
+
+
+class ModuleForward(Forward):
+    """Layer by layer through torch modules, with any attention backend."""
+
+    def __init__(self, model: CausalLM, backend: AnyBackend, kv_caches: Sequence[Tensor]) -> None:
+        self._model, self._backend, self._kv_caches = model, backend, list(kv_caches)
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        step = self._backend.prepare(inputs.metadata)
+
+        def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._backend.forward(q, k, v, self._kv_caches[spec.layer], step, spec)
+
+        return self._model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+
+class NativeForward(Forward):
+    """All layers in one native call."""
+
+    def __init__(self, decoder: NativeDecoder, backend: CpuBackend, kv_caches: Sequence[Tensor]) -> None:
+        self._decoder, self._backend, self._kv_caches = decoder, backend, list(kv_caches)
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        batch = self._backend.batch(inputs.metadata, inputs.positions)
+        return self._decoder.step(inputs.input_ids, batch, self._kv_caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._decoder.logits(hidden)
+
+    def seconds(self) -> dict[str, float]:
+        return self._decoder.seconds()
+
+
+def select_forward(
+    model: CausalLM, backend: type[AnyBackend], kv_caches: Sequence[Tensor], limits: StepLimits
+) -> Forward:
+    """The fastest way there is for this model with this backend."""
+    attention = backend(limits)
+    if isinstance(attention, CpuBackend):
+        decoder = model.native_decoder(limits.max_num_tokens)
+        if decoder is not None:
+            return NativeForward(decoder, attention, kv_caches)
+    return ModuleForward(model, attention, kv_caches)
