@@ -1,0 +1,166 @@
+"""Where the time of RayLM's decode steps goes: wall, worker, scheduler and messages, with the worker in its own actor.
+
+    python benchmarks/compare_steps.py --model PATH [--batch 1 8 32] [--options '{"dtype": "bfloat16"}']
+
+Prints one JSON object a batch, with the cores that other processes used meanwhile. An EngineCore runs in an actor of
+its own as it does when serving, over RayExecutor, with ``batch`` sequences that decode; a client takes its outputs.
+``wall`` is from one result to the next, ``step`` and ``forward`` are the worker's own times, ``scheduler`` is schedule
+and update, ``messages`` is handing plans over and taking results and outputs: the CPU time of the EngineCore's process
+that is not the scheduler's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import ray
+from compare_engines import meter
+
+from raylm import Config
+from raylm.engine import EngineCore, ModelExecutor, RayExecutor, create_worker
+from raylm.errors import RayLMError
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.params import SamplingParams
+
+T = TypeVar("T")
+PROMPT_TOKENS, WARM_UP_STEPS = 128, 24
+FLOAT_PARTS = ("forward_s", "step_s")
+
+
+class NotingExecutor(ModelExecutor):
+    """Notes when each result came, what the worker says of it, and how many sequences drew."""
+
+    def __init__(self, inner: ModelExecutor) -> None:
+        self._inner = inner
+        self.noted: list[tuple[float, float, ModelRunnerOutput]] = []
+
+    async def start(self) -> WorkerInfo:
+        """As the inner one."""
+        return await self._inner.start()
+
+    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+        """As the inner one; the step is handed over before this returns."""
+        return self._noted(self._inner.execute(plan))
+
+    async def _noted(self, result: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
+        output = await result
+        self.noted.append((time.perf_counter(), time.process_time(), output))
+        return output
+
+    async def shutdown(self) -> None:
+        """As the inner one."""
+        await self._inner.shutdown()
+
+
+class Clock:
+    """Adds up the time that calls take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, call: Callable[..., T]) -> Callable[..., T]:
+        """``call``, timed."""
+
+        def timed(*args: Any) -> T:
+            started = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+@ray.remote(num_cpus=0.1)
+class StepBench:
+    """The process of an EngineCore whose steps are timed."""
+
+    def __init__(self, config: Config, worker: Any) -> None:
+        self._executor = NotingExecutor(RayExecutor([worker]))
+        self._core = EngineCore(config, self._executor)
+        self._scheduler = Clock()
+
+    async def start(self) -> None:
+        """Start the worker and let the scheduler be timed."""
+        await self._core.start()
+        scheduler: Any = self._core.scheduler
+        scheduler.schedule = self._scheduler.around(scheduler.schedule)
+        scheduler.update = self._scheduler.around(scheduler.update)
+        self._running = asyncio.create_task(self._core.run())
+
+    async def run(self, batch: int, steps: int) -> dict[str, float]:
+        """Average seconds of a decode step with ``batch`` sequences."""
+        outbox = self._core.connect("bench")
+        taking = asyncio.create_task(_take(outbox))
+        await self._decode(batch, WARM_UP_STEPS)
+        spent, noted = await self._decode(batch, steps)
+        self._core.drop_client("bench", outbox)
+        await taking
+        (started, cpu, _), (ended, cpu_ended, _) = noted[0], noted[-1]
+        count = len(noted) - 1
+        outputs = [output for _, _, output in noted[1:]]
+        measured = {
+            "wall": (ended - started) / count,
+            "scheduler": spent / count,
+            "messages": max(0.0, cpu_ended - cpu - spent) / count,
+        }
+        return measured | {
+            name.removesuffix("_s"): sum(getattr(o, name) for o in outputs) / count for name in FLOAT_PARTS
+        }
+
+    async def _decode(self, batch: int, steps: int) -> tuple[float, list[tuple[float, float, ModelRunnerOutput]]]:
+        """(seconds in the scheduler, notes) of the steps in which all ``batch`` sequences draw."""
+        self._executor.noted.clear()
+        params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True, seed=1)
+        keys = range(batch)
+        prompts = [[5 + (key * 977 + place * 31) % 997 for place in range(PROMPT_TOKENS)] for key in keys]
+        self._core.add("bench", [EngineCoreRequest(key, str(key), prompts[key], params) for key in keys])
+        while not self._full(batch):
+            if not self._core.scheduler.has_work:
+                raise RuntimeError(f"{batch} sequences never drew in one step; more --steps are needed")
+            await asyncio.sleep(0.001)
+        self._scheduler.seconds, first = 0.0, len(self._executor.noted) - 1
+        while self._core.scheduler.has_work:  # noqa: ASYNC110 - polled rarely while it is timed
+            await asyncio.sleep(0.02)
+        full = [note for note in self._executor.noted[first:] if len(note[2].seq_ids) == batch]
+        return self._scheduler.seconds, full
+
+    def _full(self, batch: int) -> bool:
+        noted = self._executor.noted
+        return bool(noted) and len(noted[-1][2].seq_ids) == batch
+
+
+async def _take(outbox: Any) -> None:
+    """What a client does: take the outputs until the stream ends."""
+    with suppress(RayLMError):
+        while True:
+            await outbox.get()
+
+
+def main() -> None:
+    """Measure every batch with one worker."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--options", type=json.loads, default={}, help="keys of the configuration, as JSON")
+    args = parser.parse_args()
+    ray.init(address="local", include_dashboard=False, logging_level="error", _system_config={"worker_niceness": 0})
+    config = Config.model_validate({"model": args.model, **args.options})
+    bench = StepBench.remote(config, create_worker(config, num_cpus=0.1))
+    ray.get(bench.start.remote())
+    for batch in args.batch:
+        with meter() as used:
+            found = ray.get(bench.run.remote(batch, args.steps))
+        print(json.dumps({"batch": batch, "others": round(used.others, 2), **found}), flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The pure parts of the comparison: pairing and marking of samples, tables, bounds, and the parts of a step."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import compare_limits as limits
+from benchmarks import compare_report as report
+from benchmarks.compare_limits import Limits, Shape
+from benchmarks.compare_report import OURS, Sample
+
+
+def sample(engine: str, repeat: int, others: float = 0.0, peer: str = "peer", **figures: float) -> Sample:
+    return Sample("W1", engine, peer, repeat, figures or {"out_tok_s": 1.0}, others)
+
+
+def test_ratios_pair_the_rounds_whatever_their_order() -> None:
+    taken = [sample("peer", n, out_tok_s=theirs) for n, theirs in enumerate((10.0, 20.0, 40.0))]
+    taken += [sample(OURS, n, out_tok_s=ours) for n, ours in enumerate((20.0, 30.0, 80.0))]
+    random.Random(0).shuffle(taken)
+    (row,) = report.rows(taken)
+    assert sorted(row.ratios) == [1.5, 2.0, 2.0]
+    assert report.spread(row) == "2.00 (1.50 to 2.00)"
+
+
+def test_a_round_that_one_side_lacks_gives_no_ratio() -> None:
+    (row,) = report.rows([sample("peer", 0), sample(OURS, 0), sample(OURS, 1)])
+    assert (row.ratios, row.ours) == ([1.0], [1.0, 1.0])
+
+
+def test_alone_there_are_figures_and_no_ratio() -> None:
+    (row,) = report.rows([sample(OURS, n, peer=OURS) for n in range(3)])
+    assert (row.ours, row.theirs, row.ratios) == ([1.0] * 3, [], [])
+    assert report.spread(row) == "-"
+    assert "(alone)" in report.table([row], {})[-1]
+
+
+@pytest.mark.parametrize(("others", "marked"), [(0.4, False), (0.41, True)])
+@pytest.mark.parametrize("disturbed", [OURS, "peer"])
+def test_a_row_is_marked_if_either_side_was_disturbed(others: float, marked: bool, disturbed: str) -> None:
+    taken = [sample(name, 0, others if name == disturbed else 0.0) for name in (OURS, "peer")]
+    found = report.rows(taken)
+    assert found[0].disturbed is marked
+    assert ("*" in report.table(found, {})[-1]) is marked
+    assert report.summary(found, {}, [])["disturbed"] == (["W1 out_tok_s peer"] if marked else [])
+
+
+def test_the_best_peer_is_the_fastest_in_rates_and_the_shortest_in_times() -> None:
+    taken = []
+    for peer, rate, first in (("slow", 10.0, 900.0), ("fast", 40.0, 100.0)):
+        taken.append(sample(peer, 0, peer=peer, out_tok_s=rate, ttft_ms=first))
+        taken.append(sample(OURS, 0, peer=peer, out_tok_s=20.0, ttft_ms=300.0))
+    assert report.best_ratio(report.rows(taken)) == {"W1 out_tok_s": ("fast", 0.5), "W1 ttft_ms": ("fast", 3.0)}
+
+
+def test_serving_stands_beside_our_own_offline_rate_which_is_no_peer() -> None:
+    served = [Sample("HTTP", OURS, peer, 0, {"out_tok_s at 8": 90.0, "itl_p50_ms at 8": 5.0}, 0.0) for peer in "ab"]
+    offline = Sample("HTTP", report.OWN_OFFLINE, report.OWN_OFFLINE, 0, {"out_tok_s at 8": 100.0}, 0.0)
+    found = report.rows(report.with_own_rate([offline, *served]))
+    own = [row for row in found if row.peer == report.OWN_OFFLINE]
+    assert [(row.figure, row.ratios) for row in own] == [("out_tok_s at 8", [0.9])]
+    assert report.best_ratio(found) == {}
+
+
+def test_the_summary_is_one_line_of_json() -> None:
+    found = report.rows([sample("peer", 0, out_tok_s=2.0), sample(OURS, 0, out_tok_s=3.0)])
+    line = json.dumps(report.summary(found, {"other": "not given"}, []))
+    assert "\n" not in line
+    assert json.loads(line)["ratios"] == {"W1 out_tok_s": {"peer": 1.5}}
+    assert json.loads(line)["missing"] == {"other": "not given"}
+
+
+def test_the_share_of_the_limit_stands_in_the_table() -> None:
+    taken = [sample(OURS, 0, peer=OURS, out_tok_s=50.0, ttft_ms=400.0)]
+    table = report.table(report.rows(taken), {("W1", "out_tok_s"): 100.0, ("W1", "ttft_ms"): 100.0})
+    assert [re.findall(r"(\d+)%", line) for line in table[2:]] == [["50"], ["25"]]
+
+
+# ---------------------------------------------------------------- parts of a step
+
+MEASURED = {"wall": 0.1, "step": 0.09, "forward": 0.08, "scheduler": 0.001, "messages": 0.002}
+
+
+def test_without_a_profile_a_step_has_the_parts_that_were_measured() -> None:
+    step = report.step_times(8, MEASURED)
+    assert step.worker == pytest.approx({"forward": 0.08, "sampling": 0.01, "rest of the step": 0.0, "idle": 0.01})
+    assert step.core == pytest.approx({"scheduler": 0.001, "messages": 0.002, "waiting": 0.097})
+    assert step.idle_share == pytest.approx(0.1)
+
+
+@given(
+    shares=st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5),
+    idle=st.floats(0.0, 1.0),
+    hidden=st.floats(0.0, 0.2),
+)
+def test_the_parts_of_a_profile_fill_the_wall(shares: list[float], idle: float, hidden: float) -> None:
+    linear, attention, rest, sampling, after = shares
+    forward = linear + attention + rest
+    step = forward + sampling + after
+    measured = {"wall": step + idle, "step": step, "forward": forward, "scheduler": hidden, "messages": hidden}
+    found = report.step_times(1, measured, {"linear": linear, "attention": attention, "sampling": sampling})
+    assert sum(found.worker.values()) == pytest.approx(step + idle)
+    assert found.worker["forward"] == pytest.approx(rest)
+    assert found.worker["rest of the step"] == pytest.approx(after)
+    if 2 * hidden <= step + idle:
+        assert sum(found.core.values()) == pytest.approx(step + idle)
+
+
+def test_the_step_table_leaves_out_what_nobody_has() -> None:
+    lines = report.step_table([report.step_times(1, MEASURED), report.step_times(8, MEASURED | {"others": 1.0})])
+    assert not any("linear" in line for line in lines)
+    assert "| worker | forward | 80.00 (80.0%) | 80.00 (80.0%) |" in lines
+    assert lines[-1] == "| both | step | 100.00 | 100.00 * |"
+
+
+def test_the_picture_is_drawn_with_and_without_peers(tmp_path: Path) -> None:
+    found = report.rows([sample("peer", n, out_tok_s=2.0 + n) for n in range(2)] + [sample(OURS, n) for n in range(2)])
+    for name, steps, table in (("all", [report.step_times(8, MEASURED)], found), ("none", [], [])):
+        report.plot(tmp_path / f"{name}.png", "title", steps, table)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------- bounds
+
+SHAPE = Shape(layer_weights=1000, head_weights=500, attention_size=4, kv_size=8)
+
+
+def test_one_token_costs_its_weights_and_the_keys_before_it() -> None:
+    slow_memory = Limits(read=1.0, gemm=1e30)
+    assert limits.step_seconds(slow_memory, SHAPE, 1, 1, 10, 10) == 2 * (1000 + 500) + 2 * 8 * 10
+    slow_cores = Limits(read=1e30, gemm=1.0)
+    assert limits.step_seconds(slow_cores, SHAPE, 3, 1, 10, 10) == 2 * 3 * 1000 + 2 * 500 + 4 * 3 * 10 * 4
+
+
+def test_a_causal_prompt_attends_to_half_of_itself() -> None:
+    tokens = 64
+    operations = sum(2 * 1000 + 4 * (place + 0.5) * 4 for place in range(tokens)) + 2 * 500
+    assert limits.prefill_seconds(Limits(1e30, 1.0), SHAPE, 1, tokens) == pytest.approx(operations)
+
+
+def test_decoding_reads_the_shared_prefix_once() -> None:
+    memory = Limits(1.0, 1e30)
+    apart = limits.decode_seconds(memory, SHAPE, 4, 100, 2)
+    shared = limits.decode_seconds(memory, SHAPE, 4, 100, 2, shared=90)
+    assert apart - shared == pytest.approx(2 * 2 * 8 * 3 * 90)
+
+
+def test_the_shape_of_the_embedded_model_is_read_from_its_files() -> None:
+    from raylm.checkpoint import EMBEDDED
+
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    attention = hidden * config["head_dim"] * 2 * (heads + kv_heads)
+    layer = attention + 3 * hidden * config["intermediate_size"]
+    shape = limits.read_shape(EMBEDDED)
+    assert shape.layer_weights == config["num_hidden_layers"] * layer
+    assert shape.head_weights == config["vocab_size"] * hidden
+    found = limits.bounds(Limits(50e9, 1e12), shape)
+    assert found["W1", "out_tok_s"] > found["HTTP", "out_tok_s at 1"] > 0
