@@ -40,18 +40,23 @@ class StepCost:
         """Whether any step was seen."""
         return bool(self._steps)
 
+    def times_seen(self, tokens: int) -> int:
+        """Of how many steps of about this size it knows, at most 7."""
+        self._forget()
+        return len(self._steps.get(_size(tokens), ()))
+
     def observe(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
         self._seen += 1
-        size = round(_KNOTS_AN_OCTAVE * log2(tokens))
+        size = _size(tokens)
         self._steps.setdefault(size, deque(maxlen=_STEPS_A_KNOT)).append((seconds, tokens))
         self._last[size] = self._seen
         self._curve = None
 
     def curve(self) -> tuple[list[int], list[float]]:
         """(tokens, seconds) of points between which the cost is linear, from 1 token to 2 million; needs a step."""
+        self._forget()
         if self._curve is None:
-            self._forget()
             knots = sorted(median_low(steps)[::-1] for steps in self._steps.values())
             sizes = [tokens for tokens, _ in knots]
             times = list(accumulate((seconds for _, seconds in knots), max))
@@ -77,6 +82,11 @@ class StepCost:
         if self._lifetime is not None:
             for size in [size for size, step in self._last.items() if self._seen - step > self._lifetime]:
                 del self._steps[size], self._last[size]
+                self._curve = None
+
+
+def _size(tokens: int) -> int:
+    return round(_KNOTS_AN_OCTAVE * log2(tokens))
 
 
 def _interpolate(xs: list[int] | list[float], ys: list[int] | list[float], x: float) -> float:

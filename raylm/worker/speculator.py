@@ -19,6 +19,8 @@ _LONGEST_NAP = 7
 # No guess is sure, and below one in fifty none is worth looking at.
 _SURE = 0.98
 _HOPELESS = 0.02
+# Steps without guesses of a size that must have been seen before others are tried.
+_STEPS_TO_COMPARE_WITH = 2
 # What a step with guesses must promise over one without.
 _WORTHWHILE = 1.03
 
@@ -99,10 +101,12 @@ class NGramSpeculator(Speculator):
         if ended.any():
             step, decoding = step.take(np.flatnonzero(~ended)), decoding[~ended]
         self._asleep -= 1
-        if self._asleep >= 0 or not self._cost.known:
+        if self._asleep >= 0:
             return step
         at = np.flatnonzero(decoding & batch.same_at_all_positions(step.rows))
-        return self._with_guesses(step, at, batch) if len(at) else step
+        if not len(at) or self._cost.times_seen(int(step.counts.sum())) < _STEPS_TO_COMPARE_WITH:
+            return step
+        return self._with_guesses(step, at, batch)
 
     def _with_guesses(self, step: StepRows, at: Ints, batch: InputBatch) -> StepRows:
         rows = step.rows[at]
