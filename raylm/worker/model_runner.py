@@ -97,7 +97,6 @@ class ModelRunner:
         guesses = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
         matches = (drawn.token_ids == guesses) & (draws.offsets < step.drafts[draws.places])
         failed = dict(drawn.failed)
-        matches[list(failed)] = False
         counts = draws.accepted(matches)
         # Failed rows too: a step already on its way may compute the token that was to be drawn here.
         self.batch.append_tokens(rows[counts], drawn.token_ids[counts], draws.offsets[counts])
