@@ -15,7 +15,7 @@ from raylm.worker.step_rows import StepRows
 
 # A size of step is measured anew after so many others: what was slow once may have been the neighbours.
 _LIFETIME = 512
-_LONGEST_NAP = 7
+_LONGEST_NAP = 15
 # No guess is sure, and below one in fifty none is worth looking at.
 _SURE = 0.98
 _HOPELESS = 0.02
