@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -12,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from raylm.stages import say
 
 SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("g++", "clang++", "c++")
@@ -57,14 +56,14 @@ def build(instructions: str) -> Path:
     if library.exists():
         return library
     started = time.perf_counter()
-    logger.info("Compiling the native kernels for %s with %s", instructions, compiler)
+    say("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
     library.parent.mkdir(parents=True, exist_ok=True)
     # Compiled beside its place and moved there: whoever else compiles it now makes the same file.
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         fresh = Path(scratch) / library.name
         _compile(compiler, instructions, fresh)
         fresh.replace(library)
-    logger.info("Native kernels compiled in %.1f s", time.perf_counter() - started)
+    say("stage", "native", f"compiled in {time.perf_counter() - started:.1f} s")
     return library
 
 
