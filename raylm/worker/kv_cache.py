@@ -12,6 +12,7 @@ from torch import Tensor
 from raylm.config import CacheConfig, Config
 from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
+from raylm.native import huge_empty
 from raylm.worker.attention import AnyBackend
 from raylm.worker.host import available_memory
 
@@ -44,6 +45,8 @@ def allocate(
 ) -> list[Tensor]:
     """One uninitialized tensor a layer; on a CPU the system gives the memory when it is first written."""
     shapes = [backend.kv_cache_shape(num_blocks, block_size, spec) for spec in specs]
+    if device.type == "cpu":
+        return [huge_empty(shape, dtype) for shape in shapes]
     return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
 

@@ -49,9 +49,12 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
     """
     stages, size = Stages(), config.cache.block_size
     torch.set_num_threads(most_threads := available_threads(config.engine.threads))
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        with stages("native kernels"):
+            use_threads(most_threads)
     with stages("load weights"):
         checkpoint = resolve(config.model, config.revision)
-        device = resolve_device(config.device)
         dtype = resolve_dtype(checkpoint, config.dtype, device)
         model, weights_bytes = load_model(checkpoint, dtype, device)
     threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
