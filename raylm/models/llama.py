@@ -140,8 +140,9 @@ class LlamaForCausalLM(CausalLM):
         for module in self.modules():
             if isinstance(module, Weighted):
                 module.freeze(kernels)
-        if self.config.tied and isinstance(self.lm_head.kernel, NativeLinear) and self.lm_head.kernel.exact:
-            self.model.embed_tokens.share(self.lm_head.kernel.rows)
+        head = self.lm_head.kernel
+        if self.config.tied and isinstance(head, NativeLinear) and head.dtype is not None:
+            self.model.embed_tokens.share(head.rows)
 
     def native_decoder(self, max_tokens: int) -> NativeDecoder | None:
         if not isinstance(self.lm_head.kernel, NativeLinear):

@@ -12,14 +12,18 @@ from raylm.native.kernels import (
     use_threads,
 )
 from raylm.native.memory import huge_empty
+from raylm.native.packed_weight import Int4Weight, Int8Weight, Weight
 
 __all__ = [
     "BatchTensors",
+    "Int4Weight",
+    "Int8Weight",
     "Kernels",
     "NativeAttention",
     "NativeDecoder",
     "NativeError",
     "NativeLinear",
+    "Weight",
     "huge_empty",
     "kernels",
     "layout",

@@ -15,8 +15,7 @@ from torch import Tensor
 from raylm.native import library as lib
 from raylm.native.build import NativeError, build, instruction_set
 from raylm.native.memory import Arena
-
-KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
+from raylm.native.packed_weight import KINDS, PackedWeight, Weight
 
 
 class Team:
@@ -66,80 +65,19 @@ def use_threads(threads: int) -> None:
         return  # whoever chose a slower way has said so
 
 
-class PackedWeight:
-    """A linear layer's weight (out, in) in packed form, with its bias; the original is not kept.
-
-    With ``quantize`` the weights are rounded to 8 bits, symmetric, with one scale for each output; activations follow
-    at run time with one scale for each row.
-
-    Raises:
-        ValueError: the inputs do not fill whole 32-bit units.
-    """
-
-    def __init__(self, native: Kernels, weight: Tensor, bias: Tensor | None, *, quantize: bool = False) -> None:
-        rows, depth = weight.shape
-        self.out_features = rows
-        columns = -(-rows // lib.LANES) * lib.LANES
-        self._kept: list[Tensor] = []
-        scales = sums = None
-        kind = KINDS[weight.dtype]
-        if quantize:
-            weight, scales, sums = _quantized(weight)
-            kind = lib.INT8
-        per_unit = 4 // weight.itemsize
-        if depth % per_unit:
-            raise ValueError(f"{depth} inputs are no multiple of {per_unit}")
-        words = weight.contiguous().view(torch.int32)
-        packed = native.arena.empty((columns // lib.LANES, depth // per_unit, lib.LANES), torch.int32)
-        native.library.raylm_pack(native.team.handle, words.data_ptr(), rows, depth // per_unit, packed.data_ptr())
-        self.words = packed
-        self.struct = lib.Linear(
-            kind=kind,
-            columns=columns,
-            depth=depth,
-            units=depth // per_unit,
-            packed=self._keep(packed),
-            bias=self._keep(_padded(bias, columns, torch.float32)),
-            scales=self._keep(_padded(scales, columns, torch.float32)),
-            sums=self._keep(_padded(sums, columns, torch.int32)),
-        )
-
-    def _keep(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-
-def _quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, in) -> int8 weights, a scale for each output, and what the shift of the activations by 128 adds."""
-    wide = weight.float()
-    scales = wide.abs().amax(1).clamp_(min=1e-12) / 127
-    rounded = (wide / scales[:, None]).round_().to(torch.int8)
-    return rounded, scales, rounded.sum(1, dtype=torch.int32) * 128
-
-
-def _padded(values: Tensor | None, size: int, dtype: torch.dtype) -> Tensor | None:
-    if values is None:
-        return None
-    padded = torch.zeros(size, dtype=dtype)
-    padded[: len(values)] = values
-    return padded
-
-
 class NativeLinear:
     """A linear layer by itself: ``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type."""
 
-    def __init__(self, native: Kernels, weight: Tensor, bias: Tensor | None, *, quantize: bool = False) -> None:
-        self.packed = PackedWeight(native, weight, bias, quantize=quantize)
-        self.exact = not quantize
+    def __init__(self, native: Kernels, weight: Weight, bias: Tensor | None) -> None:
+        self.packed = PackedWeight(native, weight, bias)
+        self.dtype = weight.dtype if isinstance(weight, Tensor) else None  # None where it is quantized
         self._native = native
-        self._dtype = weight.dtype
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (n,) of an exact weight -> (n, in): the embedding of a model that ties it to its head."""
+        """Rows ``ids`` (n,) of a plain weight -> (n, in): the embedding of a model that ties it to its head."""
+        assert self.dtype is not None, "a quantized weight is no embedding"
         words = self.packed.words[ids // lib.LANES, :, ids % lib.LANES]
-        return words.view(self._dtype)
+        return words.view(self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         struct = self.packed.struct

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from raylm.native.build import NativeError
 
-FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 2, 3
 LANES = 16
 
 
 class Linear(Structure):
-    """A packed linear layer; see src/linear.h."""
+    """A packed linear layer; see src/product.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("kind", c_int32),
@@ -25,6 +25,9 @@ class Linear(Structure):
         ("bias", c_void_p),
         ("scales", c_void_p),
         ("sums", c_void_p),
+        ("offsets", c_void_p),
+        ("group", c_int32),
+        ("unused", c_int32),
     ]
 
 
@@ -126,4 +129,4 @@ def open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-__all__ = ["BFLOAT16", "FLOAT32", "INT8", "LANES", "Batch", "Heads", "Layer", "Linear", "Model", "open_library"]
+__all__ = ["BFLOAT16", "FLOAT32", "INT4", "INT8", "LANES", "Batch", "Heads", "Layer", "Linear", "Model", "open_library"]

@@ -11,31 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "int4.h"
+#include "product.h"
 #include "team.h"
 #include "vector.h"
 
 namespace raylm {
-
-enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
-
-// Shared with Python (library.py): keep the order. `columns` is a multiple of 16, `units` counts 32-bit words of a row.
-struct Linear {
-  int32_t kind;
-  int32_t columns;
-  int32_t depth;  // values summed over
-  int32_t units;
-  const uint32_t* packed;  // [columns / 16][units][16]
-  const float* bias;       // [columns], or null
-  const float* scales;     // int8: [columns]
-  const int32_t* sums;     // int8: [columns], 128 * sum of the column's weights
-};
-
-// What becomes of a product.
-enum class Into { kStore, kAdd, kGate };
-
-struct Silu {
-  static RAYLM_INLINE f32x16 of(f32x16 x) { return x / (1.0f + exp(-max(x, splat(-80.0f)))); }
-};
 
 #if defined(__AVX512F__)
 constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
@@ -43,14 +24,17 @@ constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
 constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
 #endif
 
-// Rows of x quantized to 8 bits, each with a scale of its own; allocated once for the largest step.
+// What quantized weights need of x, allocated once for the largest step: its rows in 8 bits, each with a scale of its
+// own, and the sums of its groups.
 struct Quantized {
   void reserve(size_t rows, size_t depth) {
     values.resize(rows * depth);
     scales.resize(rows);
+    group_sums.resize(rows * (depth / 8));
   }
   std::vector<uint8_t> values;
   std::vector<float> scales;
+  std::vector<float> group_sums;
 };
 
 // One tile: `rows` <= kRows rows against two groups, sums [rows][2] to `out`. Separate functions, so that what becomes of
@@ -89,26 +73,6 @@ struct Finished<int8_t> {
     return w.bias ? value + load<f32x16>(w.bias + column) : value;
   }
 };
-
-// Where the result goes: `out` [rows][stride] of type Out. With kGate the first half of the columns gates the second.
-template <class Out>
-struct Target {
-  Out* out;
-  ptrdiff_t stride;
-};
-
-template <Into INTO, class Out>
-RAYLM_INLINE void put(Out* at, f32x16 first, f32x16 second, ptrdiff_t apart) {
-  if constexpr (INTO == Into::kGate) {
-    store_narrow(at, Silu::of(first) * second);
-  } else if constexpr (INTO == Into::kAdd) {
-    store_narrow(at, load_wide(at) + first);
-    if (apart) store_narrow(at + apart, load_wide(at + apart) + second);
-  } else {
-    store_narrow(at, first);
-    if (apart) store_narrow(at + apart, second);
-  }
-}
 
 // One thread's share of a product; all threads of the team call it, and a barrier must follow.
 // `x` is [rows][w.units] units; a thread claims pairs of column groups and asks for the next pair while it computes.
@@ -185,6 +149,14 @@ void linear(Team& team, const Linear& w, const T* x, int rows, Quantized& scratc
     });
     multiply_share<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values.data()),
                                       scratch.scales.data(), rows, target);
+  } else if (w.kind == kInt4) {
+    if (w.offsets) {
+      const int groups = w.depth / w.group;
+      team.each(rows, [&](int row) {
+        sum_groups(x + ptrdiff_t(row) * w.depth, w.depth, w.group, &scratch.group_sums[ptrdiff_t(row) * groups]);
+      });
+    }
+    int4_share<INTO, T, Out>(team, w, x, scratch.group_sums.data(), rows, target);
   } else {
     typedef typename Lane<T>::Unit Unit;
     multiply_share<T, INTO, Out>(team, w, reinterpret_cast<const Unit*>(x), nullptr, rows, target);

@@ -1,0 +1,128 @@
+"""The weights of linear layers: plain or quantized, and packed as the native kernels read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raylm.native import library as lib
+
+if TYPE_CHECKING:
+    from raylm.native.kernels import Kernels
+
+KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
+_MIDDLE = 8
+# The places of a unit's 8 neighbours: those with even numbers in the lower half, see src/int4.h.
+_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """``weight[o, i] = values[o, i] * scales[o]``: values (out, in) int8, scales (out,) float32.
+
+    Activations follow at run time: 8 bits, symmetric, one scale for each row.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What a step reads of it."""
+        return self.values.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """``weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g]``, where g is the group of inputs that i lies in.
+
+    values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None where all are 8. The
+    groups are equal, consecutive runs of inputs, each a multiple of 8. Activations stay as they are.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What a step reads of it."""
+        return self.values.numel() // 2 + self.scales.nbytes * (1 if self.zeros is None else 2)
+
+
+Weight = Tensor | Int8Weight | Int4Weight
+
+
+class PackedWeight:
+    """A linear layer's weight (out, in) in packed form, with its bias; the original is not kept.
+
+    Raises:
+        ValueError: the inputs do not fill whole 32-bit units, or a group of them does not.
+    """
+
+    def __init__(self, native: Kernels, weight: Weight, bias: Tensor | None) -> None:
+        self._native = native
+        self._kept: list[Tensor] = []
+        self.struct = lib.Linear()
+        if isinstance(weight, Int4Weight):
+            self._pack_int4(weight)
+        elif isinstance(weight, Int8Weight):
+            self._pack_int8(weight)
+        else:
+            self._pack(weight, KINDS[weight.dtype], per_unit=4 // weight.itemsize)
+        self.struct.bias = self._keep(_padded(bias, self.struct.columns)) if bias is not None else None
+
+    def _pack(self, weight: Tensor, kind: int, per_unit: int) -> None:
+        """``weight`` (out, in) in 32-bit units of ``per_unit`` neighbours each."""
+        self.out_features, units = weight.shape[0], weight[:1].nbytes // 4
+        if weight[:1].nbytes % 4:
+            raise ValueError(f"{weight.shape[1]} inputs are no multiple of {per_unit}")
+        groups = -(-self.out_features // lib.LANES)
+        native, words = self._native, weight.contiguous().view(torch.int32)
+        self.words = native.arena.empty((groups, units, lib.LANES), torch.int32)
+        native.library.raylm_pack(native.team.handle, words.data_ptr(), self.out_features, units, self.words.data_ptr())
+        self.struct.kind, self.struct.columns = kind, groups * lib.LANES
+        self.struct.depth, self.struct.units = units * per_unit, units
+        self.struct.packed = self._keep(self.words)
+
+    def _pack_int8(self, weight: Int8Weight) -> None:
+        self._pack(weight.values, lib.INT8, per_unit=4)
+        columns = self.struct.columns
+        self.struct.scales = self._keep(_padded(weight.scales, columns))
+        sums = weight.values.sum(1, dtype=torch.int32) * 128
+        self.struct.sums = self._keep(_padded(sums, columns, torch.int32))
+
+    def _pack_int4(self, weight: Int4Weight) -> None:
+        inputs, groups = weight.values.shape[1], weight.scales.shape[1]
+        if inputs % (8 * groups):
+            raise ValueError(f"{inputs} inputs are no {groups} groups of a multiple of 8")
+        self._pack(_nibbles(weight.values), lib.INT4, per_unit=8)
+        self.struct.group = inputs // groups
+        self.struct.scales = self._keep(self._by_stream(weight.scales))
+        if weight.zeros is not None:
+            offsets = (_MIDDLE - weight.zeros.float()) * weight.scales
+            self.struct.offsets = self._keep(self._by_stream(offsets))
+
+    def _by_stream(self, values: Tensor) -> Tensor:
+        """(out, groups) -> (out / 16, groups, 16): beside the stream that they belong to."""
+        padded = _padded(values, self.struct.columns).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
+        return self._native.arena.empty(tuple(padded.shape), torch.float32).copy_(padded)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _nibbles(values: Tensor) -> Tensor:
+    """(out, in) from 0 to 15 -> (out, in / 2) bytes, of which four are a unit."""
+    eights = values.view(len(values), -1, 8)[..., list(_NIBBLES)]
+    return (eights[..., ::2] | (eights[..., 1::2] << 4)).flatten(1)
+
+
+def _padded(values: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    padded = torch.zeros((size, *values.shape[1:]), dtype=dtype)
+    padded[: len(values)] = values
+    return padded

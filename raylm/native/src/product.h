@@ -1,0 +1,55 @@
+// What a linear layer is to the kernels, and what becomes of its product.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "vector.h"
+
+namespace raylm {
+
+enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+
+// Shared with Python (library.py): keep the order. `columns` is a multiple of 16, `units` counts 32-bit words of a row.
+struct Linear {
+  int32_t kind;
+  int32_t columns;
+  int32_t depth;  // values summed over
+  int32_t units;
+  const uint32_t* packed;  // [columns / 16][units][16]
+  const float* bias;       // [columns], or null
+  const float* scales;     // int8: [columns]; int4: [columns / 16][depth / group][16]
+  const int32_t* sums;     // int8: [columns], 128 * sum of the column's weights
+  const float* offsets;    // int4: (8 - zero) * scale, as the scales, or null where every zero is 8
+  int32_t group;           // int4: inputs that share a scale, a multiple of 8
+  int32_t unused;
+};
+
+// What becomes of a product.
+enum class Into { kStore, kAdd, kGate };
+
+struct Silu {
+  static RAYLM_INLINE f32x16 of(f32x16 x) { return x / (1.0f + exp(-max(x, splat(-80.0f)))); }
+};
+
+// Where the result goes: `out` [rows][stride] of type Out. With kGate the first half of the columns gates the second.
+template <class Out>
+struct Target {
+  Out* out;
+  ptrdiff_t stride;
+};
+
+template <Into INTO, class Out>
+RAYLM_INLINE void put(Out* at, f32x16 first, f32x16 second, ptrdiff_t apart) {
+  if constexpr (INTO == Into::kGate) {
+    store_narrow(at, Silu::of(first) * second);
+  } else if constexpr (INTO == Into::kAdd) {
+    store_narrow(at, load_wide(at) + first);
+    if (apart) store_narrow(at + apart, load_wide(at + apart) + second);
+  } else {
+    store_narrow(at, first);
+    if (apart) store_narrow(at + apart, second);
+  }
+}
+
+}  // namespace raylm

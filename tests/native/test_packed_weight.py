@@ -1,0 +1,133 @@
+"""Quantized weights multiply as what they stand for, on every instruction set; packing keeps each of them in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raylm.native import Int4Weight, Int8Weight, NativeLinear, kernels
+from raylm.native.build import INSTRUCTION_SETS, offered
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+OFFERED = [name for name in INSTRUCTION_SETS if offered(name)]
+MOST_GROUPS = 4
+
+
+def plain(weight: Int4Weight) -> Tensor:
+    """(out, in) float64, value by value as Int4Weight defines it."""
+    group = weight.values.shape[1] // weight.scales.shape[1]
+    zeros = torch.full(weight.scales.shape, 8) if weight.zeros is None else weight.zeros
+    rows = zip(weight.values, weight.scales.double(), zeros.double(), strict=True)
+    return torch.stack(
+        [(row.double() - zero.repeat_interleave(group)) * scale.repeat_interleave(group) for row, scale, zero in rows]
+    )
+
+
+def random_int4(outputs: int, group: int, groups: int, zeros: bool, generator: torch.Generator) -> Int4Weight:
+    values = torch.randint(0, 16, (outputs, group * groups), generator=generator, dtype=torch.uint8)
+    scales = torch.rand((outputs, groups), generator=generator) + 0.1
+    return Int4Weight(values, scales, torch.randint(0, 17, scales.shape, generator=generator) if zeros else None)
+
+
+def worst_error(linear: NativeLinear, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    wanted = x.double() @ weight.T + (0 if bias is None else bias.double())
+    got = linear(x)
+    assert got.shape == wanted.shape
+    assert got.dtype == x.dtype
+    return float((got.double() - wanted).abs().max() / (x.double().abs() @ weight.abs().T).max())
+
+
+@pytest.mark.parametrize("instructions", OFFERED)
+@pytest.mark.parametrize("threads", [1, 3])
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 90),
+    group=st.sampled_from([8, 24, 32, 64, 128]),
+    groups=st.integers(1, MOST_GROUPS),
+    zeros=st.booleans(),
+    biased=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+@settings(max_examples=60, deadline=None)
+def test_int4_equals_a_float64_product(
+    instructions: str,
+    threads: int,
+    rows: int,
+    outputs: int,
+    group: int,
+    groups: int,
+    zeros: bool,
+    biased: bool,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(rows * outputs + group)
+    native = kernels(instructions)
+    native.use_threads(threads)
+    weight = random_int4(outputs, group, groups, zeros, generator)
+    x = torch.randn((rows, group * groups), generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    assert worst_error(NativeLinear(native, weight, bias), x, plain(weight), bias) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("instructions", OFFERED)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("rows", [1, 2, 7, 30])
+def test_int8_equals_a_float64_product_of_rounded_rows(instructions: str, dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    values = torch.randint(-128, 128, (50, 76), generator=generator).to(torch.int8)
+    weight = Int8Weight(values, torch.rand(50, generator=generator) + 0.1)
+    x = torch.randn((rows, 76), generator=generator).to(dtype)
+    steps = x.double().abs().amax(1, keepdim=True) / 127
+    rounded = (x.double() / steps).round() * steps
+    wanted = rounded @ (values.double() * weight.scales.double()[:, None]).T
+    got = NativeLinear(kernels(instructions), weight, None)(x).double()
+    # Where a value lies halfway between two, the reference and the kernel may round it to different sides.
+    half_step = 0.5 * float(steps.max()) * float(weight.scales.max()) * 128
+    assert float((got - wanted).abs().max()) < TOLERANCE[dtype] * float(wanted.abs().max()) + 2 * half_step / 128
+    assert float((got - wanted).abs().median()) < TOLERANCE[dtype] * float(wanted.abs().max())
+
+
+def test_no_rows_give_no_rows() -> None:
+    weight = random_int4(20, 32, 2, True, torch.Generator().manual_seed(0))
+    assert NativeLinear(kernels(), weight, None)(torch.zeros(0, 64)).shape == (0, 20)
+
+
+def test_every_place_of_a_unit_is_told_apart() -> None:
+    """One input at a time against weights that are all different from their neighbours."""
+    values = (torch.arange(16 * 64).view(16, 64) * 7 % 16).to(torch.uint8)
+    weight = Int4Weight(values, torch.ones(16, 2))
+    for dtype in TOLERANCE:
+        out = NativeLinear(kernels(), weight, None)(torch.eye(64, dtype=dtype))
+        assert torch.equal(out.float().T, values.float() - 8)
+
+
+def test_a_scale_that_overflows_harms_its_own_column_alone() -> None:
+    weight = random_int4(40, 32, 2, False, torch.Generator().manual_seed(1))
+    weight.scales[7] = float("inf")
+    out = NativeLinear(kernels(), weight, None)(torch.ones(3, 64))
+    assert out[:, :7].isfinite().all()
+    assert out[:, 8:].isfinite().all()
+    assert not out[:, 7].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("weight", "named"),
+    [
+        (Int8Weight(torch.zeros(16, 30, dtype=torch.int8), torch.ones(16)), "30 inputs are no multiple of 4"),
+        (Int4Weight(torch.zeros(16, 36, dtype=torch.uint8), torch.ones(16, 1)), "36 inputs"),
+        (Int4Weight(torch.zeros(16, 96, dtype=torch.uint8), torch.ones(16, 5)), "96 inputs are no 5 groups"),
+        (torch.zeros(16, 3, dtype=torch.bfloat16), "3 inputs are no multiple of 2"),
+    ],
+)
+def test_inputs_that_fill_no_unit_are_refused(weight: Tensor | Int8Weight | Int4Weight, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        NativeLinear(kernels(), weight, None)
+
+
+def test_bytes_are_those_that_a_step_reads() -> None:
+    weight = random_int4(32, 64, 2, False, torch.Generator().manual_seed(0))
+    assert weight.nbytes == 32 * 128 // 2 + 32 * 2 * 4
+    assert Int8Weight(torch.zeros(4, 8, dtype=torch.int8), torch.ones(4)).nbytes == 4 * 8 + 4 * 4
