@@ -45,6 +45,12 @@ class SchedulerConfig(_Frozen):
     max_num_batched_tokens: int = Field(
         2048, ge=16, le=1_048_576, description="Most tokens in one forward pass; longer prompts are computed in chunks."
     )
+    target_itl_ms: float | None = Field(
+        None,
+        gt=0,
+        le=60_000,
+        description="Time between two tokens of a sequence to aim at: prompts are computed in chunks that keep to it.",
+    )
     policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the waiting queue.")
     steps_in_flight: Literal[1, 2] = Field(2, description="Steps handed to the worker before the first one returns.")
     speculative_tokens: int = Field(
@@ -94,6 +100,11 @@ class Config(_Frozen):
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and KV cache; auto takes the checkpoint's."
+    )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description="Round the weights of linear layers to 8 bits (activations too, row by row) or to 4; CPU only. "
+        "Quantized checkpoints are served as they are, without it.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
     max_model_len: int | None = Field(

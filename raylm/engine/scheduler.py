@@ -15,6 +15,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.outbox import ClientNews, join_logprobs
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
+from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.messages import (
@@ -61,7 +62,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting = create_queue(config.policy)
         self.counters = Counters()
-        self._config = config
+        self._max_num_seqs = config.max_num_seqs
+        self._budget = create_budget(config)
         self._drafts = config.speculative_tokens
         self._requests: dict[tuple[str, int], RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -126,7 +128,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Draw up the next step: first who runs, then who waits; None if nobody can compute anything now."""
-        plan = StepPlan(self._config.max_num_batched_tokens, self._config.max_num_seqs - len(self.running))
+        plan = StepPlan(self._budget.tokens(self.running), self._max_num_seqs - len(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan)
         if not plan.ids and not plan.chunks:
@@ -232,6 +234,7 @@ class Scheduler:
             f"result {result.step} of step {plan.step} after {self._seen}"
         )
         self._seen = plan.step
+        self._budget.observe(plan, result)
         news: defaultdict[str, ClientNews] = defaultdict(ClientNews)
         for seq_id, reason in result.failed:
             self._fail(seq_id, reason, news)
