@@ -190,6 +190,7 @@ class WorkerInfo:
 
     ``num_blocks`` KV blocks of ``block_size`` tokens were allocated (``kv_cache_bytes``); ``max_model_len`` is the
     longest sequence in tokens that model and pool allow. ``stages`` are (name, seconds) of the start-up.
+    ``quantization`` says in words how linear layers are quantized, None where they are not.
     """
 
     num_blocks: int
@@ -203,6 +204,7 @@ class WorkerInfo:
     weights_bytes: int
     kv_cache_bytes: int
     stages: list[tuple[str, float]] = field(default_factory=list)
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,12 +165,14 @@ class Engine:
 def _report(info: EngineInfo) -> None:
     """Tell the terminal what the worker found out, one line a stage."""
     worker = info.worker
+    rounded = f" ({worker.quantization})" if worker.quantization else ""
     for name, seconds in worker.stages:
         say("stage", "worker", f"{name} {seconds:.1f} s")
     say(
         "stage",
         "model",
-        f"{worker.dtype} on {worker.device}, CPU threads {worker.threads}, attention {worker.attention_backend}, "
+        f"{worker.dtype}{rounded} on {worker.device}, CPU threads {worker.threads}, "
+        f"attention {worker.attention_backend}, "
         f"weights {worker.weights_bytes / 2**20:,.0f} MiB",
     )
     say(

@@ -13,10 +13,14 @@ from raylm.native import NativeDecoder
 
 
 class CausalLM(nn.Module, ABC):
-    """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen."""
+    """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen.
+
+    ``quantization`` says in words how its linear layers are quantized, None where none are.
+    """
 
     vocab_size: int
     attention_specs: list[AttentionSpec]
+    quantization: str | None = None
 
     @classmethod
     @abstractmethod

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from raylm.native import Weight
+
 LinearKernel = Callable[[Tensor], Tensor]
-KernelFactory = Callable[[Tensor, Tensor | None], LinearKernel]
+KernelFactory = Callable[[Weight, Tensor | None], LinearKernel]
 
 
 class Weighted(nn.Module):
@@ -23,6 +26,37 @@ class Weighted(nn.Module):
         """Called once after loading: bring the weights into the form that the forward pass reads."""
 
 
+class WeightFormat(ABC):
+    """How a checkpoint holds the weight of a linear layer, and what its kernel gets."""
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        """Memory for what the checkpoint holds of a part instead of ``weight``, by name; empty where it holds that.
+
+        Raises:
+            ValueError: no weight of this shape can be held.
+        """
+        return {}
+
+    @abstractmethod
+    def weight(self, layer: Linear) -> Weight:
+        """What was loaded into ``layer``, all its parts stacked.
+
+        Raises:
+            ConfigError: it is something that no kernel serves.
+        """
+
+
+class PlainFormat(WeightFormat):
+    """Float weights, kept as they are."""
+
+    def weight(self, layer: Linear) -> Weight:
+        assert layer.weight is not None
+        return layer.weight.data
+
+
+PLAIN = PlainFormat()
+
+
 class Linear(Weighted):
     """``x`` (tokens, in_features) -> (tokens, out_features).
 
@@ -32,23 +66,42 @@ class Linear(Weighted):
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
         super().__init__()
+        self.in_features = in_features
         self.parts = dict(parts)
         out_features = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.format: WeightFormat = PLAIN
+        self.stored: dict[str, dict[str, Tensor]] = {}
         self.kernel: LinearKernel | None = None
+        self.nbytes = 0
+
+    def expect(self, form: WeightFormat) -> None:
+        """Load weights of this format; called at most once, before loading.
+
+        Raises:
+            ValueError: the format cannot hold a weight of this shape.
+        """
+        self.format = form
+        self.stored = {part: form.tensors(rows, self.in_features) for part, rows in self.parts.items()}
+        if any(self.stored.values()):
+            self.weight = None
 
     def targets(self, own: str) -> Iterator[tuple[str, Tensor]]:
         start = 0
         for part, rows in self.parts.items():
+            for name, tensor in self.stored.get(part, {}).items():
+                yield f"{part}.{name}", tensor
             for name, parameter in self.named_parameters(recurse=False):
                 yield f"{part}.{name}", parameter[start : start + rows]
             start += rows
 
     def freeze(self, kernels: KernelFactory) -> None:
-        self.kernel = kernels(self.weight.data, None if self.bias is None else self.bias.data)
-        del self.weight
-        self.bias = None
+        weight = self.format.weight(self)
+        self.nbytes = weight.nbytes
+        self.kernel = kernels(weight, None if self.bias is None else self.bias.data)
+        self.weight = self.bias = None
+        self.stored = {}
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.kernel is not None, "a linear layer is used before its weights are loaded"

@@ -10,21 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.models.linear import KernelFactory, LinearKernel
-from raylm.native import NativeError, NativeLinear, kernels
+from raylm.native import NativeError, NativeLinear, Weight, kernels
 
 logger = logging.getLogger(__name__)
 
 
-def dense(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+def dense(weight: Weight, bias: Tensor | None) -> LinearKernel:
     """The plain kernel: weights as in the checkpoint, on any device."""
+    assert isinstance(weight, Tensor), "quantized weights need the native kernels"
     return lambda x: F.linear(x, weight, bias)
 
 
-def prepacked(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+def prepacked(weight: Weight, bias: Tensor | None) -> LinearKernel:
     """oneDNN's kernel over weights reordered once: up to four times as fast for few rows on a CPU.
 
     The original weights are not kept. The operators are private to torch: see ``probe``.
     """
+    assert isinstance(weight, Tensor), "quantized weights need the native kernels"
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise
     return lambda x: multiply(x, packed, bias, "none", [], "")

@@ -16,7 +16,9 @@ from tqdm import tqdm
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM
+from raylm.models.linear import PLAIN, Linear
 from raylm.models.linear_kernels import select_kernels
+from raylm.models.quantization import HEAD, apply_quantization, linear_layers, select_quantization
 from raylm.models.registry import model_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,24 +26,39 @@ _INDEX = "model.safetensors.index.json"
 _NAMES_SHOWN = 6
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, int]:
+def load_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> tuple[CausalLM, int]:
     """Build the model of ``checkpoint`` and load its weights; return it with the bytes of its weights.
 
     Nothing is initialized that the checkpoint overwrites, and at no time is there more than one tensor beside the
-    weights. A progress bar goes to stderr when it takes longer than a second.
+    weights. A progress bar goes to stderr when it takes longer than a second. With ``quantization`` ('int8' or 'int4')
+    plain weights are rounded.
 
     Raises:
         ConfigError: the architecture or a value of config.json is not supported, or weights are missing, unexpected
             or of another shape; it names them.
     """
     cls = model_class(checkpoint)
+    chosen = select_quantization(checkpoint, quantization, device)
     with torch.device("meta"):
         model = cls.from_checkpoint(checkpoint)
+    model.quantization = chosen.told
+    apply_quantization(chosen, model, tied=f"{HEAD}.weight" in model.redundant)
     _materialize(model, dtype, device)
     targets = model.targets()
     _load(checkpoint, targets, ignored=model.redundant)
+    sizes = {name: target.nbytes for name, target in targets.items()}
+    loaded = {layer: _loaded(sizes, prefix, layer) for prefix, layer in linear_layers(model)}
     model.freeze(select_kernels(device, dtype))
-    return model, sum(target.nbytes for target in targets.values())
+    changes = sum(layer.nbytes - size for layer, size in loaded.items() if layer.format is not PLAIN)
+    return model, sum(sizes.values()) + changes
+
+
+def _loaded(sizes: dict[str, int], prefix: str, layer: Linear) -> int:
+    """Bytes of what was loaded as the weight of ``layer``."""
+    names = [f"{prefix}{name}" for name, _ in layer.targets("") if not name.endswith(".bias")]
+    return sum(sizes.get(name, 0) for name in names)
 
 
 def _materialize(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
@@ -100,6 +117,12 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
         raise ConfigError(
             f"model: the weight {name} has the shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}."
         )
+    if not target.is_floating_point() and torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
+        raise ConfigError(
+            f"model: the weight {name} has the dtype {tensor.dtype}; config.json asks for {target.dtype}."
+        )
+    if target.is_floating_point() and not tensor.is_floating_point():
+        raise ConfigError(f"model: the weight {name} holds integers ({tensor.dtype}), where numbers are expected.")
     target.copy_(tensor)
 
 

@@ -20,7 +20,7 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
     """Find the class for a checkpoint.
 
     Raises:
-        ConfigError: its architecture is not supported, or it is quantized.
+        ConfigError: its architecture is not supported.
     """
     named = checkpoint.config.get("architectures") or []
     if len(named) != 1 or named[0] not in ARCHITECTURES:
@@ -28,9 +28,5 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
             f"model: the architecture {', '.join(map(str, named)) or '(none named)'} of {checkpoint.path} is not "
             f"supported; supported: {', '.join(sorted(ARCHITECTURES))}."
         )
-    quantization = checkpoint.config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"model: {checkpoint.path} is quantized ({method}); quantized checkpoints are not supported.")
     found: type[CausalLM] = getattr(import_module(ARCHITECTURES[named[0]]), named[0])
     return found

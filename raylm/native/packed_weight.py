@@ -118,7 +118,7 @@ class PackedWeight:
 
 def _nibbles(values: Tensor) -> Tensor:
     """(out, in) from 0 to 15 -> (out, in / 2) bytes, of which four are a unit."""
-    eights = values.view(len(values), -1, 8)[..., list(_NIBBLES)]
+    eights = values.reshape(len(values), -1, 8)[..., list(_NIBBLES)]
     return (eights[..., ::2] | (eights[..., 1::2] << 4)).flatten(1)
 
 

@@ -56,7 +56,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
     with stages("load weights"):
         checkpoint = resolve(config.model, config.revision)
         dtype = resolve_dtype(checkpoint, config.dtype, device)
-        model, weights_bytes = load_model(checkpoint, dtype, device)
+        model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization)
     threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
     torch.set_num_threads(threads)
     use_threads(threads)
@@ -87,6 +87,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         weights_bytes=weights_bytes,
         kv_cache_bytes=pool.num_blocks * bytes_each,
         stages=stages.done,
+        quantization=model.quantization,
     )
 
 

@@ -119,7 +119,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: Llama.*Mistral.*Qwen2.*Qwen3"),
         ({"architectures": ...}, "none named"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quant_method is 'fp8'; supported: 'awq', 'compr"),
         ({"num_hidden_layers": 3}, "lacks weights"),
         ({"hidden_size": 66}, r"weight has the shape \(320, 64\), config.json asks for \(320, 66\)"),
     ],

@@ -1,0 +1,151 @@
+"""Weight formats of quantized checkpoints: the tensors of a linear layer, and the exact weights that these say."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from raylm.errors import ConfigError
+from raylm.models.linear import Linear, WeightFormat
+from raylm.native import Int4Weight, Int8Weight, Weight
+
+_MIDDLE = 8
+# The column that each 4 bits of an AWQ word hold, from its low end on; see AutoAWQ's GEMM layer.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Int8Channels(WeightFormat):
+    """compressed-tensors int-quantized: ``weight`` (out, in) int8 and ``weight_scale`` (out, 1)."""
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        if inputs % 4:
+            raise ValueError(f"8-bit weights are served where the inputs are a multiple of 4, not {inputs}")
+        return {"weight": torch.empty((rows, inputs), dtype=torch.int8), "weight_scale": torch.empty((rows, 1))}
+
+    def weight(self, layer: Linear) -> Weight:
+        parts = list(layer.stored.values())
+        scales = torch.cat([part["weight_scale"] for part in parts])
+        return Int8Weight(torch.cat([part["weight"] for part in parts]), scales.squeeze(1))
+
+
+class GroupedInt4(WeightFormat):
+    """4-bit weights with a scale and a zero for each ``group`` of inputs; ``None`` is one group for all."""
+
+    def __init__(self, group: int | None) -> None:
+        self.group = group
+
+    def groups(self, inputs: int) -> int:
+        """How many groups so many inputs make.
+
+        Raises:
+            ValueError: they are not divided evenly, or no kernel takes such groups.
+        """
+        size = self.group or inputs
+        if inputs % size or size % 8:
+            raise ValueError(f"4-bit weights are served where {inputs} inputs divide into groups of a multiple of 8")
+        return inputs // size
+
+    def weight(self, layer: Linear) -> Weight:
+        parts = [self.part(name, stored) for name, stored in layer.stored.items()]
+        values, scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Int4Weight(values, scales, None if bool((zeros == _MIDDLE).all()) else zeros)
+
+    @abstractmethod
+    def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (out, in) uint8, scales (out, groups), zeros (out, groups) of one part."""
+
+
+class PackQuantized(GroupedInt4):
+    """compressed-tensors pack-quantized, 4 bits: 8 neighbours along the input in a word, from its low end on."""
+
+    def __init__(self, group: int | None, *, symmetric: bool) -> None:
+        super().__init__(group)
+        self.symmetric = symmetric
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        groups = self.groups(inputs)
+        found = {
+            "weight_packed": torch.empty((rows, inputs // 8), dtype=torch.int32),
+            "weight_scale": torch.empty((rows, groups)),
+            "weight_shape": torch.empty(2, dtype=torch.int64),
+        }
+        if not self.symmetric:
+            found["weight_zero_point"] = torch.empty((-(-rows // 8), groups), dtype=torch.int32)
+        return found
+
+    def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        values, scales = unpacked(stored["weight_packed"]), stored["weight_scale"]
+        if stored["weight_shape"].tolist() != list(values.shape):
+            said = stored["weight_shape"].tolist()
+            raise ConfigError(
+                f"model: the weight_shape of {name} is {said}, config.json asks for {list(values.shape)}."
+            )
+        if self.symmetric:
+            return values, scales, torch.full_like(scales, _MIDDLE)
+        zeros = unpacked(stored["weight_zero_point"].T)[:, : len(values)]
+        return values, scales, zeros.T.float()
+
+
+class Gptq(GroupedInt4):
+    """GPTQ, 4 bits: 8 neighbours along the input in a word; ``zero_shift`` is added to the zeros as they are stored."""
+
+    def __init__(self, group: int | None, *, zero_shift: int) -> None:
+        super().__init__(group)
+        self.zero_shift = zero_shift
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        groups = self.groups(inputs)
+        _check_rows(rows)
+        return {
+            "qweight": torch.empty((inputs // 8, rows), dtype=torch.int32),
+            "qzeros": torch.empty((groups, rows // 8), dtype=torch.int32),
+            "scales": torch.empty((groups, rows)),
+            "g_idx": torch.empty(inputs, dtype=torch.int32),
+        }
+
+    def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, groups = len(stored["g_idx"]), len(stored["scales"])
+        if not torch.equal(stored["g_idx"].long(), torch.arange(inputs) // (inputs // groups)):
+            raise ConfigError(
+                f"model: the g_idx of {name} orders inputs by activation (desc_act); supported: groups of neighbours."
+            )
+        zeros = (unpacked(stored["qzeros"]) + self.zero_shift) & 15
+        return unpacked(stored["qweight"].T), stored["scales"].T, zeros.T.float()
+
+
+class Awq(GroupedInt4):
+    """AWQ, 4 bits, gemm layout: 8 neighbours along the output in a word, in the order of its kernel."""
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        groups = self.groups(inputs)
+        _check_rows(rows)
+        return {
+            "qweight": torch.empty((inputs, rows // 8), dtype=torch.int32),
+            "qzeros": torch.empty((groups, rows // 8), dtype=torch.int32),
+            "scales": torch.empty((groups, rows)),
+        }
+
+    def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        values, zeros = (_awq_columns(unpacked(stored[kind])) for kind in ("qweight", "qzeros"))
+        return values.T, stored["scales"].T, zeros.T.float()
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """(rows, n) words of 32 bits -> (rows, 8 n) uint8 from 0 to 15, from the low end of each word on."""
+    octets = words.contiguous().view(torch.uint8)
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+
+
+def _awq_columns(values: Tensor) -> Tensor:
+    ordered = torch.empty_like(values)
+    for place, column in enumerate(_AWQ_ORDER):
+        ordered[:, column::8] = values[:, place::8]
+    return ordered
+
+
+def _check_rows(rows: int) -> None:
+    if rows % 8:
+        raise ValueError(f"weights packed along {rows} outputs need a multiple of 8")

@@ -1,0 +1,87 @@
+"""Chooses in which format the weights of linear layers come: by the checkpoint, or by what the configuration asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.linear import PLAIN, Linear, WeightFormat
+from raylm.models.quantization_config import read_quantization_config
+from raylm.models.rounding import RoundedInt4, RoundedInt8
+from raylm.native import NativeError, kernels
+
+_ROUNDED: dict[str, Callable[[], WeightFormat]] = {"int8": RoundedInt8, "int4": RoundedInt4}
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """``told`` says in words what the weights are, None where all are plain; ``form`` goes by the module's name."""
+
+    told: str | None
+    form: Callable[[str], WeightFormat]
+
+
+def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device) -> Quantization:
+    """What the checkpoint holds, or what its plain weights are to be rounded to.
+
+    Raises:
+        ConfigError: both, or something that cannot be served here.
+    """
+    if checkpoint.config.get("quantization_config") is not None:
+        if asked is not None:
+            raise ConfigError(f"quantization: the weights of {checkpoint.path} are quantized already; leave it out.")
+        told, form, ignored = read_quantization_config(checkpoint)
+        _check_kernels(f"model: the quantized weights of {checkpoint.path} are", device)
+        return Quantization(told, lambda module: PLAIN if ignored(module) else form)
+    if asked is None:
+        return Quantization(None, lambda module: PLAIN)
+    _check_kernels(f"quantization: {asked} is", device)
+    form = _ROUNDED[asked]()
+    return Quantization(f"{asked}, head included", lambda module: form)
+
+
+def _check_kernels(what: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ConfigError(f"{what} served on a CPU only; this worker's device is {device}.")
+    try:
+        kernels()
+    except NativeError as error:
+        raise ConfigError(f"{what} served by the native kernels only, and there are none: {error}") from error
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """The linear layers of a model, each with what comes before its parts in the checkpoint's names."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            parent = path.rpartition(".")[0]
+            yield f"{parent}." if parent else "", module
+
+
+def apply_quantization(quantization: Quantization, model: nn.Module, *, tied: bool) -> None:
+    """Make the linear layers of ``model`` expect their formats; with ``tied`` the head has no weights of its own.
+
+    Raises:
+        ConfigError: a layer cannot have the format that it should, named.
+    """
+    for prefix, layer in linear_layers(model):
+        names = [f"{prefix}{part}" for part in layer.parts]
+        forms = {quantization.form(name) for name in names}
+        if len(forms) > 1:
+            raise ConfigError(
+                f"model: only some of {', '.join(names)} are quantized; they are served as one, and must be alike."
+            )
+        try:
+            layer.expect(forms.pop())
+        except ValueError as error:
+            raise ConfigError(f"model: {names[0]} cannot be served quantized: {error}.") from error
+        if tied and names == [HEAD] and any(layer.stored.values()):
+            raise ConfigError(
+                f"model: {HEAD} shares the embedding's weights, which are not quantized; config.json must leave "
+                f"{HEAD} out, as in ignore or modules_to_not_convert."
+            )

@@ -1,0 +1,166 @@
+"""Reads the quantization_config of a checkpoint's config.json; what no kernel serves exactly is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.linear import WeightFormat
+from raylm.models.packed_formats import Awq, Gptq, Int8Channels, PackQuantized
+
+# Says what the weights are, which format they have, and whether a module is left as floats.
+Found = tuple[str, WeightFormat, Callable[[str], bool]]
+
+_MADE_BY = frozenset({"quantization_status", "global_compression_ratio", "version", "provider", "quant_method"})
+_OBSERVED = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
+
+
+class Section:
+    """One JSON object of quantization_config; ``where`` is its dotted name."""
+
+    def __init__(self, checkpoint: Checkpoint, where: str, values: object) -> None:
+        self.checkpoint, self.where = checkpoint, where
+        if not isinstance(values, dict):
+            raise ConfigError(f"config.json of {checkpoint.path}: {where} is {values!r}; it must be an object.")
+        self.values: dict[str, Any] = values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The entry as it stands; null is as good as none."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def section(self, name: str) -> Section:
+        """An object within it."""
+        return Section(self.checkpoint, f"{self.where}.{name}", self.values.get(name))
+
+    def choice(self, name: str, served: Collection[Any], default: Any = None) -> Any:
+        """An entry of which only some values are served.
+
+        Raises:
+            ConfigError: it has another one.
+        """
+        value = self.get(name, default)
+        if not any(value == one and type(value) is type(one) for one in served):
+            raise self.error(name, value, f"supported: {', '.join(map(repr, served))}")
+        return value
+
+    def group(self, *names: str, default: int) -> int | None:
+        """How many inputs share a scale: the first of ``names`` that is given; -1 is all of them, as None."""
+        name = next((name for name in names if self.get(name) is not None), names[0])
+        size = self.get(name, default)
+        if size == -1:
+            return None
+        if not isinstance(size, int) or isinstance(size, bool) or size < 8 or size % 8:
+            raise self.error(name, size, "supported: -1 and multiples of 8")
+        return size
+
+    def only(self, known: Collection[str]) -> None:
+        """Refuse entries that are not known, unless they are empty."""
+        for name in self.values.keys() - set(known):
+            if self.values[name]:
+                raise self.error(name, self.values[name], "it is not supported")
+
+    def error(self, name: str, value: object, supported: str) -> ConfigError:
+        """What to raise about an entry."""
+        where = f"config.json of {self.checkpoint.path}: {self.where}.{name}"
+        return ConfigError(f"{where} is {value!r}; {supported}.")
+
+
+def read_quantization_config(checkpoint: Checkpoint) -> Found:
+    """What the quantization_config of ``checkpoint`` says.
+
+    Raises:
+        ConfigError: a method, or a choice within one, that is not supported.
+    """
+    section = Section(checkpoint, "quantization_config", checkpoint.config["quantization_config"])
+    return _METHODS[section.choice("quant_method", _METHODS)](section)
+
+
+def _compressed_tensors(section: Section) -> Found:
+    section.only({*_MADE_BY, "config_groups", "format", "ignore"})
+    layout = section.choice("format", ("int-quantized", "pack-quantized"))
+    groups = section.section("config_groups")
+    if len(groups.values) != 1:
+        raise section.error("config_groups", sorted(groups.values), "supported: one group")
+    scheme = groups.section(next(iter(groups.values)))
+    scheme.only({"targets", "weights", "input_activations", "format"})
+    scheme.choice("targets", (["Linear"],))
+    scheme.choice("format", (layout,), default=layout)
+    weights = scheme.section("weights")
+    weights.only({*_OBSERVED, "num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"})
+    weights.choice("type", ("int",))
+    weights.choice("dynamic", (False,), default=False)
+    ignored = _ignored(section)
+    if layout == "int-quantized":
+        return "compressed-tensors W8A8", _int_quantized(scheme, weights), ignored
+    return "compressed-tensors W4A16", _pack_quantized(scheme, weights), ignored
+
+
+def _int_quantized(scheme: Section, weights: Section) -> WeightFormat:
+    inputs = scheme.section("input_activations")
+    inputs.only({*_OBSERVED, "num_bits", "type", "symmetric", "strategy", "dynamic"})
+    for section, strategy in ((weights, "channel"), (inputs, "token")):
+        section.choice("num_bits", (8,))
+        section.choice("type", ("int",))
+        section.choice("symmetric", (True,), default=True)
+        section.choice("strategy", (strategy,))
+    inputs.choice("dynamic", (True,))
+    return Int8Channels()
+
+
+def _pack_quantized(scheme: Section, weights: Section) -> WeightFormat:
+    scheme.choice("input_activations", (None,))
+    weights.choice("num_bits", (4,))
+    weights.choice("actorder", (None, "weight", "static"))  # "group" and true leave the groups of neighbours
+    symmetric = weights.choice("symmetric", (True, False), default=True)
+    if weights.choice("strategy", ("group", "channel")) == "channel":
+        return PackQuantized(None, symmetric=symmetric)
+    return PackQuantized(weights.group("group_size", default=128), symmetric=symmetric)
+
+
+def _ignored(section: Section) -> Callable[[str], bool]:
+    """Entries of ``ignore`` are names of modules, or regular expressions after "re:"."""
+    entries = section.get("ignore", [])
+
+    def ignored(module: str) -> bool:
+        return any(re.match(e[3:], module) is not None if e.startswith("re:") else e == module for e in entries)
+
+    return ignored
+
+
+def _gptq(section: Section) -> Found:
+    section.choice("bits", (4,))
+    layouts = {section.choice(name, ("gptq", "gptq_v2"), default="gptq") for name in ("checkpoint_format", "format")}
+    section.choice("pack_dtype", ("int32",), default="int32")
+    for name in ("lm_head", "is_marlin_format"):
+        section.choice(name, (False,), default=False)
+    for name in ("dynamic", "modules_in_block_to_quantize", "rotation"):
+        section.choice(name, (None, {}, [], ""))
+    group = section.group("group_size", default=128)
+    return "GPTQ, 4 bits", Gptq(group, zero_shift=0 if "gptq_v2" in layouts else 1), _is_head
+
+
+def _awq(section: Section) -> Found:
+    section.choice("w_bit" if "w_bit" in section.values else "bits", (4,))
+    section.choice("zero_point", (True,), default=True)
+    for name in ("version", "format"):
+        if str(section.get(name, "gemm")).lower() != "gemm":
+            raise section.error(name, section.get(name), "supported: 'gemm'")
+    section.choice("backend", ("autoawq", "auto"), default="autoawq")
+    skipped = section.get("modules_to_not_convert", [])
+    group = section.group("group_size", "q_group_size", default=128)
+    return "AWQ, 4 bits", Awq(group), lambda name: _is_head(name) or any(part in name for part in skipped)
+
+
+def _is_head(module: str) -> bool:
+    return module == "lm_head"
+
+
+_METHODS: dict[str, Callable[[Section], Found]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+}
