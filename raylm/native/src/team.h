@@ -1,7 +1,7 @@
 // A team of threads that walks through the phases of a step together.
 //
-// Within a step they wait for each other by spinning, which costs about a microsecond, and yield when that takes long;
-// between steps they sleep, so that an idle model uses no processor.
+// They wait for each other by spinning, which costs about a microsecond, and sleep when that takes long: an idle model
+// uses no processor, and a busy machine loses less.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,6 @@
 #include <functional>
 #include <thread>
 #include <vector>
-
-#include <sched.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -61,20 +59,25 @@ class Team {
       arrived_.store(0, std::memory_order_relaxed);
       claimed_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
+      phase_.notify_all();
       return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) relax(spins);
+    await(phase_, phase);
   }
 
  private:
-  static void relax(int spins) {
-    if (spins > 4000) {
-      sched_yield();
-      return;
-    }
+  static constexpr int kSpins = 1500;
+
+  // Spin for some 25 microseconds, then sleep: a core that spins while another thread of the team waits for a core would
+  // keep it from running, and everybody would wait for that.
+  static void await(const std::atomic<unsigned>& value, unsigned old) {
+    for (int spins = 0; spins < kSpins; spins++) {
+      if (value.load(std::memory_order_acquire) != old) return;
 #if defined(__x86_64__)
-    _mm_pause();
+      _mm_pause();
 #endif
+    }
+    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
   }
 
   void wake() {
@@ -85,8 +88,7 @@ class Team {
   void serve(int thread) {
     unsigned seen = 0;
     while (true) {
-      for (int spins = 0; round_.load(std::memory_order_acquire) == seen && spins < 2000; spins++) relax(spins);
-      round_.wait(seen, std::memory_order_acquire);
+      await(round_, seen);
       seen = round_.load(std::memory_order_acquire);
       if (ending_.load()) return;
       (*work_)(thread);

@@ -54,12 +54,18 @@ RAYLM_INLINE f32x16 max(f32x16 a, f32x16 b) {
 }
 
 RAYLM_INLINE float sum(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#endif
   float total = 0;
   for (int i = 0; i < kLanes; i++) total += v[i];
   return total;
 }
 
 RAYLM_INLINE float highest(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#endif
   float top = v[0];
   for (int i = 1; i < kLanes; i++) top = v[i] > top ? v[i] : top;
   return top;
