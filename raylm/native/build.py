@@ -84,7 +84,8 @@ def _compiler() -> str:
 
 def _key(compiler: str, instructions: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256(f"{version} {platform.machine()} {_FLAGS} {INSTRUCTION_SETS[instructions]}".encode())
+    flags = (*_FLAGS, *INSTRUCTION_SETS[instructions][1])
+    digest = hashlib.sha256(f"{version} {platform.machine()} {flags}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,15 @@ def test_compiled_once_and_again_when_the_source_changes(
     assert [path.suffix for path in first.parent.iterdir()] == [".so", ".so"]
     with pytest.raises(NativeError, match=r"cannot be loaded: .*raylm_team_new"):
         open_library(first)
+
+
+def test_every_process_finds_the_same_library() -> None:
+    ask = "from raylm.native import build; print(build.build(build.instruction_set()))"
+    found = {
+        subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()[-1]
+        for _ in range(3)
+    }
+    assert found == {str(build.build(build.instruction_set()))}
 
 
 def test_what_the_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
