@@ -24,8 +24,8 @@ class StepCost:
     for all up to 32.
 
     Args:
-        lifetime: after so many steps without one of its size a knot is forgotten, so that a size that was slow once is
-            tried again; None keeps it.
+        lifetime: after so many steps without one of its size a knot of 7 is forgotten, so that a size that was slow
+            once is tried again, and sooner the fewer steps say so; None keeps all.
     """
 
     def __init__(self, lifetime: int | None = None) -> None:
@@ -44,6 +44,12 @@ class StepCost:
         """Of how many steps of about this size it knows, at most 7."""
         self._forget()
         return len(self._steps.get(_size(tokens), ()))
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest step it knows of; needs a step seen."""
+        self._forget()
+        return max(tokens for _, tokens in self._steps[max(self._steps)])
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
@@ -79,10 +85,13 @@ class StepCost:
         return int(_interpolate(times, sizes, seconds))
 
     def _forget(self) -> None:
-        if self._lifetime is not None:
-            for size in [size for size, step in self._last.items() if self._seen - step > self._lifetime]:
-                del self._steps[size], self._last[size]
-                self._curve = None
+        if self._lifetime is None:
+            return
+        share = self._lifetime / (_STEPS_A_KNOT + 1)
+        times = {size: len(steps) + 1 for size, steps in self._steps.items()}
+        for size in [size for size, last in self._last.items() if self._seen - last > share * times[size]]:
+            del self._steps[size], self._last[size]
+            self._curve = None
 
 
 def _size(tokens: int) -> int:

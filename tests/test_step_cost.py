@@ -73,11 +73,13 @@ def test_a_lasting_change_is_learned_in_four_steps() -> None:
     assert cost.predict(8) == pytest.approx(3 * line(8))
 
 
-def test_a_size_not_seen_for_long_is_forgotten() -> None:
-    cost = StepCost(lifetime=50)
-    cost.observe(64, 9.0)
-    for _ in range(50):
+@pytest.mark.parametrize(("times", "lifetime"), [(1, 20), (3, 40), (7, 80), (20, 80)])
+def test_a_size_not_seen_for_long_is_forgotten_the_sooner_the_less_it_was_seen(times: int, lifetime: int) -> None:
+    cost = StepCost(lifetime=80)
+    for _ in range(times):
+        cost.observe(64, 9.0)
+    for _ in range(lifetime):
         cost.observe(8, 0.02)
-    assert cost.predict(64) == 9.0
+    assert (cost.predict(64), cost.times_seen(64), cost.largest) == (9.0, min(times, 7), 64)
     cost.observe(8, 0.02)
-    assert cost.predict(64) == pytest.approx(0.04)
+    assert (cost.predict(64), cost.times_seen(64), cost.largest) == (pytest.approx(0.04), 0, 8)

@@ -21,6 +21,8 @@ _SURE = 0.98
 _HOPELESS = 0.02
 # Steps without guesses of a size that must have been seen before others are tried.
 _STEPS_TO_COMPARE_WITH = 2
+# How many times the largest size known the next may be.
+_BOLDNESS = 2
 # What a step with guesses must promise over one without.
 _WORTHWHILE = 1.03
 
@@ -135,7 +137,8 @@ class NGramSpeculator(Speculator):
         """
         ahead = np.arange(1, self._most + 1)
         gains = np.where(ahead <= room[:, None], np.minimum(chances, _SURE)[:, None] ** ahead, 0.0).ravel()
-        most = min(int((gains > _HOPELESS).sum()), self._limits.max_num_tokens - tokens)
+        unknown = max(_BOLDNESS * self._cost.largest - tokens, _BOLDNESS)
+        most = min(int((gains > _HOPELESS).sum()), self._limits.max_num_tokens - tokens, unknown)
         if most <= 0:
             return np.zeros_like(room)
         order = np.argsort(-gains, kind="stable")[:most]

@@ -197,3 +197,18 @@ def test_rows_of_one_token_come_first() -> None:
 def test_who_speculates_is_a_matter_of_configuration() -> None:
     assert isinstance(create_speculator(limits(1), LENGTH, 0), NoSpeculation)
     assert isinstance(create_speculator(limits(1), LENGTH, 3), NGramSpeculator)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_disturbed_steps_do_not_end_it(seed: int) -> None:
+    """One step in eight takes up to twenty times as long, the first of all among them."""
+    rng, luck = np.random.default_rng(seed), np.random.default_rng(seed)
+
+    def disturbed(tokens: int) -> float:
+        return memory_bound(tokens) * (1 if luck.random() > 1 / 8 else luck.uniform(2, 20))
+
+    world = World([copied(rng, 200, 800)], 200, NGramSpeculator(limits(1), LENGTH, 15), disturbed)
+    steps = 0
+    while world.step():
+        steps += 1
+    assert steps < 300
