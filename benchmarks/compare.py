@@ -39,7 +39,7 @@ from compare_workloads import OFFLINE, Figures, Prompts, Words, warm_up, waves
 
 from raylm.checkpoint import resolve
 
-QUICK = {"repeats": 1, "concurrency": [1, 8, 32], "minutes": 8.0, "timeout": 100.0}
+QUICK = {"repeats": 1, "concurrency": [1, 8, 32], "minutes": 7.0, "timeout": 100.0}
 WHOLE = {"repeats": 3, "concurrency": [1, 8, 32, 64], "minutes": 240.0, "timeout": 900.0}
 STEP_BATCHES = (1, 8, 32)
 LOADS = ["steps", *OFFLINE, "HTTP"]
@@ -219,7 +219,12 @@ def time_steps(args: argparse.Namespace, model: Path) -> list[StepTimes]:
     """Where a decode step's time goes, in a Ray of its own."""
     words = [sys.executable, str(HERE / "compare_steps.py"), "--model", str(model), "--batch", *map(str, STEP_BATCHES)]
     words += ["--options", json.dumps(raylm_options(args))]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        print(f"the step's parts took longer than {args.timeout:g} s", flush=True)
+        return []
     if done.returncode:
         print(f"the step's parts could not be measured: {done.stderr.strip().splitlines()[-1:]}", flush=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -230,7 +235,7 @@ def print_report(run: Comparison, limits: Limits, steps: list[StepTimes], folder
     """Tables, files, and at last the JSON line."""
     found = report.rows(report.with_own_rate(run.samples))
     print(f"\nlimit: {limits} {run.limits_mark}\n")
-    print("\n".join(report.table(found, bounds(limits, read_shape(run.model)))))
+    print("\n".join(report.table(found, bounds(limits, read_shape(run.model), run.args.concurrency))))
     if steps:
         print("\n" + "\n".join(report.step_table(steps)))
     for name, why in run.missing.items():

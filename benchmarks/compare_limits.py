@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ def decode_seconds(limits: Limits, shape: Shape, rows: int, start: int, steps: i
     return steps * step_seconds(limits, shape, rows, rows, length, shared + rows * (length - shared))
 
 
-def bounds(limits: Limits, shape: Shape) -> dict[tuple[str, str], float]:
-    """The best figure that the machine allows, by (workload, figure)."""
+def bounds(limits: Limits, shape: Shape, concurrency: Sequence[int]) -> dict[tuple[str, str], float]:
+    """The best figure that the machine allows, by (workload, figure); serving with so many clients each."""
     batch = prefill_seconds(limits, shape, 32, 128) + decode_seconds(limits, shape, 32, 128, 127)
     shared = prefill_seconds(limits, shape, 32, 32, 512) + decode_seconds(limits, shape, 32, 544, 31, 512)
     found = {
@@ -114,7 +114,7 @@ def bounds(limits: Limits, shape: Shape) -> dict[tuple[str, str], float]:
         ("W4", "out_tok_s"): 32 * 32 / shared,
         ("W5", "ttft_ms"): 1e3 * prefill_seconds(limits, shape, 1, 2048),
     }
-    for clients in (1, 8, 32, 64):
+    for clients in concurrency:
         wave = prefill_seconds(limits, shape, clients, 128) + decode_seconds(limits, shape, clients, 128, 63)
         found["HTTP", f"out_tok_s at {clients}"] = clients * 64 / wave
     return found

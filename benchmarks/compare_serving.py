@@ -56,7 +56,9 @@ class ClosedLoop:
 
     async def _load(self, engine: ServerEngine, prompts: Prompts) -> Load:
         timeout = aiohttp.ClientTimeout(total=engine.left_s)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        # A connection each: llama-server ends the one of a stream, at times after the client has used it again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             client = WordClient(session, engine, prompts)
             started = time.perf_counter()
             answers = await closed_loop(client.ask, self.clients, self.total)

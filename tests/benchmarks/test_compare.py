@@ -162,5 +162,5 @@ def test_the_shape_of_the_embedded_model_is_read_from_its_files() -> None:
     shape = limits.read_shape(EMBEDDED)
     assert shape.layer_weights == config["num_hidden_layers"] * layer
     assert shape.head_weights == config["vocab_size"] * hidden
-    found = limits.bounds(Limits(50e9, 1e12), shape)
+    found = limits.bounds(Limits(50e9, 1e12), shape, [1])
     assert found["W1", "out_tok_s"] > found["HTTP", "out_tok_s at 1"] > 0
