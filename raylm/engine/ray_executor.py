@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable
+import threading
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -15,6 +17,8 @@ from raylm.config import Config
 from raylm.engine.model_executor import ModelExecutor
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+WORKER_THREADS = 4  # one computes, one waits for its turn, one packs its result, one says that it is alive
 
 
 def prepare_process() -> None:
@@ -27,14 +31,39 @@ def prepare_process() -> None:
     os.environ.pop("OMP_NUM_THREADS", None)
 
 
+class Turns:
+    """Lets steps compute one after the other, in the order of their numbers, whichever thread brings them."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def wait_for(self, step: int) -> Iterator[None]:
+        """Hold the turn of ``step``; it passes on at the end, also after an error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next == step)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._next = step + 1
+                self._changed.notify_all()
+
+
 class WorkerActor:
-    """One rank: a Worker in a process of its own. Its single thread runs the calls in the order they were made."""
+    """One rank: a Worker in a process of its own.
+
+    Ray brings its calls on several threads. So while one step computes, the next one is already unpacked and waits
+    for its turn, and the result of the last one is being packed.
+    """
 
     def __init__(self, config: Config) -> None:
         prepare_process()
         from raylm.worker import Worker
 
         self._worker = Worker(config)
+        self._turns = Turns()
 
     def start(self) -> WorkerInfo:
         """Load weights, profile, allocate the KV pool."""
@@ -45,12 +74,16 @@ class WorkerActor:
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
-        return self._worker.execute(plan)
+        with self._turns.wait_for(plan.step):
+            return self._worker.execute(plan)
 
 
 def create_worker(config: Config, **options: Any) -> ActorHandle:
     """Start one worker process; ``options`` are Ray's (resources, placement). It is never restarted: state is lost."""
-    return ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **options).remote(config)
+    worker = ray.remote(WorkerActor).options(
+        max_restarts=0, max_task_retries=0, max_concurrency=WORKER_THREADS, **options
+    )
+    return worker.remote(config)
 
 
 class RayExecutor(ModelExecutor):
