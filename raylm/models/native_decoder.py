@@ -26,6 +26,8 @@ def refusals(config: DecoderConfig, dtype: torch.dtype) -> list[str]:
         found.append("its activation is not silu")
     if config.head_dim % layout.LANES:
         found.append(f"its head_dim of {config.head_dim} is no multiple of {layout.LANES}")
+    if config.head_dim > 512:
+        found.append(f"its head_dim of {config.head_dim} exceeds 512")
     if config.intermediate_size % layout.LANES:
         found.append(f"its intermediate_size of {config.intermediate_size} is no multiple of {layout.LANES}")
     return found

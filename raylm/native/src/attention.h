@@ -1,6 +1,6 @@
 // Attention over a paged pool: any mix of prompts, chunks and single tokens, grouped heads, windows, soft caps.
 //
-// The softmax runs online over chunks of 64 keys (Milakov and Gimelshein 2018; Dao et al. 2022). The pool is laid out for
+// The softmax runs online over chunks of 128 keys (Milakov and Gimelshein 2018; Dao et al. 2022). The pool is laid out for
 // the two products, so that both are `multiply` of vector.h without a horizontal step. With P values in a 32-bit unit:
 //     keys   [blocks][kv heads][head_dim / P][block][P]     16 keys of one unit side by side
 //     values [blocks][kv heads][block / P][head_dim][P]     16 dimensions of one unit of keys side by side
@@ -17,7 +17,8 @@
 
 namespace raylm {
 
-constexpr int kChunk = 64;     // keys of one round of the online softmax
+constexpr int kChunk = 128;    // keys of one round of the online softmax
+constexpr int kGroups = kChunk / kLanes;
 constexpr int kTileRows = 48;  // most query rows that read the keys together
 constexpr int kMinPart = 128;  // fewest keys that are worth a part of their own
 constexpr float kNever = -1e30f;
@@ -184,7 +185,9 @@ class Attention {
       score(item, s, rows, at, keys);
       const bool whole = keys == kChunk && at + kChunk <= first + 1 && at >= begin &&
                          (h_.window <= 0 || at > first + item.tokens - 1 - h_.window);
-      for (int r = 0; r < rows; r++) whole ? weigh<false>(s, r, at, begin, end) : weigh<true>(s, r, at, begin, end);
+      const int groups = (keys + kLanes - 1) / kLanes;
+      for (int r = 0; r < rows; r++)
+        whole ? weigh<false>(s, r, at, begin, end, kGroups) : weigh<true>(s, r, at, begin, end, groups);
       accumulate(item, s, rows, at, keys);
     }
     item.slot < 0 ? finish(item, s, rows) : leave(item, s, rows);
@@ -206,36 +209,39 @@ class Attention {
   }
 
   void score(const Item& item, Scratch& s, int rows, int at, int keys) {
-    const uint32_t* streams[4];
-    for (int g = 0; g < 4; g++) {
-      const int key = at + (g * kLanes < keys ? g * kLanes : 0);  // beyond the end: read the first again, masked below
-      streams[g] = keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
-    }
     const Unit* q = reinterpret_cast<const Unit*>(s.q.data());
-    int r = 0;
-    for (; r + 6 <= rows; r += 6) score_rows<6>(s, q, r, streams);
-    for (; r + 3 <= rows; r += 3) score_rows<3>(s, q, r, streams);
-    for (; r + 2 <= rows; r += 2) score_rows<2>(s, q, r, streams);
-    for (; r < rows; r++) score_rows<1>(s, q, r, streams);
+    for (int from = 0; from < keys; from += 4 * kLanes) {
+      const uint32_t* streams[4];
+      for (int g = 0; g < 4; g++) {
+        const int offset = from + g * kLanes, key = at + (offset < keys ? offset : from);  // beyond the end: masked below
+        streams[g] = keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
+      }
+      int r = 0;
+      for (; r + 6 <= rows; r += 6) score_rows<6>(s, q, r, from, streams);
+      for (; r + 3 <= rows; r += 3) score_rows<3>(s, q, r, from, streams);
+      for (; r + 2 <= rows; r += 2) score_rows<2>(s, q, r, from, streams);
+      for (; r < rows; r++) score_rows<1>(s, q, r, from, streams);
+    }
   }
 
   template <int R>
-  RAYLM_INLINE void score_rows(Scratch& s, const Unit* q, int r, const uint32_t* const (&streams)[4]) {
+  RAYLM_INLINE void score_rows(Scratch& s, const Unit* q, int r, int from, const uint32_t* const (&streams)[4]) {
     f32x16 sums[R][4] = {};
     multiply<T, R, 4>(sums, q + ptrdiff_t(r) * units_, units_, streams, b_.block_size, units_);
     for (int i = 0; i < R; i++)
-      for (int g = 0; g < 4; g++) store(&s.s[size_t(r + i) * kChunk + g * kLanes], sums[i][g] * h_.scale);
+      for (int g = 0; g < 4; g++) store(&s.s[size_t(r + i) * kChunk + from + g * kLanes], sums[i][g] * h_.scale);
   }
 
   // Scores of one row -> weights relative to the highest seen so far, and by how much what came before fades.
   template <bool MASKED>
-  void weigh(Scratch& s, int r, int at, int begin, int end) {
-    f32x16 score[4];
-    i32x16 seen[4];
+  void weigh(Scratch& s, int r, int at, int begin, int end, int groups) {
+    if (!MASKED) groups = kGroups;
+    f32x16 score[kGroups];
+    i32x16 seen[kGroups];
     f32x16 top = splat(kNever);
     const int last = std::min(s.position[r] + 1, end);
     const int low = std::max(begin, h_.window > 0 ? s.position[r] + 1 - h_.window : 0);
-    for (int g = 0; g < 4; g++) {
+    for (int g = 0; g < groups; g++) {
       score[g] = load<f32x16>(&s.s[size_t(r) * kChunk + g * kLanes]);
       if (h_.softcap > 0) score[g] = capped(score[g]);
       if (MASKED) {
@@ -247,7 +253,7 @@ class Attention {
     }
     const float before = s.top[r], now = std::max(before, highest(top));
     f32x16 total = {};
-    for (int g = 0; g < 4; g++) {
+    for (int g = 0; g < groups; g++) {
       f32x16 weight = exp(score[g] - now);
       if (MASKED) weight = bits<f32x16>(bits<i32x16>(weight) & seen[g]);
       total += weight;
@@ -264,7 +270,7 @@ class Attention {
   }
 
   void accumulate(const Item& item, Scratch& s, int rows, int at, int keys) {
-    const uint32_t* groups[4];
+    const uint32_t* groups[kGroups];
     for (int g = 0; g * kLanes < keys; g++) {
       const int key = at + g * kLanes;
       groups[g] = values_ + (block_of(item, key) * (b_.block_size / P) + key % b_.block_size / P) * h_.head_dim;

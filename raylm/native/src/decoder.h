@@ -175,18 +175,22 @@ class Decoder {
   void turn(T* head, const float* weight, const float* angle) {
     const int dim = m_.heads.head_dim, half = dim / 2;
     float x[kMaxHeadDim];
-    float total = 0;
-    for (int d = 0; d < dim; d++) x[d] = widen(head[d]);
+    f32x16 squares = {};
+    for (int d = 0; d < dim; d += kLanes) {
+      const f32x16 v = load_wide(head + d);
+      squares += v * v;
+      store(x + d, v);
+    }
     if (weight) {
-      for (int d = 0; d < dim; d++) total += x[d] * x[d];
-      const float scale = 1.0f / std::sqrt(total / dim + m_.eps);
-      for (int d = 0; d < dim; d++) x[d] *= scale * weight[d];
+      const float scale = 1.0f / std::sqrt(sum(squares) / dim + m_.eps);
+      for (int d = 0; d < dim; d += kLanes) store(x + d, load<f32x16>(x + d) * scale * load<f32x16>(weight + d));
     }
     for (int d = 0; d < half; d++) {
       const float left = x[d], right = x[half + d];
-      head[d] = narrow<T>(left * angle[d] - right * angle[half + d]);
-      head[half + d] = narrow<T>(right * angle[d] + left * angle[half + d]);
+      x[d] = left * angle[d] - right * angle[half + d];
+      x[half + d] = right * angle[d] + left * angle[half + d];
     }
+    for (int d = 0; d < dim; d += kLanes) store_narrow(head + d, load<f32x16>(x + d));
   }
 
   // Where the time goes, by the clock of thread 0.

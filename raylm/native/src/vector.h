@@ -71,14 +71,17 @@ RAYLM_INLINE float highest(f32x16 v) {
   return top;
 }
 
-// exp(x) for x <= 88, relative error under 1e-7 (0 below -87): 2^n times a polynomial on [-ln2/2, ln2/2], as in Cephes.
+// exp(x) for x <= 88, relative error under 1e-7, and next to 0 for all x below -87: 2^n times a polynomial on
+// [-ln2/2, ln2/2], as in Cephes.
 RAYLM_INLINE f32x16 exp(f32x16 x) {
-  const f32x16 low = splat(-87.0f);
-  const i32x16 alive = x > low;
-  x = max(x, low);
+  x = max(x, splat(-87.0f));
+#if defined(__AVX512F__)
+  const f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 8);
+#else
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const f32x16 shifted = x * 1.44269504088896341f + magic;
   const f32x16 n = shifted - magic;
+#endif
   f32x16 r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   f32x16 p = splat(1.9875691500e-4f);
@@ -88,8 +91,11 @@ RAYLM_INLINE f32x16 exp(f32x16 x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const i32x16 power = (bits<i32x16>(shifted) - bits<i32x16>(magic) + 127) << 23;
-  return bits<f32x16>(bits<i32x16>(p * bits<f32x16>(power)) & alive);
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * bits<f32x16>((bits<i32x16>(shifted) - bits<i32x16>(magic) + 127) << 23);
+#endif
 }
 
 // bfloat16 as stored; arithmetic is float.
