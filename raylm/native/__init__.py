@@ -12,7 +12,7 @@ from raylm.native.kernels import (
     use_threads,
 )
 from raylm.native.memory import huge_empty
-from raylm.native.packed_weight import Int4Weight, Int8Weight, Weight
+from raylm.native.packed_weight import Int4Weight, Int8Weight, Weight, round_int4
 
 __all__ = [
     "BatchTensors",
@@ -27,5 +27,6 @@ __all__ = [
     "huge_empty",
     "kernels",
     "layout",
+    "round_int4",
     "use_threads",
 ]

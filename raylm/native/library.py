@@ -100,6 +100,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "raylm_team_new": (c_void_p, [c_int]),
     "raylm_team_free": (None, [c_void_p]),
     "raylm_pack": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "raylm_round_int4": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),
     "raylm_linear": (None, [c_void_p, c_int, POINTER(Linear), c_void_p, c_int, c_void_p, c_int64]),
     "raylm_attention": (
         None,

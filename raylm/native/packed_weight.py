@@ -56,6 +56,24 @@ class Int4Weight:
 Weight = Tensor | Int8Weight | Int4Weight
 
 
+def round_int4(native: Kernels, weight: Tensor, group: int) -> Int4Weight:
+    """(out, in) float32 or bfloat16 to the nearest of 16 steps between the bounds of each group of inputs.
+
+    The bounds are the group's least and largest weight, drawn in by the share that makes the squared error least.
+    ``group`` is a multiple of 16 that divides the inputs.
+    """
+    rows, inputs = weight.shape
+    if group % lib.LANES or inputs % group:
+        raise ValueError(f"{inputs} inputs cannot be rounded in groups of {group}")
+    weight, groups = weight.contiguous(), inputs // group
+    values, scales, zeros = torch.empty((rows, inputs), dtype=torch.uint8), *torch.empty((2, rows, groups))
+    native.library.raylm_round_int4(
+        native.team.handle, KINDS[weight.dtype], weight.data_ptr(), rows, inputs, group,
+        values.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
+    )  # fmt: skip
+    return Int4Weight(values, scales, zeros)
+
+
 class PackedWeight:
     """A linear layer's weight (out, in) in packed form, with its bias; the original is not kept.
 

@@ -1,5 +1,6 @@
 // What Python calls (library.py). Pointers are trusted: the callers check shapes and types.
 #include "decoder.h"
+#include "int4_round.h"
 
 namespace {
 
@@ -33,6 +34,20 @@ void multiply_rows(Team& team, const Linear& w, const void* x, int rows, void* o
   });
 }
 
+template <class T>
+void round_rows(Team& team, const void* weight, int rows, int depth, int group, uint8_t* values, float* scales,
+                float* zeros) {
+  const int groups = depth / group;
+  team.run([&](int) {
+    team.each(rows, [&](int row) {
+      for (int g = 0; g < groups; g++) {
+        const ptrdiff_t at = ptrdiff_t(row) * groups + g;
+        round_int4(static_cast<const T*>(weight) + at * group, group, values + at * group, scales + at, zeros + at);
+      }
+    });
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -43,6 +58,13 @@ void raylm_team_free(void* team) { delete static_cast<Team*>(team); }
 void raylm_pack(void* team, const uint32_t* from, int columns, int units, uint32_t* to) {
   auto& t = *static_cast<Team*>(team);
   t.run([&](int) { pack(t, from, columns, units, to); });
+}
+
+// `weight` [rows][depth], of `kind`, to values of the same shape, scales and zeros [rows][depth / group].
+void raylm_round_int4(void* team, int kind, const void* weight, int rows, int depth, int group, uint8_t* values,
+                      float* scales, float* zeros) {
+  const auto call = kind == kBfloat16 ? round_rows<bf16> : round_rows<float>;
+  call(*static_cast<Team*>(team), weight, rows, depth, group, values, scales, zeros);
 }
 
 // `kind` is the type of x and out: kFloat32 or kBfloat16.

@@ -1,0 +1,65 @@
+// Rounds float weights to the 16 steps of int4.h, as they are loaded.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "vector.h"
+
+namespace raylm {
+
+constexpr int kClips = 11;
+constexpr float kClipStep = 0.04f;
+
+// The weights of a group in steps from its zero, and the squared error of that in squared steps.
+struct Int4Steps {
+  float scale, zero;
+
+  Int4Steps(float low, float high) : scale(std::max((high - low) / 15, 1e-12f)), zero(std::nearbyint(-low / scale)) {}
+
+  RAYLM_INLINE f32x16 of(f32x16 exact) const {
+    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const f32x16 nearest = max((exact + magic) - magic, splat(-zero));
+    return -max(-nearest, splat(zero - 15.0f));
+  }
+
+  template <class T>
+  float error(const T* weight, int group) const {
+    f32x16 wrong = {};
+    for (int i = 0; i < group; i += kLanes) {
+      const f32x16 exact = load_wide(weight + i) / scale, off = of(exact) - exact;
+      wrong += off * off;
+    }
+    return sum(wrong) * scale * scale;
+  }
+};
+
+// One group, a multiple of 16: between its least and its largest weight, both drawn in towards 0 by the share that makes
+// the squared error least.
+template <class T>
+void round_int4(const T* weight, int group, uint8_t* values, float* scale, float* zero) {
+  typedef uint8_t u8x16 __attribute__((vector_size(16)));
+  f32x16 high = {}, low = {};
+  for (int i = 0; i < group; i += kLanes) {
+    high = max(high, load_wide(weight + i));
+    low = max(low, -load_wide(weight + i));
+  }
+  const float top = highest(high), bottom = -highest(low);
+  Int4Steps best(bottom, top);
+  float least = std::numeric_limits<float>::infinity();
+  for (int clip = 0; clip < kClips; clip++) {
+    const float share = 1 - kClipStep * clip;
+    const Int4Steps steps(share * bottom, share * top);
+    const float error = steps.error(weight, group);
+    if (error < least) least = error, best = steps;
+  }
+  for (int i = 0; i < group; i += kLanes) {
+    const f32x16 step = best.of(load_wide(weight + i) / best.scale) + best.zero;
+    store(values + i, __builtin_convertvector(__builtin_convertvector(step, i32x16), u8x16));
+  }
+  *scale = best.scale;
+  *zero = best.zero;
+}
+
+}  // namespace raylm
