@@ -44,7 +44,13 @@ def test_start_tells_what_it_found(path: Path) -> None:
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert 0.9 * weights < info.weights_bytes < weights
     assert info.kv_cache_bytes == 8 * 16 * 2 * 2 * 2 * 16 * 2  # blocks, tokens, layers, k and v, heads, head_dim, bytes
-    assert [name for name, _ in info.stages] == ["import torch", "native kernels", "load weights", "profile run", "allocate KV cache"]
+    assert [name for name, _ in info.stages] == [
+        "import torch",
+        "native kernels",
+        "load weights",
+        "profile run",
+        "allocate KV cache",
+    ]
     assert all(seconds >= 0 for _, seconds in info.stages)
     output = worker.execute(first_step())
     assert output.seq_ids == [7]
