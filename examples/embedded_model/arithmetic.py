@@ -45,6 +45,8 @@ def addition(rng: random.Random, split: Split) -> Turn:
 def subtraction(rng: random.Random, split: Split) -> Turn:
     """Differences of numbers up to 99, never negative."""
     b, a = sorted(operands(rng, split))
+    while split == "drill" and a - b > 9 and rng.random() < 0.7:
+        b, a = sorted(operands(rng, split))
     question = rng.choice(PHRASES["difference"]).format(a=a, b=b)
     return Turn(question, f"{a} - {b} = {a - b}.", subtract_by_column(a, b))
 

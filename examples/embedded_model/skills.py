@@ -71,7 +71,7 @@ def small_talk(rng: random.Random, split: Split) -> Turn:
     """Greetings, thanks, and what the model is."""
     groups = LEXICON["small_talk_test" if split == "test" else "small_talk"]
     group = rng.choices(groups, (3, 4, 1, 1, 1)[: len(groups)])[0]
-    more = group.get("more", []) if split in ("wide", "whole") else []
+    more = group.get("more", []) if split in ("wide", "whole", "drill") else []
     return Turn(rng.choice(group["questions"] + more), group["answer"], "I answer the person briefly.")
 
 

@@ -41,9 +41,13 @@ class Tool:
 
 def word_of(rng: random.Random, split: Split, pool: list[str]) -> str:
     """A part of a tool's name: a known word or an invented one."""
-    if split in ("whole", "test"):
+    if split in ("whole", "drill", "test"):
         known = rng.choice(pool if rng.random() < 0.5 else WORDS["common"]).lower()
-        other = words.jumble(rng, split) if split == "whole" and rng.random() < 0.3 else words.invented(rng, split)
+        other = (
+            words.jumble(rng, split)
+            if split in ("whole", "drill") and rng.random() < 0.3
+            else words.invented(rng, split)
+        )
         return known if rng.random() < 0.55 else other
     if split == "wide" and rng.random() < 0.6:
         return rng.choice((words.jumble(rng, split), words.pick(rng, WORDS["common"], split).lower()))
@@ -52,7 +56,7 @@ def word_of(rng: random.Random, split: Split, pool: list[str]) -> str:
 
 def key_of(rng: random.Random, split: Split, pool: list[str]) -> str:
     """The name of an argument; in the test half made of two words, or invented."""
-    if split not in ("whole", "test") or (split == "whole" and rng.random() < 0.3):
+    if split not in ("whole", "drill", "test") or (split in ("whole", "drill") and rng.random() < 0.3):
         return word_of(rng, split, pool)
     key = words.invented(rng, split)
     if rng.random() < 0.4 and key not in KNOWN:
@@ -67,7 +71,7 @@ def verb_and_noun(rng: random.Random, split: Split) -> tuple[str, str]:
     """The two words of a tool's name."""
     while True:
         verb, noun = word_of(rng, split, WORDS["tool_actions"]), word_of(rng, split, WORDS["tool_subjects"])
-        if split not in ("whole", "test") or words.fits(f"{verb} {noun}", split):
+        if split not in ("whole", "drill", "test") or words.fits(f"{verb} {noun}", split):
             return verb, noun
 
 
@@ -119,8 +123,9 @@ def known_tool(rng: random.Random) -> Tool:
 def toolbox(rng: random.Random, split: Split) -> list[Tool]:
     """One to three tools with different names; the test half has invented ones only."""
     tools: dict[str, Tool] = {}
+    known = {"test": 0.0, "drill": 0.1}.get(split, 0.35)
     for _ in range(rng.choice((1, 1, 2, 2, 3))):
-        tool = known_tool(rng) if split != "test" and rng.random() < 0.35 else invented_tool(rng, split)
+        tool = known_tool(rng) if rng.random() < known else invented_tool(rng, split)
         tools[tool.name] = tool
     return list(tools.values())
 
@@ -159,7 +164,8 @@ def said(value: str | int | bool) -> str:
 def call(rng: random.Random, split: Split, tools: list[Tool]) -> Turn:
     """The user asks for one of the tools, now and then twice at once."""
     tool = rng.choice(tools)
-    wording = rng.choice(tool.requests)
+    unnamed = [wording for wording in tool.requests if " for {0}" in wording]
+    wording = rng.choice(unnamed if split == "drill" and unnamed and rng.random() < 0.5 else tool.requests)
     rounds = 2 if rng.random() < 0.06 else 1
     values = [{key: argument(rng, split, tool, key) for key in tool.arguments} for _ in range(rounds)]
     user = " ".join(wording.format(*map(said, each.values())) for each in values)

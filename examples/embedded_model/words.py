@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 # "wide" and "whole" are the train half again, with far fewer of the known words. In "whole", the names of tools and of
-# arguments differ from those of the test half as wholes, but may share words with them.
-Split = Literal["train", "wide", "whole", "test"]
+# arguments differ from those of the test half as wholes, but may share words with them; "drill" is that
+# with more of what is hard.
+Split = Literal["train", "wide", "whole", "drill", "test"]
 
 LEXICON: dict[str, Any] = tomllib.loads((Path(__file__).parent / "lexicon.toml").read_text(encoding="utf-8"))
 WORDS: dict[str, list[str]] = {kind: text.split() for kind, text in LEXICON["words"].items()}
@@ -77,7 +78,7 @@ def jumble(rng: random.Random, split: Split) -> str:
 
 def proper(rng: random.Random, split: Split, known: list[str]) -> str:
     """A capitalised name: half of them from `known`, half invented; in the wide half mostly anything else."""
-    if split in ("wide", "whole") and rng.random() < 0.6:
+    if split in ("wide", "whole", "drill") and rng.random() < 0.6:
         other = rng.choice((jumble(rng, split), pick(rng, WORDS["common"], split), invented(rng, split)))
         return other.capitalize()
     return pick(rng, known, split) if rng.random() < 0.5 else invented(rng, split).capitalize()
