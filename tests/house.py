@@ -23,7 +23,8 @@ ROOMS = [
 ]  # from the ground up; the floor lies below, app above
 FLOOR = {"config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost"}
 PURE_CORE = {f"engine/{name}.py" for name in (
-    "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan", "step_budget",
+    "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
+    "step_budget",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),

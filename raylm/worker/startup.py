@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from raylm.checkpoint import resolve
-from raylm.config import Config
+from raylm.config import Config, EngineConfig
 from raylm.errors import ConfigError
 from raylm.messages import WorkerInfo
 from raylm.models import load_model, resolve_dtype
 from raylm.native import use_threads
 from raylm.worker.attention import StepLimits, select_backend
-from raylm.worker.forward import select_forward
+from raylm.worker.forward import ModuleForward, select_forward
 from raylm.worker.host import available_cores
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
@@ -48,7 +48,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         ConfigError: the model cannot be served as configured.
     """
     stages, size = Stages(), config.cache.block_size
-    torch.set_num_threads(most_threads := available_threads(config.engine.threads))
+    torch.set_num_threads(most_threads := available_threads(config.engine))
     device = resolve_device(config.device)
     if device.type == "cpu":
         with stages("native kernels"):
@@ -74,6 +74,8 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device)
         speculator = create_speculator(limits, pool.max_model_len, config.scheduler.speculative_tokens)
         forward = select_forward(model, backend, kv_caches, limits)
+        # What is left to torch beside a native forward pass is small: waking its threads takes longer.
+        torch.set_num_threads(threads if isinstance(forward, ModuleForward) else 1)
         runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator)
     return runner, WorkerInfo(
         num_blocks=pool.num_blocks,
@@ -102,9 +104,10 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def available_threads(asked: int | None) -> int:
-    """Threads for the worker: those ``asked`` for, else one a core less one, which the other actors need."""
-    return asked or max(1, available_cores() - 1)
+def available_threads(engine: EngineConfig) -> int:
+    """Threads for the worker: those asked for, else one a core, less one where it shares the machine with actors."""
+    others = 1 if engine.executor == "ray" else 0
+    return engine.threads or max(1, available_cores() - others)
 
 
 def useful_threads(most: int, weights_bytes: int) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from raylm.config import Config
+from raylm.config import Config, EngineConfig
 from raylm.errors import ConfigError
 from raylm.messages import NewSequence, SchedulerOutput
+from raylm.native import kernels
 from raylm.params import SamplingParams
 from raylm.worker import Worker
 from raylm.worker.host import available_cores, available_memory
@@ -78,11 +79,14 @@ def test_the_default_pool_is_a_modest_share_of_what_is_free(path: Path) -> None:
 def test_threads_default_to_what_the_weights_are_worth(path: Path) -> None:
     before = torch.get_num_threads()
     try:
-        assert Worker(config(path, engine={})).start().threads == torch.get_num_threads() == 1
-        assert Worker(config(path, engine={"threads": 2})).start().threads == torch.get_num_threads() == 2
+        assert Worker(config(path, engine={})).start().threads == kernels().team.threads == 1
+        assert Worker(config(path, engine={"threads": 2})).start().threads == kernels().team.threads == 2
+        assert torch.get_num_threads() == 1  # torch has little to do beside the kernels
     finally:
         torch.set_num_threads(before)
-    assert available_threads(None) == max(1, available_cores() - 1)
+    assert available_threads(EngineConfig()) == max(1, available_cores() - 1)
+    assert available_threads(EngineConfig(executor="local")) == available_cores()
+    assert available_threads(EngineConfig(threads=7)) == 7
     assert [useful_threads(3, size << 20) for size in (1, 127, 128, 10_000)] == [1, 1, 2, 3]
 
 

@@ -84,9 +84,9 @@ class Plan {
     split_.clear();
     slots_ = 0;
     const int wanted = 4 * threads, total = int(items_.size()) + singles * heads.kv_heads;
-    // All sequences of one head after the other: where they share a prefix, its keys stay in the core's cache.
-    for (int head = 0; head < heads.kv_heads; head++)
-      for (int seq = 0; seq < singles; seq++) {
+    // All heads of one sequence after the other: they lie side by side in its blocks.
+    for (int seq = 0; seq < singles; seq++)
+      for (int head = 0; head < heads.kv_heads; head++) {
         int parts = 1;
         if (total < wanted && total % threads)
           parts = std::clamp(std::min(wanted / total + 1, batch.seq_lens[seq] / kMinPart), 1, 64);
@@ -156,7 +156,12 @@ class Attention {
   // In phases of its own; every thread of the team calls it.
   void run(Team& team, int thread) {
     const auto& items = space_.plan.items();
-    for (int i = team.claim(); i < int(items.size()); i = team.claim()) attend(items[i], space_.scratch[thread]);
+    const int count = int(items.size());
+    for (int i = team.claim(); i < count;) {
+      const int next = team.claim();
+      attend(items[i], next < count ? &items[next] : nullptr, space_.scratch[thread]);
+      i = next;
+    }
     team.barrier();
     const auto& split = space_.plan.split();
     if (split.empty()) return;
@@ -167,22 +172,38 @@ class Attention {
  private:
   typedef AttentionScratch<T> Scratch;
 
-  void attend(const Item& item, Scratch& s) {
+  struct Span {
+    int begin, end;
+  };
+
+  // The keys that an item reads.
+  Span span_of(const Item& item) const {
+    const int first = int(b_.positions[item.token]), end = first + item.tokens;
+    const int begin = h_.window > 0 ? std::max(0, first - h_.window + 1) : 0;
+    if (item.parts == 1) return {begin, end};
+    const int chunks = (end - begin + kChunk - 1) / kChunk;
+    return {begin + int(int64_t(chunks) * item.part / item.parts) * kChunk,
+            std::min(end, begin + int(int64_t(chunks) * (item.part + 1) / item.parts) * kChunk)};
+  }
+
+  void attend(const Item& item, const Item* next, Scratch& s) {
     const int rows = item.tokens * group_, first = int(b_.positions[item.token]);
+    const auto [begin, end] = span_of(item);
     gather(item, s);
-    int begin = h_.window > 0 ? std::max(0, first - h_.window + 1) : 0;
-    int end = first + item.tokens;
-    if (item.parts > 1) {
-      const int chunks = (end - begin + kChunk - 1) / kChunk, from = begin;
-      begin = from + int(int64_t(chunks) * item.part / item.parts) * kChunk;
-      end = std::min(end, from + int(int64_t(chunks) * (item.part + 1) / item.parts) * kChunk);
-    }
     std::fill_n(s.top.begin(), rows, kNever);
     std::fill_n(s.total.begin(), rows, 0.0f);
     std::fill_n(s.o.begin(), size_t(rows) * h_.head_dim, 0.0f);
     for (int at = begin / kLanes * kLanes; at < end; at += kChunk) {
       const int keys = std::min(kChunk, end - at);
+      // A single token does little with each key: memory must be asked for what comes, or every block is waited for.
+      if (item.tokens == 1) ask_for_values(item, at, keys);
       score(item, s, rows, at, keys);
+      if (item.tokens == 1) {
+        if (at + kChunk < end)
+          ask_for_keys(item, at + kChunk, std::min(kChunk, end - at - kChunk));
+        else if (next)
+          ask_for_first_keys(*next);
+      }
       const bool whole = keys == kChunk && at + kChunk <= first + 1 && at >= begin &&
                          (h_.window <= 0 || at > first + item.tokens - 1 - h_.window);
       const int groups = (keys + kLanes - 1) / kLanes;
@@ -206,6 +227,32 @@ class Attention {
   size_t block_of(const Item& item, int key) const {
     const int32_t block = b_.block_tables[ptrdiff_t(item.seq) * b_.table_width + key / b_.block_size];
     return size_t(block) * h_.kv_heads + item.head;
+  }
+
+  void ask_for_keys(const Item& item, int at, int keys) const {
+    for (int offset = 0; offset < keys; offset += kLanes) {
+      const int key = at + offset;
+      const uint32_t* from = keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
+      for (int u = 0; u < units_; u++) __builtin_prefetch(from + ptrdiff_t(u) * b_.block_size, 0, 2);
+    }
+  }
+
+  void ask_for_first_keys(const Item& item) const {
+    const auto [begin, end] = span_of(item);
+    const int at = begin / kLanes * kLanes;
+    ask_for_keys(item, at, std::min(kChunk, end - at));
+  }
+
+  void ask_for_values(const Item& item, int at, int keys) const {
+    for (int offset = 0; offset < keys; offset += kLanes) {
+      const uint32_t* from = values_of(item, at + offset);
+      for (int i = 0; i < kGroupUnits * h_.head_dim; i += kLanes) __builtin_prefetch(from + i, 0, 2);
+    }
+  }
+
+  // Where the values of the 16 keys from `key` on lie.
+  const uint32_t* values_of(const Item& item, int key) const {
+    return values_ + (block_of(item, key) * (b_.block_size / P) + key % b_.block_size / P) * h_.head_dim;
   }
 
   void score(const Item& item, Scratch& s, int rows, int at, int keys) {
@@ -271,10 +318,7 @@ class Attention {
 
   void accumulate(const Item& item, Scratch& s, int rows, int at, int keys) {
     const uint32_t* groups[kGroups];
-    for (int g = 0; g * kLanes < keys; g++) {
-      const int key = at + g * kLanes;
-      groups[g] = values_ + (block_of(item, key) * (b_.block_size / P) + key % b_.block_size / P) * h_.head_dim;
-    }
+    for (int g = 0; g * kLanes < keys; g++) groups[g] = values_of(item, at + g * kLanes);
     if (P == 2 && keys % 2) {  // the last unit holds one key of ours and one slot of nobody's
       const uint32_t* last = groups[(keys - 1) / kLanes] + ptrdiff_t((keys - 1) % kLanes / P) * h_.head_dim;
       for (int d = 0; d < h_.head_dim; d++) s.tail[d] = last[d] & 0xffffu;

@@ -66,7 +66,7 @@ class Team {
   }
 
  private:
-  static constexpr int kSpins = 1500;
+  static constexpr int kSpins = 3000;
 
   // Spin for some 25 microseconds, then sleep: a core that spins while another thread of the team waits for a core would
   // keep it from running, and everybody would wait for that.
