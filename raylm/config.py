@@ -72,7 +72,7 @@ class EngineConfig(_Frozen):
         None,
         ge=1,
         le=1024,
-        description="CPU threads of a worker; by default the cores (ray: less one), fewer for a small model.",
+        description="CPU threads of a worker; by default the cores, fewer for a small model.",
     )
     num_cpus: float = Field(
         0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from raylm.checkpoint import resolve
-from raylm.config import Config, EngineConfig
+from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.messages import WorkerInfo
 from raylm.models import load_model, resolve_dtype
@@ -48,7 +48,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         ConfigError: the model cannot be served as configured.
     """
     stages, size = Stages(), config.cache.block_size
-    torch.set_num_threads(most_threads := available_threads(config.engine))
+    torch.set_num_threads(most_threads := available_threads(config.engine.threads))
     device = resolve_device(config.device)
     if device.type == "cpu":
         with stages("native kernels"):
@@ -104,10 +104,9 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def available_threads(engine: EngineConfig) -> int:
-    """Threads for the worker: those asked for, else one a core, less one where it shares the machine with actors."""
-    others = 1 if engine.executor == "ray" else 0
-    return engine.threads or max(1, available_cores() - others)
+def available_threads(asked: int | None) -> int:
+    """Threads for the worker: those ``asked`` for, else one a core; the other actors get their turns between phases."""
+    return asked or available_cores()
 
 
 def useful_threads(most: int, weights_bytes: int) -> int:
