@@ -62,16 +62,18 @@ class Team {
       phase_.notify_all();
       return;
     }
-    await(phase_, phase);
+    await(phase_, phase, kPhaseSpins);
   }
 
  private:
-  static constexpr int kSpins = 3000;
+  // How long to spin before sleeping: between phases some 50 microseconds; between steps a few milliseconds, in which
+  // the next one usually comes, and waking a virtual processor takes longer than many a phase.
+  static constexpr int kPhaseSpins = 3000, kStepSpins = 150000;
 
-  // Spin for some 25 microseconds, then sleep: a core that spins while another thread of the team waits for a core would
+  // Spin, then sleep: a core that spins while another thread of the team waits for a core would
   // keep it from running, and everybody would wait for that.
-  static void await(const std::atomic<unsigned>& value, unsigned old) {
-    for (int spins = 0; spins < kSpins; spins++) {
+  static void await(const std::atomic<unsigned>& value, unsigned old, int most) {
+    for (int spins = 0; spins < most; spins++) {
       if (value.load(std::memory_order_acquire) != old) return;
 #if defined(__x86_64__)
       _mm_pause();
@@ -88,7 +90,7 @@ class Team {
   void serve(int thread) {
     unsigned seen = 0;
     while (true) {
-      await(round_, seen);
+      await(round_, seen, kStepSpins);
       seen = round_.load(std::memory_order_acquire);
       if (ending_.load()) return;
       (*work_)(thread);
