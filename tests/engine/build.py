@@ -72,3 +72,14 @@ class Engine:
     def lengths(self) -> dict[int, int]:
         """Known tokens of the running sequences by the key of their request."""
         return {seq.key: len(seq.token_ids) for seq in self.scheduler.running}
+
+
+def crowd(engine: Engine, *lengths: int, **fields: list[int]) -> None:
+    """Sequences of the given lengths, all running; a multiple of 4 needs a block for its next token."""
+    for key, length in enumerate(lengths):
+        engine.add([key + 1] * length, key=key, **{name: values[key] for name, values in fields.items()})
+    admit = engine.kv.admit
+    engine.kv.admit = lambda seq, spare, **kwargs: admit(seq, 0, **kwargs)  # type: ignore[method-assign]
+    engine.step()
+    engine.kv.admit = admit  # type: ignore[method-assign]
+    assert len(engine.scheduler.running) == len(lengths)

@@ -274,6 +274,12 @@ class Run:
 
     # -------------------------------------------------------------- what must hold in the end
 
+    @property
+    def settled(self) -> set[int]:
+        """Keys of the requests that came to an end of some kind."""
+        ended = {key for (key, _), answer in self.answers.items() if answer.finish is not None}
+        return ended | self.aborted | self.refused | self.failed
+
     def compare(self) -> None:
         """Every request got what it would have got alone in the world."""
         assert all(pickle.loads(before) == plan for plan, before in self.handed_over), (

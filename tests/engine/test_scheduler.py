@@ -9,7 +9,7 @@ import pytest
 from raylm.engine.sequence import sequence_seed
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
-from tests.engine.build import CLIENT, EOS, Engine, request
+from tests.engine.build import CLIENT, EOS, Engine, crowd, request
 
 
 def rows(plan: SchedulerOutput) -> list[tuple[int, int, int, bool]]:
@@ -184,111 +184,6 @@ def test_results_are_taken_in_the_order_of_the_steps() -> None:
         engine.scheduler.update(first, ModelRunnerOutput(2, [0], [1], [5]))
     engine.update(first)
     engine.update(second)
-
-
-# -------------------------------------------------------------------- preemption
-
-
-def crowd(engine: Engine, *lengths: int, **fields: list[int]) -> None:
-    """Sequences of the given lengths, all running; a multiple of 4 needs a block for its next token."""
-    for key, length in enumerate(lengths):
-        engine.add([key + 1] * length, key=key, **{name: values[key] for name, values in fields.items()})
-    admit = engine.kv.admit
-    engine.kv.admit = lambda seq, spare, **kwargs: admit(seq, 0, **kwargs)  # type: ignore[method-assign]
-    engine.step()
-    engine.kv.admit = admit  # type: ignore[method-assign]
-    assert len(engine.scheduler.running) == len(lengths)
-
-
-def test_the_one_with_the_least_work_to_lose_goes_first() -> None:
-    engine = Engine(num_blocks=6)
-    crowd(engine, 4, 6, 9)  # 1 + 2 + 3 blocks: the pool is full
-    plan = engine.schedule()
-    assert [seq.key for seq in engine.scheduler.running] == [0, 2]
-    assert plan.finished == [1]
-    assert plan.new_block_counts == [1, 0]
-
-
-def test_the_newest_goes_first_among_equals() -> None:
-    engine = Engine(num_blocks=5)
-    crowd(engine, 4, 6, 6)
-    engine.schedule()
-    assert [seq.key for seq in engine.scheduler.running] == [0, 1]
-
-
-def test_the_lower_class_goes_first_whatever_it_loses() -> None:
-    engine = Engine(num_blocks=6, policy="priority")
-    crowd(engine, 4, 6, 9, priority=[0, 1, 2])
-    engine.schedule()
-    assert [seq.key for seq in engine.scheduler.running] == [0, 1]
-
-
-def test_who_only_waits_for_its_last_token_loses_nothing() -> None:
-    engine = Engine(num_blocks=6)
-    crowd(engine, 4, 6, 9, max_tokens=[9, 9, 2])
-    running = engine.scheduler.running
-    assert running[2].num_tokens < running[2].limit
-    running[2].num_tokens = running[2].limit  # its last token is on its way
-    assert engine.schedule().finished == [2]
-
-
-def test_shared_blocks_are_no_loss() -> None:
-    engine = Engine(num_blocks=20)
-    crowd(engine, 4, 6)
-    prompt = [9] * 33
-    for key in (2, 3):
-        engine.add(prompt, key=key)
-        engine.step()
-    costs = {seq.key: engine.scheduler._cost_of_preemption(seq)[1] for seq in engine.scheduler.running}
-    assert costs[1] == 8
-    assert costs[3] == 33 - 32
-    assert costs[2] == 34 - 32
-
-
-def test_who_comes_behind_sits_out_and_keeps_its_work() -> None:
-    engine = Engine(num_blocks=5)
-    crowd(engine, 9, 8)  # 3 + 2 blocks; the second one needs another
-    plan = engine.schedule()
-    assert plan.seq_ids == [0]
-    assert len(engine.scheduler.running) == 2
-    assert engine.scheduler.counters.preemptions == 0
-
-
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("num_blocks", [2, 3, 5])
-def test_a_sequence_alone_always_fits(num_blocks: int, steps_in_flight: int) -> None:
-    """max_model_len is cut to the pool, so the longest sequence ends by length and is never preempted."""
-    engine = Engine(num_blocks=num_blocks, max_model_len=10**6)
-    longest = num_blocks * 4
-    assert engine.scheduler.max_model_len == longest
-    for prompt in range(1, longest):
-        engine.add([1] * prompt, key=prompt)
-        in_flight: list[SchedulerOutput] = []
-        tokens, reasons = 0, list[str | None]()
-        while engine.scheduler.has_work:
-            while len(in_flight) < steps_in_flight and (plan := engine.scheduler.schedule()):
-                in_flight.append(plan)
-            out = engine.update(in_flight.pop(0))
-            assert out is not None
-            tokens += len(out.token_ids)
-            reasons += out.finish_reasons
-        assert tokens == longest - prompt
-        assert reasons[-1] == "length"
-        engine.kv.check_idle()
-    assert engine.scheduler.counters.preemptions == 0
-
-
-def test_two_that_do_not_fit_together_both_end() -> None:
-    engine = Engine(num_blocks=4, max_model_len=16)
-    for key in (0, 1):
-        engine.add([key + 1] * 4, key=key)
-    steps = 0
-    while engine.scheduler.has_work:
-        engine.step()
-        steps += 1
-        assert steps < 60
-    assert engine.scheduler.counters.generation_tokens == 24
-    assert engine.scheduler.counters.preemptions > 0
 
 
 # -------------------------------------------------------------------- ends
@@ -491,60 +386,3 @@ def test_clients_get_their_own_entries_and_logprobs() -> None:
         Logprobs([1, 2], [7, 9, 6], [-0.1, -0.2, -0.3], [1, 2]),
     )
     assert (news["b"].keys, news["b"].token_ids, news["b"].logprobs) == ([0], [8], None)
-
-
-def test_several_tokens_of_a_step_are_one_entry_up_to_the_end() -> None:
-    engine = Engine(speculative_tokens=2)
-    engine.add([1] * 3, key=0)
-    engine.add([2] * 3, key=1)
-    plan = engine.schedule()
-    result = ModelRunnerOutput(1, [0, 1], [3, 3], [5, EOS, 5, 6, 6, 6], drafted_tokens=4)
-    news = engine.scheduler.update(plan, result)[CLIENT]
-    assert (news.keys, news.token_counts, news.token_ids) == ([0, 1], [2, 3], [5, EOS, 6, 6, 6])
-    assert news.finish_reasons == ["stop", None]
-    assert (news.stats.drafted_tokens, news.stats.accepted_tokens, news.stats.generation_tokens) == (4, 4, 5)
-
-
-def test_blocks_are_reserved_for_all_guesses_of_the_steps_in_flight() -> None:
-    """Block size 4: 3 tokens known, then 1 + 5 in each of two steps need three blocks and a bit."""
-    engine = Engine(num_blocks=20, speculative_tokens=5)
-    engine.add([1] * 3)
-    engine.step()
-    assert engine.schedule().new_block_counts == [2]  # position 3 and five guesses
-    assert engine.schedule().new_block_counts == [1]  # at most 4 + 6 are known, the last guess stands at 14
-
-
-def test_no_block_is_taken_for_guesses_where_others_will_need_it() -> None:
-    engine = Engine(num_blocks=5, speculative_tokens=3)
-    for key in range(3):
-        engine.add([1 + key] * 3, key)
-    engine.step()
-    plan = engine.schedule()
-    assert plan.new_block_ids == []
-    assert plan.seq_ids == [0, 1, 2]
-    assert engine.scheduler.counters.preemptions == 0
-
-
-def test_the_next_block_is_there_when_guesses_may_have_filled_the_last() -> None:
-    engine = Engine(num_blocks=5, speculative_tokens=2)
-    for key in range(3):
-        engine.add([1 + key] * 2, key)
-    plan = engine.schedule()
-    engine.update(plan)
-    first = engine.schedule()  # 3 known, room for one guess each
-    second = engine.schedule()  # 4 or 5 known: whoever comes first gets the blocks that are left
-    assert (first.new_block_counts, second.seq_ids, second.new_block_counts) == ([0, 0, 0], [0, 1], [1, 1])
-    engine.scheduler.update(first, ModelRunnerOutput(2, [0, 1, 2], [2, 1, 2], [5, 5, 5, 5, 5]))
-    assert [(seq.num_tokens, seq.num_computed) for seq in engine.scheduler.running] == [(6, 5), (5, 4), (5, 4)]
-    assert engine.scheduler.counters.preemptions == 0
-
-
-def test_the_last_token_of_all_is_not_published_by_a_step_that_found_no_room() -> None:
-    engine = Engine(speculative_tokens=4)
-    engine.add([1] * 3, max_tokens=5)
-    engine.step()
-    first, second = engine.schedule(), engine.schedule()
-    engine.scheduler.update(first, ModelRunnerOutput(2, [0], [4], [5, 6, 7, 8], drafted_tokens=4))
-    engine.scheduler.update(second, ModelRunnerOutput(3, [], [], []))
-    engine.add([1, 1, 1, 5, 5, 6, 7, 8, 9])
-    assert engine.schedule().num_computed == [4]

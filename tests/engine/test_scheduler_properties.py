@@ -21,4 +21,5 @@ def live(seed: int, length: int) -> Run:
 @settings(max_examples=1000, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(5, 80))
 def test_every_request_gets_what_it_would_have_got_alone(seed: int, length: int) -> None:
-    live(seed, length)
+    run = live(seed, length)
+    assert run.settled == {request.key for _, request in run.added}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import pytest
 from raylm.config import Config
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
-from raylm.messages import EngineCoreRequest, Logprobs, ModelRunnerOutput, SchedulerOutput
+from raylm.messages import EngineCoreRequest, Logprobs
 from raylm.params import SamplingParams
 from raylm.worker import Worker
 from raylm.worker.ngram import Floats, IntArray, Ints
 from raylm.worker.speculator import NGramSpeculator
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import random_prompt
+from tests.worker.two_in_flight import play
 
 MOST = 5
 EOS = 1
@@ -85,15 +86,8 @@ def serve(
     answers = Answers(core=core)
     for request in requests:
         core.add("client", request)
-    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-    while core.has_work:
-        plan = core.schedule() if len(in_flight) < 2 else None
-        if plan is not None:
-            in_flight.append((plan, worker.execute(plan)))
-            continue
-        for news in core.update(*in_flight.popleft()).values():
-            take(answers, news)
-        core.kv.check()
+    for news in play(core, worker):
+        take(answers, news)
     return answers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 from raylm.config import Config
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
-from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from raylm.messages import EngineCoreRequest
 from raylm.params import SamplingParams
 from raylm.worker import Worker
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.driver import Reference, random_prompt
+from tests.worker.two_in_flight import play
 
 NEW_TOKENS = 24
 
@@ -35,17 +36,11 @@ def serve(
             "client", EngineCoreRequest(key, str(key), prompt, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
         )
     drawn: dict[int, list[int]] = defaultdict(list)
-    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-    while core.has_work:
-        plan = core.schedule() if len(in_flight) < 2 else None
-        if plan is not None:
-            in_flight.append((plan, worker.execute(plan)))
-            continue
-        for news in core.update(*in_flight.popleft()).values():
-            at = 0
-            for key, count in zip(news.keys, news.token_counts, strict=True):
-                drawn[key] += news.token_ids[at : at + count]
-                at += count
+    for news in play(core, worker):
+        at = 0
+        for key, count in zip(news.keys, news.token_counts, strict=True):
+            drawn[key] += news.token_ids[at : at + count]
+            at += count
     return drawn, core
 
 

@@ -1,0 +1,72 @@
+"""Faults planted where the engine core deals with guessed tokens, each of which the random lives must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raylm.engine.scheduler import Scheduler
+from raylm.engine.sequence import Sequence, Status
+from tests.engine.planting import Patch, caught, wrap
+
+
+def accepted_guesses_are_not_counted(patch: Patch) -> None:
+    patch.setattr(Sequence, "catch_up", lambda self, extra: None)
+
+
+def a_rejected_guess_counts_as_computed(patch: Patch) -> None:
+    wrap(patch, Sequence, "catch_up", lambda original, self, extra: original(self, extra + (extra > 0)))
+
+
+def blocks_are_reserved_for_one_token_a_step(patch: Patch) -> None:
+    patch.setattr(Sequence, "longest", lambda self, drafts: self.num_tokens)
+
+
+def blocks_are_reserved_for_one_step_in_flight(patch: Patch) -> None:
+    def longest(original: Any, self: Sequence, drafts: int) -> int:
+        return min(original(self, drafts), len(self.token_ids) + 1 + drafts)
+
+    wrap(patch, Sequence, "longest", longest)
+
+
+def guesses_preempt_others(patch: Patch) -> None:
+    def wanted(self: Scheduler, seq: Sequence) -> int:
+        return min(self.kv.capacity(seq) + 1 + self._drafts, seq.limit + 1)
+
+    patch.setattr(Scheduler, "_wanted", wanted)
+
+
+def tokens_behind_an_end_are_delivered(patch: Patch) -> None:
+    def remove(original: Any, self: Scheduler, seq: Sequence) -> None:
+        original(self, seq)
+        seq.status = Status.PREEMPTED
+
+    wrap(patch, Scheduler, "_remove", remove)
+
+
+def the_worker_is_not_told_the_limit(patch: Patch) -> None:
+    wrap(patch, Sequence, "as_new", lambda original, self, block_ids: replace(original(self, block_ids), limit=10**6))
+
+
+FAULTS = [
+    accepted_guesses_are_not_counted,
+    a_rejected_guess_counts_as_computed,
+    blocks_are_reserved_for_one_token_a_step,
+    blocks_are_reserved_for_one_step_in_flight,
+    guesses_preempt_others,
+    tokens_behind_an_end_are_delivered,
+    the_worker_is_not_told_the_limit,
+]
+
+
+def test_every_fault_of_this_file_is_listed() -> None:
+    annotations = {"patch": "Patch", "return": "None"}
+    assert [value for value in globals().values() if getattr(value, "__annotations__", None) == annotations] == FAULTS
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    assert caught(plant, monkeypatch)
