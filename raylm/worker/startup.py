@@ -59,7 +59,8 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization)
     threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
     torch.set_num_threads(threads)
-    use_threads(threads)
+    if device.type == "cpu":
+        use_threads(threads)
     backend = select_backend(model.attention_specs, dtype, device, size)
     with stages("profile run"):
         limits = _limits(config, checkpoint.max_position_embeddings)
