@@ -15,47 +15,23 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
 from compare_engines import meter
+from noting_executor import NotingExecutor
 
 from raylm import Config
-from raylm.engine import EngineCore, ModelExecutor, RayExecutor, create_worker
+from raylm.engine import EngineCore, RayExecutor, create_worker
 from raylm.errors import RayLMError
-from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput
 from raylm.params import SamplingParams
 
 T = TypeVar("T")
 PROMPT_TOKENS, WARM_UP_STEPS = 128, 24
 FLOAT_PARTS = ("forward_s", "step_s")
-
-
-class NotingExecutor(ModelExecutor):
-    """Notes when each result came, what the worker says of it, and how many sequences drew."""
-
-    def __init__(self, inner: ModelExecutor) -> None:
-        self._inner = inner
-        self.noted: list[tuple[float, float, ModelRunnerOutput]] = []
-
-    async def start(self) -> WorkerInfo:
-        """As the inner one."""
-        return await self._inner.start()
-
-    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """As the inner one; the step is handed over before this returns."""
-        return self._noted(self._inner.execute(plan))
-
-    async def _noted(self, result: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-        output = await result
-        self.noted.append((time.perf_counter(), time.process_time(), output))
-        return output
-
-    async def shutdown(self) -> None:
-        """As the inner one."""
-        await self._inner.shutdown()
 
 
 class Clock:

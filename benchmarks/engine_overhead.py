@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable
 from typing import Any
 
 import ray
+from noting_executor import NotingExecutor
 
 from raylm import Config
 from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, RayExecutor, create_worker, prepare_process
@@ -49,33 +49,6 @@ class FixedTimeWorker:
         """Nothing to let go of."""
 
 
-class TimedExecutor(ModelExecutor):
-    """Notes when each result came, and how long its worker was busy."""
-
-    def __init__(self, inner: ModelExecutor) -> None:
-        self._inner = inner
-        self.arrived: list[float] = []
-        self.busy: list[float] = []
-
-    async def start(self) -> WorkerInfo:
-        """As the inner one."""
-        return await self._inner.start()
-
-    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """As the inner one; the step is handed over before this returns."""
-        return self._noted(self._inner.execute(plan))
-
-    async def _noted(self, result: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-        output = await result
-        self.arrived.append(time.perf_counter())
-        self.busy.append(output.step_s)
-        return output
-
-    async def shutdown(self) -> None:
-        """As the inner one."""
-        await self._inner.shutdown()
-
-
 @ray.remote(num_cpus=0.1)
 class Bench:
     """The process of an EngineCore."""
@@ -84,7 +57,7 @@ class Bench:
         self, config: Config, forward_s: float | None, worker: Any, batch: int, steps: int
     ) -> tuple[float, float]:
         """Decode ``steps`` steps with ``batch`` sequences; return (wall, worker's own time) of a step in seconds."""
-        executor = TimedExecutor(_executor(config, forward_s, worker))
+        executor = NotingExecutor(_executor(config, forward_s, worker))
         core = EngineCore(config, executor)
         await core.start()
         core.connect("bench")
@@ -96,8 +69,9 @@ class Bench:
             await asyncio.sleep(0.05)
         running.cancel()
         await core.shutdown()
-        arrived, busy = executor.arrived[WARM_UP_STEPS:], executor.busy[WARM_UP_STEPS:]
-        return (arrived[-1] - arrived[0]) / (len(arrived) - 1), sum(busy[1:]) / (len(busy) - 1)
+        noted = executor.noted[WARM_UP_STEPS:]
+        wall, busy = noted[-1][0] - noted[0][0], sum(output.step_s for _, _, output in noted[1:])
+        return wall / (len(noted) - 1), busy / (len(noted) - 1)
 
 
 def _executor(config: Config, forward_s: float | None, worker: Any) -> ModelExecutor:
