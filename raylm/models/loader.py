@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,9 +17,9 @@ from raylm.models.linear import PLAIN, Linear
 from raylm.models.linear_kernels import select_kernels
 from raylm.models.quantization import HEAD, apply_quantization, linear_layers, select_quantization
 from raylm.models.registry import model_class
+from raylm.models.weight_files import tensors, weight_files, weight_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_INDEX = "model.safetensors.index.json"
 _NAMES_SHOWN = 6
 
 
@@ -93,14 +90,14 @@ def _declared_dtype(checkpoint: Checkpoint) -> Any:
 
 
 def _load(checkpoint: Checkpoint, targets: dict[str, Tensor], ignored: frozenset[str]) -> None:
-    files = _weight_files(checkpoint.path)
-    found = {name for file in files for name in _names(file)}
+    files = weight_files(checkpoint.path)
+    found = {name for file in files for name in weight_names(file)}
     unexpected = {name for name in found - targets.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
     _refuse(checkpoint, "lacks weights that the model needs", targets.keys() - found)
     _refuse(checkpoint, "holds weights that the model does not know", unexpected)
     wanted = found & targets.keys()
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
-        for name, tensor in _tensors(files, wanted):
+        for name, tensor in tensors(files, wanted):
             _copy(name, tensor, targets[name])
             bar.update()
 
@@ -124,39 +121,3 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
     if target.is_floating_point() and not tensor.is_floating_point():
         raise ConfigError(f"model: the weight {name} holds integers ({tensor.dtype}), where numbers are expected.")
     target.copy_(tensor)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if (path / _INDEX).exists():
-        files = sorted({path / file for file in _read_index(path / _INDEX).values()})
-    else:
-        files = [path / "model.safetensors"]
-    for file in files:
-        if not file.exists():
-            pickled = any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
-            hint = "; PyTorch .bin files are never read, convert them to safetensors" if pickled else ""
-            raise ConfigError(f"model: {path} has no {file.name}{hint}.")
-    return files
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(file.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model: {file} is no index of safetensors files.") from error
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as weights:
-            return list(weights.keys())
-    except Exception as error:  # safetensors' own error class is not stable across versions
-        raise ConfigError(f"model: {file} is not a readable safetensors file: {error}") from error
-
-
-def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                if name in wanted:
-                    yield name, weights.get_tensor(name)
