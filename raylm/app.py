@@ -11,7 +11,7 @@ from raylm import checkpoint
 from raylm.config import Config
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
-from raylm.ingress import Ingress
+from raylm.ingress import Ingress, read_keys
 from raylm.stages import say
 
 INGRESS_CPUS = 0.1
@@ -24,10 +24,11 @@ def build_app(config: Config) -> Application:
     """The Serve application of one model: HTTP ingress replicas in front of engine replicas.
 
     Raises:
-        ConfigError: the model is not there, or the device is not in the cluster.
+        ConfigError: the model or the API keys are not there, or the device is not in the cluster.
     """
     try:
         checkpoint.resolve(config.model, config.revision)
+        read_keys(config.ingress)
         gpus = _gpus(config)
     except ConfigError as error:
         say("error", "config", error.message)

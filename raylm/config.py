@@ -87,6 +87,18 @@ class IngressConfig(_Frozen):
         4096, ge=1, description="Requests one replica holds at once; beyond it 429 with Retry-After."
     )
     max_body_mib: float = Field(32, gt=0, le=1024, description="Longest request body in MiB.")
+    api_keys_file: str | None = Field(
+        None, min_length=1, description="File with an API key a line, as `name: key`; without keys everybody is let in."
+    )
+    api_keys_env: str | None = Field(
+        None, min_length=1, description="Environment variable that holds API keys, as the file does."
+    )
+    open_paths: tuple[str, ...] = Field(
+        ("/health", "/metrics"), description="Paths that need no API key; [] closes these too."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Origins whose pages may call this server from a browser; '*' is any."
+    )
     shutdown_grace_s: float = Field(5, ge=0, le=600, description="Seconds that running streams get to end at shutdown.")
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from raylm import __version__
 from raylm.checkpoint import resolve
-from raylm.config import Config
+from raylm.config import Config, IngressConfig
 from raylm.errors import ConfigError
 from raylm.serve_process import ServeProcess, port_is_free
 from raylm.stages import parse
@@ -95,6 +95,7 @@ class Launcher:
     def __init__(self, served: ServedFile, verbose: bool) -> None:
         self._served = served
         self._verbose = verbose
+        self._probe = urllib.request.Request(f"{served.url}/health", headers=_key_header(served.config.ingress))
         self._started = time.monotonic()
         self._signals = 0
         self._ready = False
@@ -131,7 +132,7 @@ class Launcher:
         """Follow the server until a signal, its end, or a start that failed."""
         while process.is_running and not self._signals and self._failure is None:
             self._take_lines(process)
-            if not self._ready and _is_healthy(self._served.url):
+            if not self._ready and _is_healthy(self._probe):
                 self._await_engine_lines(process)
                 self._ready = True
                 self._tell("ready", f"{self._served.url}/v1   (Ctrl-C stops)")
@@ -201,10 +202,24 @@ class Launcher:
         print(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}", flush=True)
 
 
-def _is_healthy(url: str) -> bool:
+def _key_header(config: IngressConfig) -> dict[str, str]:
+    """What opens /health where it is closed.
+
+    Raises:
+        ConfigError: the keys cannot be read.
+    """
+    if "/health" in config.open_paths or (config.api_keys_file is None and config.api_keys_env is None):
+        return {}
+    from raylm.ingress import read_named_keys  # here, so that starting need not wait for it
+
+    (_, key), *_ = read_named_keys(config) or [("", "")]
+    return {"x-api-key": key}
+
+
+def _is_healthy(probe: urllib.request.Request) -> bool:
     """Whether a request would be answered now."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
+        with urllib.request.urlopen(probe, timeout=1) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

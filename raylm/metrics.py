@@ -32,4 +32,7 @@ TTFT = Metric("histogram", "vllm:time_to_first_token_seconds", "From arrival to 
 ITL = Metric("histogram", "vllm:inter_token_latency_seconds", "Between two tokens of a sequence, seconds.")
 E2E = Metric("histogram", "vllm:e2e_request_latency_seconds", "From arrival to the last token, seconds.")
 SUCCESS = Metric("counter", "vllm:request_success", "Requests finished, by reason.", ("finished_reason",))
+HTTP_ANSWERS = Metric(
+    "counter", "raylm:http_answers", "HTTP answers begun, by status and name of the API key.", ("status", "key")
+)
 ENGINES = Metric("gauge", "raylm:engines_ready", "Engines this ingress replica is connected to.")

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from raylm import launcher
 from raylm.cli import app
-from raylm.config import knobs
+from raylm.config import IngressConfig, knobs
 from raylm.errors import ConfigError
 from raylm.launcher import read_serve_file
 from raylm.serve_process import port_is_free, session_members
@@ -61,6 +62,14 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -
     assert str(file) in caught.value.message
     assert said in caught.value.message
     assert "Value error" not in caught.value.message
+
+
+def test_a_closed_health_is_asked_with_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("probe: sk-1\n")
+    keys = {"api_keys_file": str(tmp_path / "keys")}
+    assert launcher._key_header(IngressConfig.model_validate(keys)) == {}
+    assert launcher._key_header(IngressConfig.model_validate(keys | {"open_paths": []})) == {"x-api-key": "sk-1"}
+    assert launcher._key_header(IngressConfig.model_validate({"open_paths": []})) == {}
 
 
 def test_what_an_actor_says_is_found_behind_rays_prefix(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raylm.ingress.http_app import build_asgi_app
     from raylm.ingress.ingress import Ingress
+    from raylm.ingress.keys import read_keys, read_named_keys
     from raylm.ingress.serve_answers import serve_middlewares
 
-__all__ = ["Ingress", "build_asgi_app", "serve_middlewares"]
+__all__ = ["Ingress", "build_asgi_app", "read_keys", "read_named_keys", "serve_middlewares"]
 
 _HOMES = {
     "Ingress": "raylm.ingress.ingress",
     "build_asgi_app": "raylm.ingress.http_app",
+    "read_keys": "raylm.ingress.keys",
+    "read_named_keys": "raylm.ingress.keys",
     "serve_middlewares": "raylm.ingress.serve_answers",
 }
 

@@ -1,4 +1,4 @@
-"""Edge: what holds for every route; bounded headers, a request id, and an envelope around whatever goes wrong."""
+"""Edge: what holds for every route; bounded headers, a request id, counts, and an envelope around what goes wrong."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylm.errors import HeadersTooLargeError
 from raylm.ingress.envelope import as_known_error, error_response, logger
+from raylm.ingress.http_metrics import HTTPMetrics
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-|\Z)")
 
 _Headers = Iterable[tuple[bytes, bytes]]
 
@@ -21,8 +23,9 @@ _Headers = Iterable[tuple[bytes, bytes]]
 class Edge:
     """ASGI middleware; the innermost frame that a client can see failing, so nothing passes it unanswered."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: HTTPMetrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection scope; anything but HTTP is handed through."""
@@ -37,6 +40,7 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._metrics.answered(message["status"], scope.get("raylm.key", ""))
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 
@@ -51,11 +55,18 @@ class Edge:
 
 
 def _request_id(headers: _Headers) -> str:
-    """The client's X-Request-Id if it is a plain short token, else a new one."""
+    """The client's X-Request-Id if it is a plain short token, else its trace and span, else a new one.
+
+    Nothing is traced here. A request that belongs to a trace (W3C traceparent) is called by it in answers and logs,
+    with a part of its own, since a client may send several in one span.
+    """
+    own = uuid.uuid4().hex
     for name, value in headers:
         if name == b"x-request-id" and REQUEST_ID.match(text := value.decode("latin-1")):
             return text
-    return uuid.uuid4().hex
+        if name == b"traceparent" and (trace := TRACEPARENT.match(value)) and value[:2] != b"ff":
+            own = f"{trace[1].decode()}-{trace[2].decode()}-{own[:8]}"
+    return own
 
 
 def _check_headers(headers: _Headers) -> None:

@@ -43,6 +43,8 @@ def error_response(error: RayLMError, headers: dict[str, str] | None = None) -> 
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return Response(envelope(error), error.status, headers, media_type="application/json")
 
 

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 import raylm
 from raylm.errors import EngineUnavailableError, ShuttingDownError
+from raylm.ingress.http_metrics import HTTPMetrics
 from raylm.ingress.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _ENDPOINTS = [
 ]
 
 
-def health_routes(llm: AsyncLLM, lifecycle: Lifecycle) -> list[Route]:
+def health_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
     """The GET routes of this module."""
 
     async def health(request: Request) -> Response:
@@ -41,7 +42,7 @@ def health_routes(llm: AsyncLLM, lifecycle: Lifecycle) -> list[Route]:
         return Response(b'{"status":"ok"}', media_type="application/json")
 
     async def metrics(request: Request) -> Response:
-        return Response(llm.metrics_text(), headers={"content-type": _PROMETHEUS_TEXT})
+        return Response(llm.metrics_text() + http_metrics.text(), headers={"content-type": _PROMETHEUS_TEXT})
 
     async def version(request: Request) -> Response:
         return Response(orjson.dumps({"version": raylm.__version__}), media_type="application/json")

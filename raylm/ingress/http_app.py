@@ -11,14 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from raylm.config import Config
+from raylm.config import Config, IngressConfig
 from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError
 from raylm.ingress.chat import ChatCompletions
 from raylm.ingress.completions import Completions
+from raylm.ingress.cross_origin import CrossOrigin
 from raylm.ingress.edge import Edge
 from raylm.ingress.endpoint import Handler, JSONEndpoint
 from raylm.ingress.envelope import clip, error_response
 from raylm.ingress.health import health_routes
+from raylm.ingress.http_metrics import HTTPMetrics
+from raylm.ingress.keys import KeyGate, read_keys
 from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.models import model_routes
 from raylm.ingress.tokenize import Detokenize, Tokenize
@@ -30,7 +33,12 @@ _MIB = 1024 * 1024
 
 
 def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
-    """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown."""
+    """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
+    http_metrics = HTTPMetrics(async_llm.model_name)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     max_body_bytes = int(config.ingress.max_body_mib * _MIB)
 
@@ -43,14 +51,26 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
         post("/tokenize", Tokenize(async_llm)),
         post("/detokenize", Detokenize(async_llm)),
         *model_routes(async_llm),
-        *health_routes(async_llm, lifecycle),
+        *health_routes(async_llm, lifecycle, http_metrics),
     ]
     app = Starlette(
-        routes=routes, middleware=[Middleware(Edge)], exception_handlers={HTTPException: _routing_error_response}
+        routes=routes,
+        middleware=_middleware(config.ingress, http_metrics),
+        exception_handlers={HTTPException: _routing_error_response},
     )
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
     return app
+
+
+def _middleware(config: IngressConfig, http_metrics: HTTPMetrics) -> list[Middleware]:
+    """What stands around the router, from the outside in."""
+    layers = [Middleware(CrossOrigin, config.cors_origins)] if config.cors_origins else []
+    layers.append(Middleware(Edge, http_metrics))
+    keys = read_keys(config)
+    if keys is not None:
+        layers.append(Middleware(KeyGate, keys, frozenset(config.open_paths)))
+    return layers
 
 
 def _routing_error_response(request: Request, error: Exception) -> Response:

@@ -1,0 +1,144 @@
+"""API keys: read from a file or an environment variable, compared in constant time, told by their names alone."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from raylm.config import IngressConfig
+from raylm.errors import AuthenticationError, ConfigError
+
+_MAX_NAME = 64
+_Headers = Iterable[tuple[bytes, bytes]]
+
+
+class APIKeys:
+    """The keys that are let in, by name; what is kept is their SHA-256, so that no dump shows one."""
+
+    def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
+        self._digests = [(name, _digest(key.encode())) for name, key in keys]
+
+    def name_of(self, presented: Iterable[bytes]) -> str | None:
+        """The name of the first known key among ``presented``; takes as long whichever it is, and if none is known."""
+        found = None
+        for key in presented:
+            digest = _digest(key)
+            for name, known in self._digests:
+                if hmac.compare_digest(digest, known) and found is None:
+                    found = name
+        return found
+
+
+def read_keys(config: IngressConfig) -> APIKeys | None:
+    """The configured keys, None where no source of keys is configured.
+
+    Raises:
+        ConfigError: as ``read_named_keys``.
+    """
+    named = read_named_keys(config)
+    return None if named is None else APIKeys(named)
+
+
+def read_named_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
+    """(name, key) of the configured keys, None where no source of keys is configured.
+
+    Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
+    called by its number. Blank lines and lines that begin with # are skipped.
+
+    Raises:
+        ConfigError: a source is missing, empty, or holds a bad line; it names the place and never shows a key.
+    """
+    if config.api_keys_file is None and config.api_keys_env is None:
+        return None
+    keys: list[tuple[str, str]] = []
+    if config.api_keys_file is not None:
+        keys += _parse(_read_file(config.api_keys_file).splitlines(), "ingress.api_keys_file", len(keys))
+    if config.api_keys_env is not None:
+        keys += _parse(_read_variable(config.api_keys_env), "ingress.api_keys_env", len(keys))
+    return keys
+
+
+class KeyGate:
+    """ASGI middleware that lets nobody without a key pass, but for the paths that are open to all.
+
+    It looks at the path that the router sees (``scope["path"]``), never at Host or a URL put together from it. The
+    key's name stands in ``scope["raylm.key"]`` from here on.
+    """
+
+    def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection scope.
+
+        Raises:
+            AuthenticationError: no key came, or a wrong one.
+        """
+        if scope["type"] in ("http", "websocket") and _route_path(scope) not in self._open_paths:
+            presented = list(_presented(scope["headers"]))
+            name = self._keys.name_of(presented)
+            if name is None:
+                raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
+            scope["raylm.key"] = name
+        await self._app(scope, receive, send)
+
+
+_NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
+
+
+def _route_path(scope: Scope) -> str:
+    """The path below where Serve has mounted this application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
+def _presented(headers: _Headers) -> Iterable[bytes]:
+    for name, value in headers:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key.strip()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read_file(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
+
+
+def _read_variable(name: str) -> list[str]:
+    value = os.environ.get(name)
+    if value is None:
+        raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
+    return value.replace(",", "\n").splitlines()
+
+
+def _parse(lines: list[str], source: str, before: int) -> list[tuple[str, str]]:
+    keys: list[tuple[str, str]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, colon, key = line.partition(":")
+        name, key = (name.strip(), key.strip()) if colon else (f"key-{before + len(keys) + 1}", line.strip())
+        if not (key.isascii() and key.isprintable() and key and " " not in key):
+            raise ConfigError(f"{source}: the key in line {number} is empty or not plain ASCII without spaces.")
+        if not (name.isprintable() and 1 <= len(name) <= _MAX_NAME):
+            raise ConfigError(f"{source}: the name in line {number} must have 1 to {_MAX_NAME} printable characters.")
+        keys.append((name, key))
+    if not keys:
+        raise ConfigError(f"{source}: it holds no key.")
+    return keys
