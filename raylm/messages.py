@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raylm.errors import RayLMError
 from raylm.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -42,10 +43,14 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClientBatch:
-    """What one client (an ingress replica) sends to an engine at once: new requests, and keys to abort."""
+    """What one client (an ingress replica) sends to an engine at once: new requests, and what it wants no more of.
+
+    ``aborts`` are keys of whole requests, ``stops`` (key, index) of single sequences.
+    """
 
     adds: list[EngineCoreRequest]
     aborts: list[int]
+    stops: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,7 @@ class EngineCoreOutputs:
     Columns over entries, in order of time: ``keys`` (request), ``indexes`` (which of its n sequences),
     ``token_counts`` and ``token_ids`` (flat), ``finish_reasons`` (None while it goes on), ``stop_reasons`` (the
     stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens served by the prefix cache); ``logprobs``
-    over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, message), the request is over.
+    over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error), the request is over.
     ``created`` is the time of the newest entry in seconds since the epoch.
     """
 
@@ -180,7 +185,7 @@ class EngineCoreOutputs:
     stats: EngineStats
     logprobs: Logprobs | None = None
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
-    errors: list[tuple[int, str]] = field(default_factory=list)
+    errors: list[tuple[int, RayLMError]] = field(default_factory=list)
     created: float = 0.0
 
 

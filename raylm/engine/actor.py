@@ -87,9 +87,10 @@ class EngineCoreActor:
             self._core.drop_client(client_id, outbox)
 
     async def submit(self, client_id: str, batch: ClientBatch) -> None:
-        """Take in new requests and aborts of one client."""
+        """Take in new requests of one client, and what it gives up."""
         self._core.add(client_id, batch.adds)
         self._core.abort(client_id, batch.aborts)
+        self._core.stop(client_id, batch.stops)
 
 
 def _executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:

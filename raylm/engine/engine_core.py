@@ -12,7 +12,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.scheduler import Scheduler
-from raylm.errors import EngineDiedError, EngineUnavailableError, InvalidRequestError, RayLMError
+from raylm.errors import EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -92,12 +92,12 @@ class EngineCore:
         self._check_alive()
         if client_id not in self._outboxes:
             return
-        errors = []
+        errors: list[tuple[int, RayLMError]] = []
         for request in requests:
             try:
                 self.scheduler.add(client_id, request)
-            except InvalidRequestError as error:
-                errors.append((request.key, error.message))
+            except RayLMError as error:
+                errors.append((request.key, error))
         if errors:
             self._outboxes[client_id].put(_only(self.scheduler.stats(), errors))
         self._work.set()
@@ -107,6 +107,13 @@ class EngineCore:
         for key in keys:
             self.scheduler.abort(client_id, key)
         if keys and client_id in self._outboxes:
+            self._outboxes[client_id].tell(_only(self.scheduler.stats()))
+
+    def stop(self, client_id: str, sequences: list[tuple[int, int]]) -> None:
+        """Give up single sequences, as (key, index); otherwise as ``abort``."""
+        for key, index in sequences:
+            self.scheduler.stop(client_id, key, index)
+        if sequences and client_id in self._outboxes:
             self._outboxes[client_id].tell(_only(self.scheduler.stats()))
 
     # ---------------------------------------------------------------- steps
@@ -176,6 +183,6 @@ class EngineCore:
         self._in_flight.clear()
 
 
-def _only(stats: EngineStats, errors: list[tuple[int, str]] | None = None) -> EngineCoreOutputs:
+def _only(stats: EngineStats, errors: list[tuple[int, RayLMError]] | None = None) -> EngineCoreOutputs:
     """A message without entries."""
     return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], created=time.time())

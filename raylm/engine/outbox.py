@@ -26,7 +26,7 @@ class ClientNews:
         self.counts: list[int] = []
         self.finished: dict[int, tuple[FinishReason, int | None]] = {}
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
-        self.errors: list[tuple[int, str]] = []
+        self.errors: list[tuple[int, RayLMError]] = []
 
     def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
         """The newest entry is the last one of its sequence."""

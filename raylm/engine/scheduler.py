@@ -17,7 +17,7 @@ from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
-from raylm.errors import ContextLengthError, InvalidRequestError
+from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -85,7 +85,8 @@ class Scheduler:
 
         Raises:
             ContextLengthError: the prompt leaves no room for a token.
-            InvalidRequestError: the prompt is empty, or the key is taken.
+            InvalidRequestError: the prompt is empty.
+            RayLMError: the key is taken.
         """
         self._check_servable(client_id, request)
         length, params = len(request.prompt_token_ids), request.params
@@ -108,6 +109,14 @@ class Scheduler:
         if state is not None:
             self._abort(state)
 
+    def stop(self, client_id: str, key: int, index: int) -> None:
+        """End one sequence of a request, the others go on; unknown and finished ones are ignored."""
+        state = self._requests.get((client_id, key))
+        for seq in state.open if state is not None else ():
+            if seq.index == index:
+                self._close(seq)
+                return
+
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
         """(client, key) of the open requests, of one client or of all."""
         return [name for name in self._requests if client_id is None or name[0] == client_id]
@@ -122,7 +131,7 @@ class Scheduler:
         if length == 0:
             raise InvalidRequestError("The prompt has no tokens.", param="prompt")
         if (client_id, request.key) in self._requests:
-            raise InvalidRequestError(f"A request with the key {request.key} is open already.", param="key")
+            raise RayLMError(f"A request with the key {request.key} is open already.")
 
     # ---------------------------------------------------------------- schedule
 
@@ -345,6 +354,10 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, news: ClientNews) -> None:
         news.finish(reason, stop_reason)
+        self._close(seq)
+
+    def _close(self, seq: Sequence) -> None:
+        """A sequence has come to its end, and its request with the last one."""
         self._remove(seq)
         if not seq.state.open:
             del self._requests[seq.client_id, seq.key]
@@ -355,7 +368,7 @@ class Scheduler:
         if seq is not None:
             self._abort(seq.state)
             self.kv.distrust(seq)
-            news[seq.client_id].errors.append((seq.key, reason))
+            news[seq.client_id].errors.append((seq.key, RayLMError(reason)))
 
     def _abort(self, state: RequestState) -> None:
         for seq in list(state.open):

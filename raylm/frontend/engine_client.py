@@ -9,7 +9,7 @@ from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
 
 
 class EngineClient(ABC):
-    """One ready engine. ``add`` and ``abort`` only put into a local queue: they never block and never raise."""
+    """One ready engine. What it is told is only put into a local queue: that never blocks and never raises."""
 
     info: EngineInfo
 
@@ -20,6 +20,10 @@ class EngineClient(ABC):
     @abstractmethod
     def abort(self, keys: list[int]) -> None:
         """Give up requests; unknown and finished keys are ignored."""
+
+    @abstractmethod
+    def stop(self, sequences: list[tuple[int, int]]) -> None:
+        """Give up single sequences, as (key, index); unknown and finished ones are ignored."""
 
     @abstractmethod
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:

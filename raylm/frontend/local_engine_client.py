@@ -34,6 +34,10 @@ class LocalEngineClient(EngineClient):
         """Give up requests."""
         self._core.abort(self._client_id, keys)
 
+    def stop(self, sequences: list[tuple[int, int]]) -> None:
+        """Give up single sequences."""
+        self._core.stop(self._client_id, sequences)
+
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         """The stream, which ends only with the engine.
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("raylm.frontend")
 class OpenRequest:
     """One open request: its sequences, its caller's queue, the times of its tokens."""
 
-    __slots__ = ("cut_short", "last_token_times", "num_finished", "queue", "request", "texts")
+    __slots__ = ("last_token_times", "num_finished", "queue", "request", "texts")
 
     def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
         self.request = request
@@ -29,7 +29,6 @@ class OpenRequest:
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
         self.last_token_times = [0.0] * request.params.n
         self.num_finished = 0
-        self.cut_short = False  # a stop string ended a sequence that the engine still runs
 
     @property
     def finished(self) -> bool:
@@ -40,8 +39,7 @@ class OpenRequest:
 class OutputProcessor:
     """One for all engines; a request is known by its key, unique in this process.
 
-    A sequence that a stop string ends still runs in the engine, which gives up whole requests only: its further
-    tokens are dropped here, and the request is aborted when all of its sequences have ended.
+    A sequence that a stop string ends still runs in the engine, until that is told: its further tokens are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, telemetry: Telemetry) -> None:
@@ -77,13 +75,13 @@ class OutputProcessor:
                 opened.queue.fail(error)
                 self._telemetry.finished("error", 0.0)
 
-    def process(self, outputs: EngineCoreOutputs) -> list[int]:
-        """Hand every entry to its caller's queue; return the keys that the engine can give up.
+    def process(self, outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
+        """Hand every entry to its caller's queue; return the sequences (key, index) that the engine can give up.
 
         What goes wrong with one request ends that request alone.
         """
         now = time.time()
-        aborts: list[int] = []
+        stops: list[tuple[int, int]] = []
         for key, logprobs in outputs.prompt_logprobs:
             if key in self._open:
                 self._add_prompt_logprobs(self._open[key], logprobs)
@@ -95,12 +93,14 @@ class OutputProcessor:
                 entries, logprobs_start = read_logprobs(outputs.logprobs, start, end, logprobs_start)
             opened = self._open.get(key)
             if opened is not None:
-                self._advance(opened, outputs, entry, outputs.token_ids[start:end], entries, now)
-                self._settle(key, opened, aborts)
+                ended = self._advance(opened, outputs, entry, outputs.token_ids[start:end], entries, now)
+                stops += [(key, index) for index in ended]
+                if opened.finished:
+                    del self._open[key]
             start = end
-        for key, message in outputs.errors:
-            self.fail([key], RayLMError(message))
-        return aborts
+        for key, error in outputs.errors:
+            self.fail([key], error)
+        return stops
 
     def _advance(
         self,
@@ -110,35 +110,30 @@ class OutputProcessor:
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
         now: float,
-    ) -> None:
+    ) -> Iterable[int]:
+        """Take in the news of one sequence; returns the indexes of those that run on for nobody."""
         index, ended = outputs.indexes[entry], outputs.finish_reasons[entry]
         text = opened.texts[index]
         if text.finished:
-            return
+            return ()
         try:
             piece, count, stop = text.push(token_ids, ended)
         except Exception:
             logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
-            opened.cut_short, opened.num_finished = True, len(opened.texts)
+            opened.num_finished = len(opened.texts)
             opened.queue.fail(RayLMError("The answer could not be decoded."))
-            return
+            return range(len(opened.texts))
         delta = CompletionDelta(index, piece, token_ids[:count], finish_reason=ended)
         delta.stop_reason = outputs.stop_reasons[entry]
         if opened.request.params.logprobs is not None:
             delta.logprobs = (logprobs or [])[:count]
         if stop is not None:
-            opened.cut_short = opened.cut_short or ended is None
             delta.finish_reason, delta.stop_reason = "stop", stop
         opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
         self._measure(opened, delta, now)
         opened.num_finished += delta.finish_reason is not None
         opened.queue.put(delta, finished=opened.finished)
-
-    def _settle(self, key: int, opened: OpenRequest, aborts: list[int]) -> None:
-        if opened.finished:
-            self._open.pop(key, None)
-            if opened.cut_short:
-                aborts.append(key)
+        return (index,) if stop is not None and ended is None else ()
 
     def _measure(self, opened: OpenRequest, delta: CompletionDelta, now: float) -> None:
         arrival, last = opened.request.arrival_time, opened.last_token_times[delta.index]

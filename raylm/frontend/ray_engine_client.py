@@ -32,6 +32,7 @@ class RayEngineClient(EngineClient):
         self._client_id = uuid.uuid4().hex
         self._adds: list[EngineCoreRequest] = []
         self._aborts: list[int] = []
+        self._stops: list[tuple[int, int]] = []
         self._wake = asyncio.Event()
         self._stream: ObjectRefGenerator = core.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
@@ -63,13 +64,18 @@ class RayEngineClient(EngineClient):
         self._aborts.extend(keys)
         self._wake.set()
 
+    def stop(self, sequences: list[tuple[int, int]]) -> None:
+        """Put sequences into the next batch."""
+        self._stops.extend(sequences)
+        self._wake.set()
+
     async def _send(self) -> None:
         """Send batch after batch; ends with the engine, which the stream reports to everybody."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            batch = ClientBatch(self._adds, self._aborts)
-            self._adds, self._aborts = [], []
+            batch = ClientBatch(self._adds, self._aborts, self._stops)
+            self._adds, self._aborts, self._stops = [], [], []
             try:
                 await self._core.submit.remote(self._client_id, batch)
             except RayError:

@@ -19,7 +19,7 @@ MAX_CHUNKS = 64
 MAX_REMEMBERED = 16_384
 NEAR = 4  # requests by which an engine may be busier and still get a prompt whose beginning it has seen
 
-Deliver = Callable[[EngineCoreOutputs], list[int]]
+Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
 Fail = Callable[[Iterable[int], RayLMError], None]
 
 
@@ -41,7 +41,7 @@ class RoutedEngine:
 
 
 class Router:
-    """``deliver`` takes every output and returns keys to abort; ``fail`` ends requests whose engine is lost."""
+    """``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests whose engine is lost."""
 
     def __init__(self) -> None:
         self._engines: dict[str, RoutedEngine] = {}
@@ -131,8 +131,8 @@ class Router:
         try:
             async for outputs in engine.client.outputs():
                 engine.stats = outputs.stats
-                if aborts := deliver(outputs):
-                    engine.client.abort(aborts)
+                if stops := deliver(outputs):
+                    engine.client.stop(stops)
         except EngineDiedError as error:
             logger.warning("engine %s was lost: %s", engine.client.info.engine_id, error)
             lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason

@@ -16,7 +16,7 @@ import pytest
 from raylm.config import CacheConfig, Config, SchedulerConfig
 from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, Outbox
 from raylm.engine.sequence import sequence_seed
-from raylm.errors import ConfigError, EngineDiedError, EngineUnavailableError
+from raylm.errors import ConfigError, ContextLengthError, EngineDiedError, EngineUnavailableError
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from tests.engine.build import request
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
@@ -157,7 +157,8 @@ async def test_a_request_that_cannot_be_served_gets_an_error_and_others_go_on() 
         core.add("a", [request([1] * 20, 7), request([1] * 5, 8, max_tokens=2, ignore_eos=True)])
         out = await outbox.get()
         assert [key for key, _ in out.errors] == [7]
-        assert "20 tokens" in out.errors[0][1]
+        assert isinstance(out.errors[0][1], ContextLengthError)
+        assert "20 tokens" in out.errors[0][1].message
         assert len((await collect(outbox, 1))[8, 0]) == 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raylm.engine.sequence import sequence_seed
-from raylm.errors import ContextLengthError, InvalidRequestError
+from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from tests.engine.build import CLIENT, EOS, Engine, crowd, request
 
@@ -233,7 +233,7 @@ def test_requests_that_cannot_be_served() -> None:
     with pytest.raises(InvalidRequestError, match="no tokens"):
         engine.add([])
     engine.add([1])
-    with pytest.raises(InvalidRequestError, match="key 0"):
+    with pytest.raises(RayLMError, match="key 0"):
         engine.add([1])
 
 
@@ -266,6 +266,26 @@ def test_abort(state: str) -> None:
     assert engine.scheduler.schedule() is None
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_one_of_several_sequences_can_be_stopped(in_flight: bool) -> None:
+    engine = Engine(num_blocks=20)
+    engine.add([1] * 5, n=3)
+    engine.step()
+    engine.step()
+    plan = engine.schedule() if in_flight else None
+    for name in ((0, 1), (0, 1), (0, 7), (9, 0)):
+        engine.scheduler.stop(CLIENT, *name)
+    assert len(engine.scheduler.running) == 2
+    out = engine.update(plan or engine.schedule())
+    assert out is not None
+    assert sorted(out.indexes) == [0, 2]
+    engine.scheduler.stop(CLIENT, 0, 0)
+    assert engine.scheduler.has_work
+    engine.scheduler.stop(CLIENT, 0, 2)
+    assert not engine.scheduler.has_work
+    engine.kv.check_idle()
+
+
 def test_a_failed_sequence_ends_its_request_and_its_content_is_not_reused() -> None:
     engine = Engine(num_blocks=20)
     engine.add([1] * 9, key=0, n=2)
@@ -274,7 +294,7 @@ def test_a_failed_sequence_ends_its_request_and_its_content_is_not_reused() -> N
     plan = engine.schedule()
     out = engine.update(plan, 5, 5, failed=[(0, "logits are not finite")])
     assert out is not None
-    assert out.errors == [(0, "logits are not finite")]
+    assert [(key, error.message) for key, error in out.errors] == [(0, "logits are not finite")]
     assert set(out.keys) == {1}
     engine.add([1] * 9, key=2)
     engine.add([2] * 9, key=3)

@@ -39,6 +39,7 @@ class PlayedEngine(EngineClient):
         self.info = EngineInfo(engine_id, max_model_len, worker)
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[int] = []
+        self.stopped: list[tuple[int, int]] = []
         self.closed = False
         self._said: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
 
@@ -47,6 +48,9 @@ class PlayedEngine(EngineClient):
 
     def abort(self, keys: list[int]) -> None:
         self.aborted.extend(keys)
+
+    def stop(self, sequences: list[tuple[int, int]]) -> None:
+        self.stopped.extend(sequences)
 
     def say(self, *entries: Entry, **columns: Any) -> None:
         """Send one message."""

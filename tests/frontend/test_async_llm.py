@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ async def test_a_stop_string_ends_one_of_two_sequences(llm: AsyncLLM, engine: Pl
     engine.say((key, 0, so, None), (key, 1, so, None))
     engine.say((key, 0, d, None), (key, 1, so, None))
     await settle()
-    assert engine.aborted == [], "the other sequence still runs"
+    assert engine.stopped == [(key, 0)], "the engine must run on with the other one alone"
     engine.say((key, 0, so, None), (key, 1, so, "length"))
     outputs = await reader
     assert text_of(outputs, 0) == "so "
@@ -100,7 +101,7 @@ async def test_a_stop_string_ends_one_of_two_sequences(llm: AsyncLLM, engine: Pl
     ends = {delta.index: delta.stop_reason for output in outputs for delta in output.deltas if delta.finish_reason}
     assert ends == {0: "END", 1: None}
     await settle()
-    assert engine.aborted == [key], "the engine still runs the stopped sequence"
+    assert (engine.stopped, engine.aborted) == ([(key, 0)], [])
 
 
 async def test_closing_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) -> None:
@@ -166,7 +167,7 @@ async def test_a_lost_engine_ends_its_requests_and_leaves(llm: AsyncLLM, engine:
 async def test_a_request_that_fails_ends_alone(llm: AsyncLLM, engine: PlayedEngine) -> None:
     bad, good = begin(llm), begin(llm)
     await settle()
-    engine.say(errors=[(engine.added[0].key, "its logits were not finite")])
+    engine.say(errors=[(engine.added[0].key, RayLMError("its logits were not finite"))])
     engine.say((engine.added[1].key, 0, [EOS], "stop"))
     with pytest.raises(RayLMError, match="not finite"):
         await bad
@@ -181,8 +182,18 @@ async def test_tokens_that_cannot_be_decoded_end_their_request_alone(llm: AsyncL
         await bad
     assert (await good)[-1].finished
     await settle()
-    assert engine.aborted == [engine.added[0].key]
+    assert engine.stopped == [(engine.added[0].key, 0)]
     assert llm.is_ready
+
+
+@pytest.mark.parametrize("error", [ContextLengthError("Too long.", param="prompt"), EngineUnavailableError("Later.")])
+async def test_an_engines_refusal_keeps_its_class(llm: AsyncLLM, engine: PlayedEngine, error: RayLMError) -> None:
+    refused = begin(llm)
+    await settle()
+    engine.say(errors=[(engine.added[0].key, pickle.loads(pickle.dumps(error)))])
+    with pytest.raises(type(error)) as raised:
+        await refused
+    assert (raised.value.message, raised.value.param) == (error.message, error.param)
 
 
 async def test_logprobs_are_taken_apart(llm: AsyncLLM, engine: PlayedEngine) -> None:

@@ -134,6 +134,20 @@ async def test_stop_strings_end_the_text_before_them(api: httpx.AsyncClient, sta
     await until(lambda: stack.running == 0)
 
 
+async def test_a_stop_string_frees_the_engine_of_its_sequence_alone(api: httpx.AsyncClient, stack: Stack) -> None:
+    stack.executor._delay_s = 0.002
+    body = TEXT | {"n": 2, "max_tokens": 200}
+    both = [choice["text"] for choice in (await post(api, "/v1/completions", body))["choices"]]
+    stop = next(both[0][i : i + 6] for i in range(20, 100) if both[0][i : i + 6] not in both[1])
+    answer = asyncio.create_task(post(api, "/v1/completions", body | {"stop": stop}))
+    await until(lambda: stack.running == 2)
+    await until(lambda: stack.running == 1)
+    assert not answer.done()
+    first, second = (await answer)["choices"]
+    assert (first["text"], first["stop_reason"]) == (both[0][: both[0].index(stop)], stop)
+    assert (second["text"], second["finish_reason"]) == (both[1], "length")
+
+
 async def test_echoed_logprobs(api: httpx.AsyncClient) -> None:
     prompt = ids_of(PROMPT)
     body = {"model": "embedded", "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}
