@@ -11,7 +11,7 @@ from typing import Any
 from raylm.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "models" / "embedded"
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_WANTED = ("*.json", "1_Pooling/config.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,20 @@ class Checkpoint:
         """Longest context in tokens the model was made for, None where the config does not say."""
         found = self.config.get("max_position_embeddings")
         return int(found) if found is not None else None
+
+    @cached_property
+    def hidden_size(self) -> int | None:
+        """Numbers in a hidden state, None where the config does not say."""
+        for holder in (self.config, self.config.get("text_config") or {}):
+            for name in ("hidden_size", "n_embd", "d_model"):
+                if holder.get(name) is not None:
+                    return int(holder[name])
+        return None
+
+    @cached_property
+    def pooling_config(self) -> dict[str, Any]:
+        """What sentence-transformers keep in 1_Pooling/config.json, empty where there is none."""
+        return self._read("1_Pooling/config.json", required=False)
 
     def _read(self, name: str, *, required: bool = True) -> dict[str, Any]:
         file = self.path / name

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import uuid
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -19,7 +19,7 @@ from raylm.engine import EngineCore, LocalExecutor
 from raylm.errors import ConfigError, EngineDiedError, InvalidRequestError, RayLMError
 from raylm.frontend import AsyncLLM, CompletionDelta, LocalEngineClient, TokenLogprob
 from raylm.messages import EngineInfo, FinishReason, WorkerInfo
-from raylm.params import SamplingParams
+from raylm.params import PoolingParams, SamplingParams
 
 T = TypeVar("T")
 Prompt = str | list[int]
@@ -139,6 +139,18 @@ class LLM:
         )
         return self._call(self._engine.run(prompts, self._params(params, len(prompts)), progress))
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None, *, progress: bool = True
+    ) -> list[memoryview[float]]:
+        """The vector of each prompt, float32; by default pooled as the checkpoint wishes, with length 1.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong.
+            EngineDiedError: the engine failed.
+        """
+        chosen = params or PoolingParams(pooling=self._engine.async_llm.pooling_defaults.pooling)
+        return self._call(self._engine.embed(_as_prompts(prompts), chosen, progress))
+
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
         return self._call(self._engine.async_llm.tokenize(text, add_special_tokens=add_special_tokens))
@@ -204,19 +216,18 @@ class _LocalEngine:
 
     async def run(self, prompts: list[Prompt], params: list[SamplingParams], progress: bool) -> list[GenerationResult]:
         """All prompts at once, as many open as keeps the batch full; the first error ends them all."""
-        gate = asyncio.Semaphore(_MOST_OPEN_FACTOR * self._config.scheduler.max_num_seqs)
+        gate = self._gate()
         with tqdm(total=len(prompts), disable=not progress, unit="prompt", dynamic_ncols=True) as bar:
             meter = _Meter(bar)
-            tasks = [
-                asyncio.create_task(self._one(gate, meter, prompt, wanted))
-                for prompt, wanted in zip(prompts, params, strict=True)
-            ]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            return await _all(
+                self._one(gate, meter, prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)
+            )
+
+    async def embed(self, prompts: list[Prompt], params: PoolingParams, progress: bool) -> list[memoryview[float]]:
+        """As ``run``, for vectors."""
+        gate = self._gate()
+        with tqdm(total=len(prompts), disable=not progress, unit="prompt", dynamic_ncols=True) as bar:
+            return await _all(self._vector(gate, bar, prompt, params) for prompt in prompts)
 
     async def stop(self) -> None:
         """End what runs, then the core and its worker; safe after a failed start."""
@@ -226,6 +237,17 @@ class _LocalEngine:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await self._core.shutdown()
+
+    def _gate(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(_MOST_OPEN_FACTOR * self._config.scheduler.max_num_seqs)
+
+    async def _vector(
+        self, gate: asyncio.Semaphore, bar: tqdm[Any], prompt: Prompt, params: PoolingParams
+    ) -> memoryview[float]:
+        async with gate, aclosing(self.async_llm.embed(prompt, params, request_id=uuid.uuid4().hex)) as outputs:
+            output = await anext(outputs)
+        bar.update()
+        return memoryview(output.vector or b"").cast("f")
 
     async def _one(
         self, gate: asyncio.Semaphore, meter: _Meter, prompt: Prompt, params: SamplingParams
@@ -282,6 +304,16 @@ class _Meter:
         if elapsed:
             self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tokens/s", refresh=False)
         self._bar.update()
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: _LocalEngine) -> None:

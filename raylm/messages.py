@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raylm.errors import RayLMError
-from raylm.params import SamplingParams
+from raylm.params import PoolingParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -27,7 +27,8 @@ class EngineCoreRequest:
 
     ``params.max_tokens`` and ``params.seed`` are set. ``eos_token_ids`` end the sequence unless ``params.ignore_eos``.
     ``bad_words_token_ids`` are the tokenized ``params.bad_words``. ``arrival_time`` is in seconds since the epoch.
-    A lower ``priority`` is served earlier (under the priority policy).
+    A lower ``priority`` is served earlier (under the priority policy). With ``pooling`` the prompt is computed and
+    answered by a vector; no token is drawn, and of ``params`` only the defaults mean anything.
     """
 
     key: int
@@ -39,6 +40,7 @@ class EngineCoreRequest:
     priority: int = 0
     cache_salt: str | None = None
     arrival_time: float = 0.0
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class NewSequence:
 
     ``token_ids`` are all tokens known so far (prompt, then generated). ``block_ids`` is its whole block table.
     ``stop_token_ids`` may not be drawn before ``params.min_tokens``: EOS and the caller's, unless ignored.
-    ``limit`` is the longest that it may grow, in tokens with the prompt.
+    ``limit`` is the longest that it may grow, in tokens with the prompt. With ``pooling`` its last token yields a
+    vector where others draw.
     """
 
     seq_id: int
@@ -71,6 +74,7 @@ class NewSequence:
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     limit: int = 2**31 - 1
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class SchedulerOutput:
         seq_ids:          which sequence
         num_computed:     tokens of it whose KV is in its blocks already
         num_scheduled:    tokens to compute now, at positions num_computed ..
-        samples:          whether its last scheduled token is its last known one, so that a token is drawn
+        samples:          whether its last scheduled token is its last known one, so that a token is drawn (or pooled)
         new_block_counts: how many of ``new_block_ids`` (flat) are appended to its block table (0 for new sequences)
     The worker feeds its own last drawn tokens: ids of tokens drawn in earlier steps never travel back to it.
 
@@ -132,7 +136,8 @@ class ModelRunnerOutput:
     positions this step computed; the entry for position p describes token p). ``failed`` holds (seq_id, reason) of
     sequences whose logits were not finite. ``step_s`` is the worker's own time for the step in seconds,
     of which ``forward_s`` went into the model. ``drafted_tokens`` were guessed and verified in this step; a sequence
-    that got c tokens had c - 1 of its guesses accepted.
+    that got c tokens had c - 1 of its guesses accepted. ``pooled`` holds (seq_id, vector) of prompts that ended in a
+    vector, its numbers as float32 bytes in the machine's order.
     """
 
     step: int
@@ -145,6 +150,7 @@ class ModelRunnerOutput:
     forward_s: float = 0.0
     step_s: float = 0.0
     drafted_tokens: int = 0
+    pooled: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,7 @@ class EngineCoreOutputs:
     ``token_counts`` and ``token_ids`` (flat), ``finish_reasons`` (None while it goes on), ``stop_reasons`` (the
     stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens served by the prefix cache); ``logprobs``
     over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error), the request is over.
+    ``pooled``: (key, vector as float32 bytes), the request is over too.
     ``created`` is the time of the newest entry in seconds since the epoch.
     """
 
@@ -186,6 +193,7 @@ class EngineCoreOutputs:
     logprobs: Logprobs | None = None
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     errors: list[tuple[int, RayLMError]] = field(default_factory=list)
+    pooled: list[tuple[int, bytes]] = field(default_factory=list)
     created: float = 0.0
 
 

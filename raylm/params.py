@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from raylm.errors import InvalidRequestError
 
@@ -13,6 +14,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
+
+PoolingType = Literal["last", "mean", "cls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,32 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether every token is the most likely one."""
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How to make one vector of a prompt's last hidden states (after the model's last norm), instead of drawing tokens.
+
+    ``pooling`` takes the hidden state of the last token, of the first one (``cls``), or the mean over all of them.
+    ``dimensions`` keeps that many leading numbers, all if None (Matryoshka representations, Kusupati et al. 2022);
+    ``normalize`` then scales the vector to length 1.
+
+    Raises:
+        InvalidRequestError: a value is out of range; ``param`` names the field.
+    """
+
+    pooling: PoolingType = "last"
+    normalize: bool = True
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.pooling in ("last", "mean", "cls"), "pooling", "must be last, mean or cls")
+        _check(self.dimensions is None or self.dimensions >= 1, "dimensions", "must be at least 1")
+
+    @property
+    def reads_every_token(self) -> bool:
+        """Whether tokens before the last one count, so that cached keys and values are not enough."""
+        return self.pooling != "last"
 
 
 def _check(ok: bool, param: str, rule: str) -> None:

@@ -8,6 +8,7 @@ too early or a false prefix hit therefore gives a wrong answer, as it would with
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -177,7 +178,9 @@ class FakeWorker:
                 continue
             if row.new.params.prompt_logprobs is not None and computed < row.new.num_prompt_tokens:
                 result.prompt_logprobs.append((seq_id, _prompt_logprobs(row, computed, end)))
-            if samples:
+            if samples and row.new.pooling is not None:
+                result.pooled.append((seq_id, struct.pack("qq", fold, end)))
+            elif samples:
                 guesses = self._guesses(row, plan.num_tokens + drafted) if count == 1 else 0
                 drafted += guesses
                 self._draw(row, seq_id, self._verify(row, fold, guesses), result)
@@ -229,7 +232,9 @@ class FakeWorker:
         """Read what was computed, write what is new; returns the fold over everything."""
         assert end <= len(row.tokens), "a token is computed that nobody knows"
         longest = min(self.max_model_len, row.new.num_prompt_tokens + (row.new.params.max_tokens or self.max_model_len))
-        assert end < longest, f"{end} of at most {longest} tokens, the last is never computed"
+        assert end < longest + (row.new.pooling is not None), (
+            f"{end} of at most {longest} tokens, the last is never computed"
+        )
         assert end <= len(row.block_ids) * self.block_size, "the block table is too short"
         fold = 0
         for position in range(end):

@@ -18,7 +18,7 @@ class ClientNews:
     ``counts`` it is one each. ``finished`` maps such an entry to its reasons.
     """
 
-    __slots__ = ("counts", "errors", "finished", "positions", "prompt_logprobs", "sequences")
+    __slots__ = ("counts", "errors", "finished", "pooled", "positions", "prompt_logprobs", "sequences")
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -27,6 +27,7 @@ class ClientNews:
         self.finished: dict[int, tuple[FinishReason, int | None]] = {}
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
         self.errors: list[tuple[int, RayLMError]] = []
+        self.pooled: list[tuple[int, bytes]] = []
 
     def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
         """The newest entry is the last one of its sequence."""
@@ -51,6 +52,7 @@ class ClientNews:
             logprobs=select_logprobs(result.logprobs, self.positions) if result.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
             errors=self.errors,
+            pooled=self.pooled,
             created=created,
         )
 
@@ -110,6 +112,7 @@ def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutput
         getattr(held, name).extend(getattr(fresh, name))
     held.prompt_logprobs.extend(fresh.prompt_logprobs)
     held.errors.extend(fresh.errors)
+    held.pooled.extend(fresh.pooled)
     return replace(held, stats=fresh.stats, logprobs=logprobs, created=max(held.created, fresh.created))
 
 

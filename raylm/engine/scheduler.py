@@ -88,9 +88,10 @@ class Scheduler:
             InvalidRequestError: the prompt is empty.
             RayLMError: the key is taken.
         """
-        self._check_servable(client_id, request)
         length, params = len(request.prompt_token_ids), request.params
-        room = self.max_model_len - length
+        # A vector stands behind the prompt as a token would, without a place of its own.
+        room = self.max_model_len - length + (request.pooling is not None)
+        self._check_servable(client_id, request, room)
         state = RequestState(
             client_id=client_id,
             request=request,
@@ -121,9 +122,9 @@ class Scheduler:
         """(client, key) of the open requests, of one client or of all."""
         return [name for name in self._requests if client_id is None or name[0] == client_id]
 
-    def _check_servable(self, client_id: str, request: EngineCoreRequest) -> None:
+    def _check_servable(self, client_id: str, request: EngineCoreRequest, room: int) -> None:
         length = len(request.prompt_token_ids)
-        if length >= self.max_model_len:
+        if room <= 0:
             raise ContextLengthError(
                 f"The prompt has {length} tokens; with one to generate, at most {self.max_model_len} fit.",
                 param="prompt",
@@ -171,7 +172,7 @@ class Scheduler:
             if seq.resume_after > self._seen:
                 return
             spare = len(self.running)  # a block for each to grow by: admitting more is paid back in preemptions
-            cached = self.kv.admit(seq, spare, use_cache=seq.prompt_logprobs is None)
+            cached = self.kv.admit(seq, spare, use_cache=not seq.reads_every_token)
             if cached is None:
                 return
             self._start(seq, cached, plan)
@@ -256,6 +257,7 @@ class Scheduler:
             self._take_tokens(result, news)
         else:
             self._take_runs(result, news)
+        self._take_vectors(result, news)
         self.counters.drafted_tokens += result.drafted_tokens
         stats, now = self.stats(), time.time()
         return {client_id: entry.columns(result, stats, now) for client_id, entry in news.items()}
@@ -316,6 +318,15 @@ class Scheduler:
             entry.positions.extend(range(start, start + taken))
             self.counters.generation_tokens += taken
             self.counters.accepted_tokens += drawn - 1
+
+    def _take_vectors(self, result: ModelRunnerOutput, news: defaultdict[str, ClientNews]) -> None:
+        """A prompt that came to a vector is at its end."""
+        for seq_id, vector in result.pooled:
+            seq = self._sequences.get(seq_id)
+            if seq is not None:
+                self.counters.prompt_tokens += seq.num_prompt_tokens
+                news[seq.client_id].pooled.append((seq.key, vector))
+                self._close(seq)
 
     def _reach_milestone(self, seq: Sequence, token: int, news: ClientNews) -> None:
         """The token just appended is the first one, or the last one, or might end the sequence."""

@@ -101,6 +101,12 @@ class Sequence:
         """Generated tokens known so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def reads_every_token(self) -> bool:
+        """Whether each prompt token must be computed (again): somebody wants what only its hidden state tells."""
+        pooling = self.state.request.pooling
+        return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
+
     def catch_up(self, extra: int) -> None:
         """A step drew ``extra`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
         self.num_tokens += extra
@@ -127,6 +133,7 @@ class Sequence:
             stop_token_ids=self.state.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
             limit=self.limit,
+            pooling=request.pooling,
         )
 
 

@@ -13,11 +13,14 @@ from raylm.frontend.chat_template import ChatTemplate, check_templates
 from raylm.frontend.engine_client import EngineClient
 from raylm.frontend.input_processor import InputProcessor, sampling_defaults
 from raylm.frontend.output_processor import OutputProcessor
+from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import RequestOutput
-from raylm.frontend.router import Router
+from raylm.frontend.pooling import PoolingDefaults, pooling_defaults
+from raylm.frontend.router import RoutedEngine, Router
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.tokenizer import Tokenizer
-from raylm.params import SamplingParams
+from raylm.messages import EngineCoreRequest
+from raylm.params import PoolingParams, SamplingParams
 
 
 class AsyncLLM:
@@ -35,6 +38,7 @@ class AsyncLLM:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
         self.sampling_defaults: dict[str, Any] = sampling_defaults(checkpoint)
+        self.pooling_defaults: PoolingDefaults = pooling_defaults(checkpoint)
         self._longest = config.max_model_len or checkpoint.max_position_embeddings
         self._tokenizer = Tokenizer(checkpoint.path)
         check_templates(self._tokenizer.chat_templates)
@@ -113,10 +117,7 @@ class AsyncLLM:
             arrival_time=arrival_time,
             param=prompt_param,
         )
-        engine = self._router.pick(prompt, cache_salt)
-        queue = self._outputs.open(request)
-        engine.open_keys.add(request.key)
-        engine.client.add(request)
+        engine, queue = self._send(request)
         try:
             while True:
                 output = await queue.get()
@@ -124,10 +125,54 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            # No await may stand here: a cancelled task must not lose the abort.
-            engine.open_keys.discard(request.key)
-            if self._outputs.close(request.key):
-                engine.client.abort([request.key])
+            self._leave(engine, request)
+
+    async def embed(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+        prompt_param: str = "input",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Compute one prompt and pool its hidden states; the only output holds the vector. Else as ``generate``."""
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        limits = self._router.limits
+        self.pooling_defaults.check(params)
+        if isinstance(prompt, str):
+            self._input.check_text(prompt, limits, prompt_param)
+            prompt = await self._tokenizer.encode(prompt, add_special_tokens=True, param=prompt_param)
+        request = self._input.build_pooling(
+            prompt,
+            params,
+            limits,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+            param=prompt_param,
+        )
+        engine, queue = self._send(request)
+        try:
+            yield await queue.get()
+        finally:
+            self._leave(engine, request)
+
+    def _send(self, request: EngineCoreRequest) -> tuple[RoutedEngine, OutputQueue]:
+        engine = self._router.pick(request.prompt_token_ids, request.cache_salt)
+        queue = self._outputs.open(request)
+        engine.open_keys.add(request.key)
+        engine.client.add(request)
+        return engine, queue
+
+    def _leave(self, engine: RoutedEngine, request: EngineCoreRequest) -> None:
+        """No await may stand here: a cancelled task must not lose the abort."""
+        engine.open_keys.discard(request.key)
+        if self._outputs.close(request.key):
+            engine.client.abort([request.key])
 
     async def render_chat(
         self,

@@ -12,10 +12,11 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from raylm.frontend.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest
-from raylm.params import SamplingParams
+from raylm.params import PoolingParams, SamplingParams
 
 MAX_STOP_CHARS = 2_048
 MAX_CACHE_SALT_CHARS = 128
+_NO_SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -85,6 +86,43 @@ class InputProcessor:
             arrival_time=arrival_time,
         )
 
+    def build_pooling(
+        self,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        limits: Limits,
+        *,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+        arrival_time: float,
+        param: str = "input",
+    ) -> EngineCoreRequest:
+        """Check and complete one request for a vector.
+
+        Raises:
+            ContextLengthError: the prompt does not fit.
+            InvalidRequestError: a field is out of its range.
+        """
+        self._check_prompt(prompt_token_ids, limits, param)
+        if len(prompt_token_ids) > limits.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limits.max_model_len} tokens. However, your {param} has "
+                f"{len(prompt_token_ids)} tokens. Please shorten it.",
+                param=param,
+            )
+        _check_cache_salt(cache_salt)
+        return EngineCoreRequest(
+            key=next(self._keys),
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=_NO_SAMPLING,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+            pooling=params,
+        )
+
     def _check_prompt(self, token_ids: list[int], limits: Limits, param: str) -> None:
         if not token_ids:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
@@ -96,10 +134,7 @@ class InputProcessor:
         _check_ids("stop_token_ids", params.stop_token_ids, limits)
         if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
             raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-            raise InvalidRequestError(
-                f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt"
-            )
+        _check_cache_salt(cache_salt)
 
     def _bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and after a space: banned in both places."""
@@ -147,6 +182,11 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     except (InvalidRequestError, TypeError) as error:
         raise ConfigError(f"model: generation_config.json holds a bad value: {error}") from error
     return defaults
+
+
+def _check_cache_salt(cache_salt: str | None) -> None:
+    if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt")
 
 
 def _check_ids(param: str, token_ids: Iterable[int], limits: Limits) -> None:

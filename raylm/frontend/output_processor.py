@@ -98,6 +98,8 @@ class OutputProcessor:
                 if opened.finished:
                     del self._open[key]
             start = end
+        for key, vector in outputs.pooled:
+            self._finish_pooled(key, vector, now)
         for key, error in outputs.errors:
             self.fail([key], error)
         return stops
@@ -134,6 +136,12 @@ class OutputProcessor:
         opened.num_finished += delta.finish_reason is not None
         opened.queue.put(delta, finished=opened.finished)
         return (index,) if stop is not None and ended is None else ()
+
+    def _finish_pooled(self, key: int, vector: bytes, now: float) -> None:
+        opened = self._open.pop(key, None)
+        if opened is not None:
+            self._telemetry.finished("stop", now - opened.request.arrival_time)
+            opened.queue.finish(vector)
 
     def _measure(self, opened: OpenRequest, delta: CompletionDelta, now: float) -> None:
         arrival, last = opened.request.arrival_time, opened.last_token_times[delta.index]

@@ -12,7 +12,16 @@ from raylm.messages import EngineCoreRequest
 class OutputQueue:
     """One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop."""
 
-    __slots__ = ("_deltas", "_error", "_finished", "_request", "_wake", "num_cached_tokens", "prompt_logprobs")
+    __slots__ = (
+        "_deltas",
+        "_error",
+        "_finished",
+        "_request",
+        "_vector",
+        "_wake",
+        "num_cached_tokens",
+        "prompt_logprobs",
+    )
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.num_cached_tokens = 0
@@ -21,6 +30,7 @@ class OutputQueue:
         self._deltas: dict[int, CompletionDelta] = {}
         self._error: RayLMError | None = None
         self._finished = False
+        self._vector: bytes | None = None
         self._wake = asyncio.Event()
 
     def put(self, delta: CompletionDelta, *, finished: bool) -> None:
@@ -31,6 +41,11 @@ class OutputQueue:
         else:
             _merge(waiting, delta)
         self._finished = self._finished or finished
+        self._wake.set()
+
+    def finish(self, vector: bytes) -> None:
+        """The prompt has come to a vector."""
+        self._vector, self._finished = vector, True
         self._wake.set()
 
     def fail(self, error: RayLMError) -> None:
@@ -56,6 +71,7 @@ class OutputQueue:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
             finished=self._finished,
+            vector=self._vector,
         )
 
 

@@ -39,7 +39,8 @@ class RequestOutput:
     """News of one request: the deltas of its sequences, at most one a sequence; ``finished`` on the last one.
 
     ``prompt_logprobs`` (None if not asked for) has one entry a prompt token, None for the first; it is complete in
-    the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served.
+    the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served. ``vector`` is what a
+    prompt was pooled to, float32 bytes in the machine's order: the only output then, without deltas.
     """
 
     request_id: str
@@ -48,3 +49,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finished: bool = False
+    vector: bytes | None = None

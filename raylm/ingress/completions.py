@@ -16,7 +16,8 @@ from raylm.ingress.generation import Choice, Generation, Usage, extras, gather
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import CompletionLogprobs, TokenTexts, join_columns, prompt_logprobs
 from raylm.ingress.models import check_model
-from raylm.ingress.protocol_completions import DEFAULT_MAX_TOKENS, CompletionRequest, Prompt
+from raylm.ingress.prompts import Prompt
+from raylm.ingress.protocol_completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from raylm.ingress.sse import ChunkTemplate
 from raylm.params import SamplingParams
 

@@ -17,6 +17,7 @@ from raylm.ingress.chat import ChatCompletions
 from raylm.ingress.completions import Completions
 from raylm.ingress.cross_origin import CrossOrigin
 from raylm.ingress.edge import Edge
+from raylm.ingress.embeddings import Embeddings
 from raylm.ingress.endpoint import Handler, JSONEndpoint
 from raylm.ingress.envelope import clip, error_response
 from raylm.ingress.health import health_routes
@@ -24,6 +25,7 @@ from raylm.ingress.http_metrics import HTTPMetrics
 from raylm.ingress.keys import KeyGate, read_keys
 from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.models import model_routes
+from raylm.ingress.scores import Rerank, Score
 from raylm.ingress.tokenize import Detokenize, Tokenize
 
 if TYPE_CHECKING:
@@ -48,6 +50,9 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
     routes = [
         post("/v1/chat/completions", ChatCompletions(async_llm, config)),
         post("/v1/completions", Completions(async_llm, config)),
+        post("/v1/embeddings", Embeddings(async_llm, config)),
+        *(post(path, Score(async_llm, config)) for path in ("/score", "/v1/score")),
+        *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         post("/tokenize", Tokenize(async_llm)),
         post("/detokenize", Detokenize(async_llm)),
         *model_routes(async_llm),

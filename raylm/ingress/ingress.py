@@ -17,7 +17,7 @@ from raylm.config import Config
 from raylm.engine import engine_core_prefix
 from raylm.ingress.http_app import build_asgi_app
 from raylm.ingress.lifecycle import Lifecycle
-from raylm.params import SamplingParams
+from raylm.params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput
@@ -100,6 +100,24 @@ class Ingress:
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
+
+    async def embed(
+        self, prompt: str | list[int], params: PoolingParams | None = None, *, cache_salt: str | None = None
+    ) -> RequestOutput:
+        """The vector of one prompt (text or token ids), as float32 bytes in ``vector`` of the output.
+
+        Raises:
+            RayLMError: what HTTP clients would get as an error.
+        """
+        chosen = params or PoolingParams(pooling=self._llm.pooling_defaults.pooling)
+        outputs = self._llm.embed(prompt, chosen, request_id=f"handle-{uuid.uuid4()}", cache_salt=cache_salt)
+        ongoing = self._lifecycle.admit()
+        try:
+            async with aclosing(outputs):
+                with ongoing:
+                    return await anext(outputs)
+        finally:
+            self._lifecycle.release(ongoing)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""

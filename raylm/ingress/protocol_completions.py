@@ -1,22 +1,21 @@
-"""The body of /v1/completions, and the four forms in which prompts come."""
+"""The body of /v1/completions."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.ingress.protocol import json_name, unsupported
+from raylm.ingress.prompts import Prompt, split_prompts
+from raylm.ingress.protocol import unsupported
 from raylm.ingress.protocol_sampling import GenerationBody
 from raylm.params import MAX_LOGPROBS
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
 DEFAULT_MAX_TOKENS = 16
-
-Prompt = str | list[int]
 
 
 class CompletionRequest(GenerationBody):
@@ -51,44 +50,9 @@ class CompletionRequest(GenerationBody):
         Raises:
             InvalidRequestError: ``prompt`` has none of the four forms, or asks for too much at once.
         """
-        prompts = _split(self.prompt)
+        prompts = split_prompts(self.prompt, "prompt")
         if len(prompts) > MAX_PROMPTS:
             raise InvalidRequestError(f"'prompt' may hold at most {MAX_PROMPTS} prompts.", param="prompt")
         if len(prompts) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequestError(f"'n' times the prompts may make at most {MAX_CHOICES} choices.", param="n")
         return prompts
-
-
-def _split(value: object) -> list[Prompt]:
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        expected = "expected a string, an array of strings, an array of token ids, or an array of those"
-        raise InvalidRequestError(f"Invalid type for 'prompt': {expected}, but got {json_name(value)}.", param="prompt")
-    if not value:
-        raise InvalidRequestError("'prompt' must not be an empty array.", param="prompt")
-    if isinstance(value[0], str):
-        _check_items(value, str, "a string", "prompt")
-        return cast(list[Prompt], value)
-    if isinstance(value[0], list):
-        _check_items(value, list, "an array", "prompt")
-        for index, item in enumerate(value):
-            _check_token_ids(item, f"prompt[{index}]")
-        return cast(list[Prompt], value)
-    _check_token_ids(value, "prompt")
-    return [cast(list[int], value)]
-
-
-def _check_token_ids(value: list[Any], param: str) -> None:
-    if not value:
-        raise InvalidRequestError(f"'{param}' must not be empty.", param=param)
-    _check_items(value, int, "an integer", param)
-
-
-def _check_items(value: list[Any], kind: type, expected: str, param: str) -> None:
-    if all(type(item) is kind for item in value):
-        return
-    place = next(index for index, item in enumerate(value) if type(item) is not kind)
-    where = f"{param}[{place}]"
-    got = json_name(value[place])
-    raise InvalidRequestError(f"Invalid type for '{where}': expected {expected}, but got {got}.", param=where)

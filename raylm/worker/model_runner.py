@@ -15,6 +15,7 @@ from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
+from raylm.worker.pooler import Pooler
 from raylm.worker.sampler import Sampler, SamplerOutput
 from raylm.worker.speculator import NoSpeculation, Speculator
 from raylm.worker.step_rows import DrawRows, StepRows
@@ -37,6 +38,7 @@ class ModelRunner:
         self.buffers = buffers
         self.sampler = Sampler()
         self.speculator = speculator or NoSpeculation()
+        self.pooler = Pooler()
         self._prompt_logprobs: dict[int, int] = {}
 
     @torch.inference_mode()
@@ -47,7 +49,7 @@ class ModelRunner:
             RuntimeError: the plan contradicts what the worker holds.
         """
         started = time.perf_counter()
-        step = self.speculator.lay_out(StepRows.of(plan, self._apply(plan)), self.batch)
+        step = self.speculator.lay_out(self.pooler.claim(StepRows.of(plan, self._apply(plan))), self.batch)
         if not step.seq_ids:
             return ModelRunnerOutput(plan.step, [], [], [], step_s=time.perf_counter() - started)
         inputs = self.buffers.build(step, self.batch)
@@ -58,6 +60,7 @@ class ModelRunner:
         _synchronize(logits.device)
         forward_s = time.perf_counter() - forward_started
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
+        pooled, lost = self.pooler.pool(step, hidden, self.batch)
         drawn, kept = self._draw(logits, step, draws)
         token_counts = np.bincount(draws.places[kept], minlength=len(step.seq_ids))
         step_s = time.perf_counter() - started
@@ -69,18 +72,21 @@ class ModelRunner:
             token_ids=drawn.token_ids[kept].tolist(),
             logprobs=drawn.logprobs and _select(drawn.logprobs, kept.tolist()),
             prompt_logprobs=prompt_logprobs,
-            failed=[(step.seq_ids[place], reason) for place, reason in drawn.failed],
+            failed=[*((step.seq_ids[place], reason) for place, reason in drawn.failed), *lost],
             forward_s=forward_s,
             step_s=step_s,
             drafted_tokens=int(step.drafts.sum()),
+            pooled=pooled,
         )
 
     def _apply(self, plan: SchedulerOutput) -> NDArray[np.int64]:
         for seq_id in plan.finished:
             self.batch.remove(seq_id)
             self._prompt_logprobs.pop(seq_id, None)
+            self.pooler.remove(seq_id)
         for new in plan.new:
             self.speculator.add(self.batch.add(new))
+            self.pooler.add(new)
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[new.seq_id] = new.params.prompt_logprobs
         rows = self.batch.rows(plan.seq_ids)

@@ -17,11 +17,12 @@ ROOTS = [
     "CreateChatCompletionResponse",
     "CreateChatCompletionStreamResponse",
     "CreateCompletionResponse",
+    "CreateEmbeddingResponse",
     "ErrorResponse",
     "ListModelsResponse",
     "Model",
 ]
-REQUESTS = ["CreateChatCompletionRequest", "CreateCompletionRequest"]
+REQUESTS = ["CreateChatCompletionRequest", "CreateCompletionRequest", "CreateEmbeddingRequest"]
 PROSE = {"description", "example", "examples", "title", "deprecated", "discriminator"}
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import math
+import struct
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
-from raylm.params import SamplingParams
+from raylm.frontend.pooling import PoolingDefaults
+from raylm.params import PoolingParams, SamplingParams
 
 BOS, EOS = 256, 257
 SPECIAL = {BOS: b"<s>", EOS: b"</s>"}
@@ -40,6 +43,8 @@ class FakeAsyncLLM:
     gate: asyncio.Event | None = None  # awaited before each output after ``open_outputs`` of them
     open_outputs: int = 1
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    pooling_defaults: PoolingDefaults = field(default_factory=lambda: PoolingDefaults("last", 4))
+    embedded: list[tuple[list[int], PoolingParams]] = field(default_factory=list)
     max_model_len: int = 4096
     model_name: str = "org/fake-model"
     is_ready: bool = True
@@ -74,6 +79,28 @@ class FakeAsyncLLM:
             "continue_final_message": continue_final_message, "template_kwargs": template_kwargs,
         })  # fmt: skip
         return await self.tokenize("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+    async def embed(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+        prompt_param: str = "input",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The first byte is the angle, in steps of 1/256 of a quarter turn: near bytes are near vectors."""
+        self.pooling_defaults.check(params)
+        ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise InvalidRequestError(f"{prompt_param} must not be empty.", param=prompt_param)
+        self.embedded.append((ids, params))
+        await asyncio.sleep(0)
+        angle = ids[0] / 256 * math.pi / 2
+        vector = [math.cos(angle), math.sin(angle), 0.0, 0.0][: params.dimensions]
+        yield RequestOutput(request_id, ids, [], finished=True, vector=struct.pack(f"{len(vector)}f", *vector))
 
     async def generate(
         self,

@@ -87,7 +87,7 @@ async def test_errors_have_their_types(api: openai.AsyncOpenAI, llm: FakeAsyncLL
         await api.completions.create(model="gpt", prompt="a", stream=True)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
-        await api.embeddings.create(model=MODEL, input="a")
+        await api.images.generate(model=MODEL, prompt="a")
     llm.fail_after = 0
     with pytest.raises(openai.InternalServerError):
         await api.completions.create(model=MODEL, prompt="a")

@@ -10,8 +10,10 @@ import httpx
 import jsonschema
 import pytest
 
+from raylm.ingress.protocol import Body
 from raylm.ingress.protocol_chat import ChatCompletionRequest
 from raylm.ingress.protocol_completions import CompletionRequest
+from raylm.ingress.protocol_embeddings import EmbeddingRequest
 from tests.ingress.harness import CHAT, TEXT, events
 
 SPEC = json.loads((Path(__file__).parent.parent / "data" / "openai_schemas.json").read_text())
@@ -113,9 +115,13 @@ async def test_models_and_errors(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [(ChatCompletionRequest, "CreateChatCompletionRequest"), (CompletionRequest, "CreateCompletionRequest")],
+    [
+        (ChatCompletionRequest, "CreateChatCompletionRequest"),
+        (CompletionRequest, "CreateCompletionRequest"),
+        (EmbeddingRequest, "CreateEmbeddingRequest"),
+    ],
 )
-def test_every_field_of_openai_is_decided(model: type[ChatCompletionRequest], name: str) -> None:
+def test_every_field_of_openai_is_decided(model: type[Body], name: str) -> None:
     decided = model.model_fields.keys() | model.unserved
     assert set(SPEC["request_fields"][name]) <= decided
     assert not model.model_fields.keys() & model.unserved

@@ -302,7 +302,7 @@ async def test_headers_are_bounded(client: httpx.AsyncClient, headers: list[tupl
         ("POST", "/v1/models", 405, "GET"),
         ("PUT", "/health", 405, "GET"),
         ("GET", "/v1/nothing", 404, None),
-        ("POST", "/v1/embeddings", 404, None),
+        ("POST", "/v1/images/generations", 404, None),
         ("POST", "/v1/chat/completions/", 404, None),
         ("GET", "/" + "x" * 10_000, 404, None),
         ("GET", "/%ff%00", 404, None),

@@ -1,0 +1,114 @@
+"""POST /v1/embeddings, and Embedder, by which all endpoints come from texts to vectors."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from raylm.config import Config
+from raylm.ingress.generation import interleave
+from raylm.ingress.json_body import JSONObject
+from raylm.ingress.models import check_model
+from raylm.ingress.prompts import Prompt
+from raylm.ingress.protocol_embeddings import EmbeddingRequest, PoolingBody
+from raylm.params import PoolingParams
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+
+Vector = NDArray[np.float32]
+
+
+class Embedder:
+    """Sends the texts of one HTTP request to the engine at once, and gathers their vectors."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def __call__(
+        self, inputs: Sequence[tuple[Prompt, str]], params: PoolingParams, body: PoolingBody, name: str
+    ) -> tuple[list[Vector], int]:
+        """The vectors of ``inputs`` (each with the field it came from), in order, and how many tokens they have.
+
+        Raises:
+            RayLMError: one of them is refused or failed; the others are given up.
+        """
+        arrival_time = time.time()
+        streams = [
+            self._llm.embed(
+                await self._truncate(prompt, body.truncate_prompt_tokens),
+                params,
+                request_id=f"{name}-{place}",
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                arrival_time=arrival_time,
+                prompt_param=param,
+            )
+            for place, (prompt, param) in enumerate(inputs)
+        ]
+        vectors, num_tokens = [np.empty(0, np.float32)] * len(streams), 0
+        async with aclosing(interleave(streams)) as outputs:
+            async for place, output in outputs:
+                assert output.vector is not None, "a pooled request was answered without a vector"
+                vectors[place] = np.frombuffer(output.vector, np.float32)
+                num_tokens += len(output.prompt_token_ids)
+        return vectors, num_tokens
+
+    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
+        if limit is None:
+            return prompt
+        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return token_ids[-limit:]
+
+
+class Embeddings:
+    """The handler of the route."""
+
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+        self._llm = llm
+        self._config = config
+        self._embed = Embedder(llm)
+
+    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
+        """Answer one request.
+
+        Raises:
+            RayLMError: the request is refused or failed.
+        """
+        body = EmbeddingRequest.parse(data)
+        body.check(self._config)
+        check_model(body.model, self._llm)
+        params = body.pooling_params(self._llm.pooling_defaults.pooling)
+        inputs = [(prompt, "input") for prompt in body.inputs()]
+        name = f"embd-{body.request_id or request_id}"
+        vectors, num_tokens = await self._embed(inputs, params, body, name)
+        encode = _as_base64 if body.encoding_format == "base64" else _as_is
+        answer = {
+            "id": name,
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model,
+            "data": [
+                {"object": "embedding", "index": index, "embedding": encode(vector)}
+                for index, vector in enumerate(vectors)
+            ],
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _as_base64(vector: Vector) -> Any:
+    """float32, little-endian, as OpenAI's clients ask for and unpack by themselves."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _as_is(vector: Vector) -> Any:
+    """orjson writes the shortest decimals that give the same float32."""
+    return vector

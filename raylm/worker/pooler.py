@@ -1,0 +1,97 @@
+"""Worker: the Pooler, which makes vectors of the hidden states of prompts that are to be embedded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylm.messages import NewSequence
+from raylm.params import PoolingParams
+from raylm.worker.input_batch import InputBatch
+from raylm.worker.step_rows import StepRows
+
+NOT_FINITE = "the model's hidden states are not finite"
+
+
+@dataclass(slots=True)
+class _Row:
+    """A prompt on its way to a vector; ``state`` [hidden_size] float32 is what its chunks came to so far."""
+
+    params: PoolingParams
+    state: Tensor | None = None
+
+
+class Pooler:
+    """Owns what the chunks of each pooled prompt came to, by sequence id; costs a step nothing while there is none.
+
+    ``last`` is ready with the last chunk, ``cls`` with the first, and the mean is summed up from chunk to chunk in
+    float32. A preempted sequence starts anew, as its whole prompt is computed again where more than the last token
+    counts.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Row] = {}
+
+    def add(self, new: NewSequence) -> None:
+        """Take note of a sequence that is to be pooled, if it is."""
+        if new.pooling is not None:
+            self._rows[new.seq_id] = _Row(new.pooling)
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        self._rows.pop(seq_id, None)
+
+    def claim(self, step: StepRows) -> StepRows:
+        """The step without the draws of pooled sequences."""
+        if not self._rows:
+            return step
+        mine = np.fromiter((seq_id in self._rows for seq_id in step.seq_ids), np.bool_, len(step.seq_ids))
+        return replace(step, draws=np.where(mine, 0, step.draws))
+
+    def pool(
+        self, step: StepRows, hidden: Tensor, batch: InputBatch
+    ) -> tuple[list[tuple[int, bytes]], list[tuple[int, str]]]:
+        """Take in the ``hidden`` states (tokens, hidden_size) of a step.
+
+        Returns:
+            (seq_id, float32 bytes) of the prompts that ended in this step, and (seq_id, reason) of those that failed.
+        """
+        ready: list[tuple[int, bytes]] = []
+        failed: list[tuple[int, str]] = []
+        if not self._rows:
+            return ready, failed
+        ends = np.cumsum(step.counts)
+        for at, seq_id in enumerate(step.seq_ids):
+            row = self._rows.get(seq_id)
+            if row is None:
+                continue
+            end, count, computed = int(ends[at]), int(step.counts[at]), int(step.computed[at])
+            last = computed + count == int(batch.num_prompt_tokens[step.rows[at]])
+            _take_in(row, hidden[end - count : end], first=computed == 0, last=last)
+            if last:
+                assert row.state is not None, "a prompt whose first token counts was not computed from its beginning"
+                vector = _finish(row.params, row.state, computed + count)
+                if torch.isfinite(vector).all():
+                    ready.append((seq_id, vector.cpu().numpy().tobytes()))
+                else:
+                    failed.append((seq_id, NOT_FINITE))
+        return ready, failed
+
+
+def _take_in(row: _Row, chunk: Tensor, *, first: bool, last: bool) -> None:
+    if row.params.pooling == "mean":
+        total = chunk.sum(dim=0, dtype=torch.float32)
+        row.state = total if row.state is None else row.state + total
+    elif row.params.pooling == "cls" and first:
+        row.state = chunk[0].float()
+    elif row.params.pooling == "last" and last:
+        row.state = chunk[-1].float()
+
+
+def _finish(params: PoolingParams, state: Tensor, num_tokens: int) -> Tensor:
+    """The mean of a sum, cut to its dimensions, scaled to length 1."""
+    vector = (state / num_tokens if params.pooling == "mean" else state)[: params.dimensions]
+    return torch.nn.functional.normalize(vector, dim=0) if params.normalize else vector
