@@ -86,6 +86,12 @@ class IngressConfig(_Frozen):
     max_ongoing_requests: int = Field(
         4096, ge=1, description="Requests one replica holds at once; beyond it 429 with Retry-After."
     )
+    max_queued_requests: int = Field(
+        1024, ge=1, description="Sequences of one replica that wait for their first token; beyond it 429."
+    )
+    max_queued_tokens: int = Field(
+        1_048_576, ge=1, description="Prompt tokens of one replica that wait to be computed; beyond it 429."
+    )
     max_body_mib: float = Field(32, gt=0, le=1024, description="Longest request body in MiB.")
     api_keys_file: str | None = Field(
         None, min_length=1, description="File with an API key a line, as `name: key`; without keys everybody is let in."

@@ -13,6 +13,7 @@
     │   ├── MediaTypeError          415 unsupported_media_type
     │   └── HeadersTooLargeError    431 headers_too_large
     ├── OverloadedError             429 rate_limit_error, carries Retry-After
+    ├── DeadlineExceededError       504 deadline_exceeded, waited longer than the client does
     └── EngineUnavailableError      503 service_unavailable, carries Retry-After
         ├── EngineDiedError         503 the engine was lost while it served this request
         └── ShuttingDownError       503 shutting_down, this replica is about to end
@@ -31,7 +32,7 @@ class RayLMError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -39,7 +40,7 @@ class RayLMError(Exception):
         self.param = param
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.param))
+        return (_rebuild, (type(self), self.message, self.param), self.__dict__)
 
 
 def _rebuild(cls: type[RayLMError], message: str, param: str | None) -> RayLMError:
@@ -123,7 +124,18 @@ class OverloadedError(RayLMError):
     status = 429
     type = "rate_limit_error"
     code = "overloaded"
-    retry_after_s = 1
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(RayLMError):
+    """The request has waited longer than its client said it would; it was dropped unanswered."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
 
 
 class EngineUnavailableError(RayLMError):

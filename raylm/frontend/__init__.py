@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raylm.frontend.admission import Admission, Hold
     from raylm.frontend.async_llm import AsyncLLM
     from raylm.frontend.discovery import Discovery
     from raylm.frontend.engine_client import EngineClient
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
     from raylm.frontend.router import Router
 
 __all__ = [
+    "Admission",
     "AsyncLLM",
     "CompletionDelta",
     "Discovery",
     "EngineClient",
+    "Hold",
     "LocalEngineClient",
     "RayEngineClient",
     "RequestOutput",
@@ -27,9 +30,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Admission": "raylm.frontend.admission",
     "AsyncLLM": "raylm.frontend.async_llm",
     "Discovery": "raylm.frontend.discovery",
     "EngineClient": "raylm.frontend.engine_client",
+    "Hold": "raylm.frontend.admission",
     "LocalEngineClient": "raylm.frontend.local_engine_client",
     "RayEngineClient": "raylm.frontend.ray_engine_client",
     "Router": "raylm.frontend.router",

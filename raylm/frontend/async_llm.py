@@ -9,9 +9,10 @@ from typing import Any
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError
+from raylm.frontend.admission import Admission, Hold
 from raylm.frontend.chat_template import ChatTemplate, check_templates
 from raylm.frontend.engine_client import EngineClient
-from raylm.frontend.input_processor import InputProcessor, sampling_defaults
+from raylm.frontend.input_processor import InputProcessor, Limits, sampling_defaults
 from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import RequestOutput
@@ -29,14 +30,16 @@ class AsyncLLM:
     Args:
         config: names the checkpoint, whose tokenizer, chat template and generation_config are read here and now.
         router: the engines, if the caller wants to keep hold of it.
+        admission: who may wait for a first token; by default everybody.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
     """
 
-    def __init__(self, config: Config, router: Router | None = None) -> None:
+    def __init__(self, config: Config, router: Router | None = None, admission: Admission | None = None) -> None:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
+        self.admission = admission or Admission()
         self.sampling_defaults: dict[str, Any] = sampling_defaults(checkpoint)
         self.pooling_defaults: PoolingDefaults = pooling_defaults(checkpoint)
         self._longest = config.max_model_len or checkpoint.max_position_embeddings
@@ -100,15 +103,13 @@ class AsyncLLM:
 
         Raises:
             InvalidRequestError: a field is wrong; ContextLengthError if prompt and answer do not fit.
+            OverloadedError: too many wait already.
             EngineUnavailableError: no engine is ready; EngineDiedError if it was lost meanwhile.
         """
         arrival_time = time.time() if arrival_time is None else arrival_time
         limits = self._router.limits
-        if isinstance(prompt, str):
-            self._input.check_text(prompt, limits, prompt_param)
-            prompt = await self._tokenizer.encode(prompt, add_special_tokens=True, param=prompt_param)
         request = self._input.build(
-            prompt,
+            await self._token_ids(prompt, limits, prompt_param),
             params,
             limits,
             request_id=request_id,
@@ -117,15 +118,17 @@ class AsyncLLM:
             arrival_time=arrival_time,
             param=prompt_param,
         )
-        engine, queue = self._send(request)
+        engine, queue, hold = self._send(request)
         try:
             while True:
                 output = await queue.get()
+                if hold.requests:
+                    hold.begin(delta.index for delta in output.deltas)
                 yield output
                 if output.finished:
                     return
         finally:
-            self._leave(engine, request)
+            self._leave(engine, request, hold)
 
     async def embed(
         self,
@@ -142,11 +145,8 @@ class AsyncLLM:
         arrival_time = time.time() if arrival_time is None else arrival_time
         limits = self._router.limits
         self.pooling_defaults.check(params)
-        if isinstance(prompt, str):
-            self._input.check_text(prompt, limits, prompt_param)
-            prompt = await self._tokenizer.encode(prompt, add_special_tokens=True, param=prompt_param)
         request = self._input.build_pooling(
-            prompt,
+            await self._token_ids(prompt, limits, prompt_param),
             params,
             limits,
             request_id=request_id,
@@ -155,21 +155,30 @@ class AsyncLLM:
             arrival_time=arrival_time,
             param=prompt_param,
         )
-        engine, queue = self._send(request)
+        engine, queue, hold = self._send(request)
         try:
             yield await queue.get()
         finally:
-            self._leave(engine, request)
+            self._leave(engine, request, hold)
 
-    def _send(self, request: EngineCoreRequest) -> tuple[RoutedEngine, OutputQueue]:
+    async def _token_ids(self, prompt: str | list[int], limits: Limits, param: str) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        self._input.check_text(prompt, limits, param)
+        self.admission.check(len(prompt))
+        return await self._tokenizer.encode(prompt, add_special_tokens=True, param=param)
+
+    def _send(self, request: EngineCoreRequest) -> tuple[RoutedEngine, OutputQueue, Hold]:
         engine = self._router.pick(request.prompt_token_ids, request.cache_salt)
+        hold = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
         queue = self._outputs.open(request)
         engine.open_keys.add(request.key)
         engine.client.add(request)
-        return engine, queue
+        return engine, queue, hold
 
-    def _leave(self, engine: RoutedEngine, request: EngineCoreRequest) -> None:
+    def _leave(self, engine: RoutedEngine, request: EngineCoreRequest, hold: Hold) -> None:
         """No await may stand here: a cancelled task must not lose the abort."""
+        hold.release()
         engine.open_keys.discard(request.key)
         if self._outputs.close(request.key):
             engine.client.abort([request.key])

@@ -45,6 +45,7 @@ class ChatCompletions:
         options = body.options
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
+        self._llm.admission.expect(params.n)
         prompt = await self._render(body)
         name = f"chatcmpl-{body.request_id or request_id}"
         outputs = self._llm.generate(

@@ -54,7 +54,9 @@ class Completions:
         check_model(body.model, self._llm)
         options = body.options
         params = self._params(body)
-        jobs = [await self._job(prompt, body) for prompt in body.prompts()]
+        prompts = body.prompts()
+        self._llm.admission.expect(len(prompts) * params.n)
+        jobs = [await self._job(prompt, body) for prompt in prompts]
         name = f"cmpl-{body.request_id or request_id}"
         common: dict[str, Any] = {
             "priority": body.priority or 0,

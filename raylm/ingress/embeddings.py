@@ -41,6 +41,7 @@ class Embedder:
             RayLMError: one of them is refused or failed; the others are given up.
         """
         arrival_time = time.time()
+        self._llm.admission.expect(len(inputs))
         streams = [
             self._llm.embed(
                 await self._truncate(prompt, body.truncate_prompt_tokens),

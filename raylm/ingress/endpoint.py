@@ -1,4 +1,4 @@
-"""JSONEndpoint: one POST route as a bare ASGI app; admission, body, disconnects, an answer whole or as a stream."""
+"""JSONEndpoint: one POST route as a bare ASGI app; admission, body, deadline, an answer whole or as a stream."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from raylm.frontend import Admission
+from raylm.ingress.deadline import Deadline
 from raylm.ingress.envelope import as_known_error, error_event, logger
-from raylm.ingress.json_body import JSONObject, read_json_object
+from raylm.ingress.json_body import JSONObject, check_head, content_length, parse_json_object, read_body
 from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 
 Chunks = AsyncGenerator[bytes, None]
@@ -32,9 +35,10 @@ class JSONEndpoint:
     token has its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
-    def __init__(self, handler: Handler, lifecycle: Lifecycle, max_body_bytes: int) -> None:
+    def __init__(self, handler: Handler, lifecycle: Lifecycle, admission: Admission, max_body_bytes: int) -> None:
         self._handler = handler
         self._lifecycle = lifecycle
+        self._admission = admission
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,27 +47,34 @@ class JSONEndpoint:
         Raises:
             RayLMError: the request was refused or failed; nothing has been sent.
         """
+        headers = Headers(scope=scope)
         ongoing = self._lifecycle.admit()
         try:
-            await self._serve(ongoing, scope, receive, send)
+            check_head(headers, self._max_body_bytes)
+            with self._admission.enter(content_length(headers)) as hold, Deadline(headers, ongoing) as deadline:
+                with ongoing:
+                    body = await read_body(receive, self._max_body_bytes)
+                    hold.grow(1, len(body))
+                    data = parse_json_object(body)
+                await self._serve(data, ongoing, deadline, scope, receive, send)
         except ClientDisconnectedError:
             return
         finally:
             self._lifecycle.release(ongoing)
 
-    async def _serve(self, ongoing: OngoingRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id: str = scope["raylm.request_id"]
-        with ongoing:
-            data = await read_json_object(scope, receive, self._max_body_bytes)
+    async def _serve(
+        self, data: JSONObject, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
-                answer = await self._handler(data, request_id)
+                answer = await self._handler(data, scope["raylm.request_id"])
             if isinstance(answer, bytes):
+                deadline.keep()
                 await _send_whole(answer, send)
             else:
                 async with aclosing(answer):
-                    await _send_stream(answer, ongoing, scope, send)
+                    await _send_stream(answer, ongoing, deadline, scope, send)
         finally:
             watch.cancel()
 
@@ -83,9 +94,10 @@ async def _send_whole(body: bytes, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, scope: Scope, send: Send) -> None:
+async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, send: Send) -> None:
     with ongoing:
         first = await anext(chunks)
+        deadline.keep()
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     send = scope["raylm.send"]
     try:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from raylm.config import Config, IngressConfig
 from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError
+from raylm.frontend import Admission
 from raylm.ingress.chat import ChatCompletions
 from raylm.ingress.completions import Completions
 from raylm.ingress.cross_origin import CrossOrigin
@@ -40,12 +41,13 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
     Raises:
         ConfigError: the API keys cannot be read.
     """
-    http_metrics = HTTPMetrics(async_llm.model_name)
+    http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
+    unqueued = Admission()
     max_body_bytes = int(config.ingress.max_body_mib * _MIB)
 
-    def post(path: str, handler: Handler) -> Route:
-        return Route(path, JSONEndpoint(handler, lifecycle, max_body_bytes), methods=["POST"])
+    def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:
+        return Route(path, JSONEndpoint(handler, lifecycle, admission, max_body_bytes), methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletions(async_llm, config)),
@@ -53,8 +55,8 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
         post("/v1/embeddings", Embeddings(async_llm, config)),
         *(post(path, Score(async_llm, config)) for path in ("/score", "/v1/score")),
         *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        post("/tokenize", Tokenize(async_llm)),
-        post("/detokenize", Detokenize(async_llm)),
+        post("/tokenize", Tokenize(async_llm), unqueued),
+        post("/detokenize", Detokenize(async_llm), unqueued),
         *model_routes(async_llm),
         *health_routes(async_llm, lifecycle, http_metrics),
     ]

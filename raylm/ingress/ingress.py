@@ -40,9 +40,11 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
-        from raylm.frontend import AsyncLLM, Discovery  # here, so that building the application need not wait for them
+        from raylm.frontend import Admission, AsyncLLM, Discovery  # here: building the application need not wait for it
 
-        self._llm = AsyncLLM(self._config)
+        bounds = self._config.ingress
+        admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
+        self._llm = AsyncLLM(self._config, admission=admission)
         app = build_asgi_app(self._llm, self._config)
         self._lifecycle = app.state.lifecycle
         prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)
@@ -95,6 +97,7 @@ class Ingress:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the next turn of a conversation; as ``generate``, over the checkpoint's chat template."""
+        self._llm.admission.check(sum(len(str(message)) for message in messages))
         prompt = await self._llm.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
         outputs = self.generate(prompt, params, priority=priority, cache_salt=cache_salt, prompt_param="messages")
         async with aclosing(outputs):

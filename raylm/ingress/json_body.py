@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from raylm.errors import BodyTooLargeError, InvalidRequestError, MediaTypeError
 from raylm.ingress.lifecycle import ClientDisconnectedError
@@ -16,21 +16,22 @@ MAX_NESTING = 64
 JSONObject = dict[str, Any]
 
 
-async def read_json_object(scope: Scope, receive: Receive, max_bytes: int) -> JSONObject:
-    """The request's body, a JSON object.
+def content_length(headers: Headers) -> int:
+    """Bytes of the body as announced, 0 if they are not."""
+    length = headers.get("content-length", "")
+    return int(length[:20]) if length.isdecimal() else 0
+
+
+def check_head(headers: Headers, max_bytes: int) -> None:
+    """Refuse a body by what is announced of it.
 
     Raises:
-        MediaTypeError: the body is not declared as plain JSON.
-        BodyTooLargeError: it is longer than ``max_bytes``; decided by Content-Length before anything is read.
-        InvalidRequestError: it is no JSON object, or nested deeper than MAX_NESTING.
-        ClientDisconnectedError: the client hung up while sending.
+        MediaTypeError: it is not declared as plain JSON.
+        BodyTooLargeError: it is longer than ``max_bytes``.
     """
-    headers = Headers(scope=scope)
     _check_media_type(headers)
-    length = headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > max_bytes:
+    if content_length(headers) > max_bytes:
         raise _too_large(max_bytes)
-    return parse_json_object(await _read(receive, max_bytes))
 
 
 def parse_json_object(body: bytes) -> JSONObject:
@@ -59,7 +60,13 @@ def _check_media_type(headers: Headers) -> None:
         raise MediaTypeError("A Content-Encoding is not supported; send the body as it is.")
 
 
-async def _read(receive: Receive, max_bytes: int) -> bytes:
+async def read_body(receive: Receive, max_bytes: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        BodyTooLargeError: it is longer than ``max_bytes``; the rest is not read.
+        ClientDisconnectedError: the client hung up while sending.
+    """
     parts: list[bytes] = []
     size, more = 0, True
     while more:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
+from raylm.frontend import Admission
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.pooling import PoolingDefaults
 from raylm.params import PoolingParams, SamplingParams
@@ -48,6 +49,7 @@ class FakeAsyncLLM:
     max_model_len: int = 4096
     model_name: str = "org/fake-model"
     is_ready: bool = True
+    admission: Admission = field(default_factory=Admission)
     calls: list[Call] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from raylm.checkpoint import EMBEDDED
 from raylm.config import Config
 from raylm.engine import EngineCore
-from raylm.frontend import AsyncLLM, LocalEngineClient
+from raylm.frontend import Admission, AsyncLLM, LocalEngineClient
 from raylm.ingress import build_asgi_app
 from raylm.messages import EngineInfo
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
@@ -42,10 +43,10 @@ CHAT: dict[str, Any] = {
 class Stack:
     """The app, and what lies under it."""
 
-    def __init__(self) -> None:
+    def __init__(self, admission: Admission | None = None) -> None:
         self.executor = FakeExecutor(FakeWorker(model=MODEL))
         self.core = EngineCore(CONFIG, self.executor)
-        self.llm = AsyncLLM(CONFIG)
+        self.llm = AsyncLLM(CONFIG, admission=admission)
         self.app: Starlette = build_asgi_app(self.llm, CONFIG)
 
     @property
@@ -54,9 +55,9 @@ class Stack:
         return stats.running + stats.waiting
 
 
-@pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
-    stack = Stack()
+@asynccontextmanager
+async def running_stack(admission: Admission | None = None) -> AsyncIterator[Stack]:
+    stack = Stack(admission)
     info = await stack.core.start()
     loop = asyncio.create_task(stack.core.run())
     stack.llm.add_engine(LocalEngineClient(stack.core, EngineInfo("e", info.max_model_len, info)))
@@ -64,6 +65,12 @@ async def stack() -> AsyncIterator[Stack]:
     await stack.llm.stop()
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with running_stack() as stack:
+        yield stack
 
 
 @pytest.fixture

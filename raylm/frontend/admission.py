@@ -1,0 +1,169 @@
+"""Admission: owns how much waits for its first token in one AsyncLLM, and decides who may still join."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextvars import ContextVar
+
+from raylm.errors import OverloadedError
+
+_FIRST_TOKENS_PER_BYTE = 0.25  # of English text; what comes in corrects it
+_LEAST_RATIO, _MOST_RATIO = 1 / 64, 1.0
+_MEMORY_BYTES = 1_000_000  # of bodies whose ratio is remembered
+_MOST_RETRY_S = 60
+_RATE_SAMPLES = 64
+
+
+class Admission:
+    """A queue without places to stand in: it counts sequences that wait for their first token, and prompt tokens.
+
+    What is being received, rendered or tokenized counts by an estimate from its bytes, and by its tokens once they
+    are known. Whoever finds nobody else waiting is let in whatever his size: then no queue would ever be better.
+    Without bounds it only counts.
+    """
+
+    def __init__(self, max_requests: float = math.inf, max_tokens: float = math.inf) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._seen_bytes = _FIRST_TOKENS_PER_BYTE**-1
+        self._seen_tokens = 1.0
+        self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)
+
+    def check(self, num_bytes: int) -> None:
+        """Refuse a prompt of so many bytes before work is done on it, unless it is a part of a request let in already.
+
+        Raises:
+            OverloadedError: the queue is full; it says when to come back.
+        """
+        if CURRENT.get() is None:
+            self._check(1, self._estimate(num_bytes), Hold(self))
+
+    def expect(self, num_sequences: int) -> None:
+        """The request that runs here will have so many sequences.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        request = CURRENT.get()
+        if request is not None:
+            request.grow(num_sequences, 0)
+
+    def enter(self, num_bytes: int) -> Hold:
+        """Let in a request that is not read yet; what it holds is to be released in the end.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        hold = Hold(self)
+        hold.grow(1, num_bytes)
+        return hold
+
+    def prompt(self, num_tokens: int, num_sequences: int) -> Hold:
+        """Let a tokenized prompt wait for the first tokens of its sequences.
+
+        As a part of the ``current`` request it takes over that one's estimate and is let in; alone it may be refused.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        hold, request = Hold(self), CURRENT.get()
+        if request is None:
+            self._check(num_sequences, num_tokens, hold)
+        elif given := request.give(num_sequences):
+            self._learn(given, num_tokens)
+        hold.set(num_sequences, num_tokens)
+        return hold
+
+    def begun(self, count: int) -> None:
+        """So many sequences got their first token."""
+        self._begun.extend([time.monotonic()] * count)
+
+    def _check(self, requests: int, tokens: int, own: Hold) -> None:
+        others = self.requests - own.requests
+        if not others:
+            return
+        if others + requests > self._max_requests or self.tokens - own.tokens + tokens > self._max_tokens:
+            message = "The server has as many requests waiting as it takes; try again shortly."
+            raise OverloadedError(message, retry_after_s=self._retry_after_s())
+
+    def _estimate(self, num_bytes: int) -> int:
+        ratio = self._seen_tokens / self._seen_bytes
+        return math.ceil(num_bytes * min(max(ratio, _LEAST_RATIO), _MOST_RATIO))
+
+    def _learn(self, num_bytes: int, num_tokens: int) -> None:
+        keep = _MEMORY_BYTES / (_MEMORY_BYTES + num_bytes)
+        self._seen_bytes = keep * self._seen_bytes + num_bytes
+        self._seen_tokens = keep * self._seen_tokens + num_tokens
+
+    def _retry_after_s(self) -> int:
+        """Seconds until what waits now has begun, at the pace of the last ones that did."""
+        if len(self._begun) < 2:
+            return 1
+        rate = len(self._begun) / max(time.monotonic() - self._begun[0], 1e-3)
+        return min(max(math.ceil(self.requests / rate), 1), _MOST_RETRY_S)
+
+
+class Hold:
+    """What one request, or one prompt of it, counts for in the queue at this moment."""
+
+    __slots__ = ("_admission", "_bytes", "_started", "_token", "requests", "tokens")
+
+    def __init__(self, admission: Admission) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self._admission = admission
+        self._bytes = 0
+        self._started: set[int] = set()
+
+    def set(self, requests: int, tokens: int) -> None:
+        """Count for so much from now on."""
+        self._admission.requests += requests - self.requests
+        self._admission.tokens += tokens - self.tokens
+        self.requests, self.tokens = requests, tokens
+
+    def grow(self, requests: int, num_bytes: int) -> None:
+        """It is larger than it was let in for.
+
+        Raises:
+            OverloadedError: the queue is full; it still counts for what it did.
+        """
+        requests, self._bytes = max(requests, self.requests), max(num_bytes, self._bytes)
+        tokens = self._admission._estimate(self._bytes)
+        self._admission._check(requests, tokens, self)
+        self.set(requests, tokens)
+
+    def give(self, requests: int) -> int:
+        """Hand over the share of so many sequences; returns the bytes that they were estimated from."""
+        share = min(1.0, requests / self.requests) if self.requests else 0.0
+        given = round(share * self._bytes)
+        self._bytes -= given
+        self.set(max(0, self.requests - requests), round(self.tokens * (1 - share)))
+        return given
+
+    def begin(self, indexes: Iterable[int]) -> None:
+        """These sequences have a token: they, and the prompt that all share, wait no more."""
+        fresh = set(indexes) - self._started
+        self._started |= fresh
+        self._admission.begun(len(fresh))
+        self.set(max(0, self.requests - len(fresh)), 0)
+
+    def release(self) -> None:
+        """Count for nothing from now on."""
+        self.set(0, 0)
+
+    def __enter__(self) -> Hold:
+        """What prompts of the running task are parts of, and of those that it starts."""
+        self._token = CURRENT.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        CURRENT.reset(self._token)
+        self.release()
+
+
+CURRENT: ContextVar[Hold | None] = ContextVar("the HTTP request that runs here", default=None)

@@ -1,0 +1,162 @@
+"""Who may join those that wait for a first token: by sequences, by tokens, by estimates that learn."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raylm.errors import OverloadedError
+from raylm.frontend import Admission, AsyncLLM, Hold
+from raylm.frontend.admission import CURRENT
+from raylm.params import SamplingParams
+from tests.frontend.played_engine import PlayedEngine
+
+
+def test_requests_are_bounded_and_leave_with_their_first_token() -> None:
+    admission = Admission(max_requests=2)
+    first, _ = admission.prompt(5, 1), admission.prompt(5, 1)
+    with pytest.raises(OverloadedError):
+        admission.prompt(5, 1)
+    with pytest.raises(OverloadedError):
+        admission.enter(0)
+    with pytest.raises(OverloadedError):
+        admission.check(0)
+    first.begin([0])
+    assert (admission.requests, admission.tokens) == (1, 5)
+    admission.prompt(5, 1)
+
+
+def test_tokens_are_bounded_by_estimates_too() -> None:
+    admission = Admission(max_tokens=100)
+    with admission.enter(200) as hold:  # four bytes a token, nobody has told otherwise
+        assert admission.tokens == 50
+        with pytest.raises(OverloadedError):
+            admission.enter(220)
+        hold.grow(1, 400)  # a body may turn out longer than announced
+        assert admission.tokens == 100
+        with pytest.raises(OverloadedError), admission.enter(4):
+            pass
+    assert (admission.requests, admission.tokens) == (0, 0)
+
+
+def test_who_finds_nobody_waiting_is_let_in_whatever_his_size() -> None:
+    admission = Admission(max_requests=4, max_tokens=10)
+    with admission.enter(10**6):
+        admission.expect(1024)
+        assert admission.requests == 1024
+        with pytest.raises(OverloadedError):
+            admission.enter(0)
+    assert CURRENT.get() is None
+
+
+def test_growing_beside_others_is_refused_and_changes_nothing() -> None:
+    admission = Admission(max_requests=4)
+    admission.prompt(1, 1)
+    with admission.enter(40):
+        with pytest.raises(OverloadedError):
+            admission.expect(4)
+        assert admission.requests == 2
+        admission.expect(3)
+        assert admission.requests == 4
+
+
+def test_prompts_take_over_the_estimate_of_their_request() -> None:
+    admission = Admission(max_requests=8, max_tokens=1000)
+    with admission.enter(800):
+        admission.expect(4)
+        assert (admission.requests, admission.tokens) == (4, 200)
+        one = admission.prompt(30, 1)
+        assert (admission.requests, admission.tokens) == (4, 180)
+        rest = [admission.prompt(30, 1) for _ in range(3)]
+        assert (admission.requests, admission.tokens) == (4, 120)
+        one.begin([0])
+    assert (admission.requests, admission.tokens) == (3, 90)
+    for hold in rest:
+        hold.release()
+        hold.release()
+    assert (admission.requests, admission.tokens) == (0, 0)
+
+
+def test_siblings_wait_each_and_share_a_prompt() -> None:
+    admission = Admission()
+    hold = admission.prompt(50, 3)
+    assert (admission.requests, admission.tokens) == (3, 50)
+    hold.begin([0])
+    assert (admission.requests, admission.tokens) == (2, 0)
+    hold.begin([0, 1, 2])
+    assert admission.requests == 0
+
+
+def test_estimates_learn() -> None:
+    admission = Admission()
+    for _ in range(50):
+        with admission.enter(10_000) as hold:
+            admission.prompt(5_000, 1).release()
+            assert hold.tokens == 0
+    with admission.enter(10_000) as hold:
+        assert 4_000 < hold.tokens <= 5_000
+
+
+def test_when_to_come_back_is_told_and_travels() -> None:
+    admission = Admission(max_requests=1)
+    admission.prompt(1, 1)
+    with pytest.raises(OverloadedError) as refused:
+        admission.enter(0)
+    assert refused.value.retry_after_s == 1
+    assert pickle.loads(pickle.dumps(OverloadedError("x", retry_after_s=9))).retry_after_s == 9
+
+
+def test_when_to_come_back_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("raylm.frontend.admission.time.monotonic", lambda: now)
+    admission = Admission(max_requests=10)
+    for _ in range(4):
+        admission.prompt(1, 1).begin([0])
+        now += 2.0
+    for _ in range(10):
+        admission.prompt(1, 1)
+    with pytest.raises(OverloadedError) as refused:
+        admission.enter(0)
+    assert refused.value.retry_after_s == 20
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3)), max_size=12))
+def test_nothing_is_left_when_all_have_gone(requests: list[tuple[int, int, int, int]]) -> None:
+    admission = Admission(max_requests=12, max_tokens=600)
+    holds: list[Hold] = []
+    for num_bytes, prompts, n, begun in requests:
+        try:
+            with admission.enter(num_bytes):
+                admission.expect(prompts * n)
+                mine = [admission.prompt(num_bytes // 5, n) for _ in range(prompts)]
+        except OverloadedError:
+            assert admission.requests
+            continue
+        for hold in mine[:begun]:
+            hold.begin(range(n))
+        holds += mine
+        assert admission.requests == sum(hold.requests for hold in holds)
+        assert admission.tokens == sum(hold.tokens for hold in holds)
+    for hold in holds:
+        hold.release()
+    assert (admission.requests, admission.tokens) == (0, 0)
+
+
+async def test_a_prompt_is_refused_before_it_is_tokenized(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    llm.admission = Admission(max_requests=1)
+    waiting = llm.generate("hello", SamplingParams(), request_id="a")
+    task = asyncio.ensure_future(anext(waiting))
+    async with asyncio.timeout(10):
+        while not engine.added:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    llm._tokenizer.encode = None  # type: ignore[method-assign,assignment]
+    with pytest.raises(OverloadedError):
+        await anext(llm.generate("hello", SamplingParams(), request_id="b"))
+    engine.say((engine.added[0].key, 0, [5], None))
+    await task
+    assert llm.admission.requests == 0
+    await waiting.aclose()
