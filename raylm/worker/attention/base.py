@@ -48,9 +48,10 @@ class AttentionMetadata:
 
 
 class AttentionBackend(ABC, Generic[PlanT]):
-    """Writes keys and values into the paged pool and attends over it."""
+    """Writes keys and values into the paged pool and attends over it; ``device_type`` is what it was made for."""
 
     name: ClassVar[str]
+    device_type: ClassVar[str | None] = None
 
     @abstractmethod
     def __init__(self, limits: StepLimits) -> None:

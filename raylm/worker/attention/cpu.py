@@ -14,6 +14,7 @@ class CpuBackend(AttentionBackend[layout.Batch]):
     """Pool of (2, blocks, block_size * kv_heads * head_dim), laid out for the kernel."""
 
     name = "cpu"
+    device_type = "cpu"
 
     def __init__(self, limits: StepLimits) -> None:
         self._block_size = limits.block_size

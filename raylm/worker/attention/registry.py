@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -11,7 +12,10 @@ from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AnyBackend
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = {
+    "xformers": "raylm.worker.attention.xformers:XformersBackend",
     "cpu": "raylm.worker.attention.cpu:CpuBackend",
     "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
 }
@@ -27,16 +31,21 @@ def backend_class(name: str) -> type[AnyBackend]:
 def select_backend(
     specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int
 ) -> type[AnyBackend]:
-    """The first backend that serves all layers.
+    """The first backend that serves all layers; the log tells why one that was made for the device does not.
 
     Raises:
         ConfigError: none does; it says why, for each.
     """
-    refusals = []
+    refusals: list[str] = []
+    passed_over: list[str] = []
     for name in BACKENDS:
         backend = backend_class(name)
         reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
         if not reasons:
+            if passed_over:
+                logger.warning("Attention is computed by %s, and slower: %s", name, "; ".join(passed_over))
             return backend
         refusals.append(f"{name}: {', '.join(sorted(reasons))}")
+        if backend.device_type == device.type:
+            passed_over.append(refusals[-1])
     raise ConfigError(f"model: no attention backend serves it ({'; '.join(refusals)}).")

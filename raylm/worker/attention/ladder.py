@@ -1,0 +1,34 @@
+"""The ladder of sizes that batches are padded to, so that few kernels are compiled and few graphs captured."""
+
+from __future__ import annotations
+
+_FINE = 64  # up to here the sizes double, from here on they grow by as much
+_NARROWEST = 1024  # tokens that the narrowest block tables span
+_WIDER = 4
+
+
+def rung(count: int) -> int:
+    """The smallest size from ``count`` (at least 1) on: 1, 2, 4, .. 64, 128, 192, ..
+
+    A decoding step reads the same weights for 33 sequences and for 64, so coarse steps cost little; and 64 more than
+    needed are at most half as many again from 128 on.
+    """
+    if count > _FINE:
+        return -(-count // _FINE) * _FINE
+    return 1 << (count - 1).bit_length()
+
+
+def rungs(most: int) -> list[int]:
+    """All sizes up to the one for ``most``, rising."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(rung(sizes[-1] + 1))
+    return sizes
+
+
+def table_width(tokens: int, block_size: int, max_blocks: int) -> int:
+    """How many blocks wide tables for sequences of up to ``tokens`` are: for 1024 tokens, 4096, .. or all there are."""
+    spanned = _NARROWEST
+    while spanned < tokens:
+        spanned *= _WIDER
+    return min(-(-spanned // block_size), max_blocks)

@@ -1,0 +1,155 @@
+"""xformers' split-k operator over pages of keys and values: all that the worker knows of xformers, and of triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylm.models import AttentionSpec
+
+XFORMERS = "0.0.35"
+HEAD_DIMS = frozenset({16, 32, 64, 128, 256, 512})
+
+_BLOCK_POINTERS_UNTIL = (3, 9)
+_CAPABILITY = (8, 0)
+_MOST_SPLITS = 64
+_TOKENS_A_SPLIT = 128
+# Where there is no GPU to ask, as in Triton's interpreter: those of an A100.
+_PROCESSORS = 108
+_ROWS = 128  # queries times heads that one program should hold against the keys it reads
+_LEAST_QUERIES = 16
+_WIDE_HEAD = 128  # beyond it a program's shared memory holds 16 rows only
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What B sequences read, each with the same number of ``queries``, its last tokens.
+
+    ``block_tables`` (up to B, width) int32 and ``lengths`` (B,) int32 are on the device; a sequence without length
+    reads nothing, needs no table, and gets zeros.
+    """
+
+    block_tables: Tensor
+    lengths: Tensor
+    queries: int
+
+
+class SplitK:
+    """Attention over pages by xformers' ``triton_splitk``, the one of its operators that serves them on every GPU.
+
+    A program holds the rows of one key-value head, its queries times the query heads that share it, and walks over
+    the keys of one sequence, or over one of several splits of them, which a second kernel then merges. Splits give the
+    GPU something to do where there are few sequences. The operator is named, for xformers' dispatch would choose
+    others, and its own choice of splits goes by the sequences alone: at 64 of them it takes 64 splits of a long table,
+    and half a GiB for what they hold between the kernels.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
+        """``q`` (B * queries, num_heads, head_dim), ``keys`` and ``values`` (slots, num_kv_heads, head_dim) -> as q.
+
+        Causal: the last query of a sequence sees all its tokens. Slots beyond a sequence's length are not read.
+        """
+        from xformers.ops.fmha.common import Inputs
+
+        shape = (1, -1, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        spread = (1, len(keys), *shape[2:])
+        inputs = Inputs(
+            q.view(shape),
+            keys[None, :, :, None].expand(spread),
+            values[None, :, :, None].expand(spread),
+            attn_bias=_bias(pages, self._block_size),
+            scale=spec.scale,
+        )
+        out: Tensor = self._operator(pages, spec, q.device).apply(inputs, needs_gradient=False)[0]
+        return out.reshape(q.shape)
+
+    def _operator(self, pages: Pages, spec: AttentionSpec, device: torch.device) -> Any:
+        from xformers.ops.fmha.triton_splitk import FwOp
+
+        rows = pages.queries * (spec.num_heads // spec.num_kv_heads)
+        block_m = 16 if spec.head_dim > _WIDE_HEAD or rows <= 16 else min(64, 1 << (rows - 1).bit_length())
+        programs = len(pages.lengths) * spec.num_kv_heads * -(-rows // block_m)
+        return FwOp.get_operator(
+            num_splits(programs, pages.block_tables.shape[1] * self._block_size, processors(device)),
+            block_m=block_m,
+            block_n=min(64, self._block_size),
+            num_warps=2 if block_m == 16 else 4,
+        )
+
+
+def refusals(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why the operator cannot run on ``device``; empty if it can."""
+    reasons = []
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"it has no {dtype}")
+    found = _version("xformers")
+    if found != XFORMERS:
+        reasons.append(f"it needs xformers {XFORMERS}, and {found or 'none'} is installed (pip install 'raylm[gpu]')")
+    triton = _version("triton")
+    if triton is None or tuple(map(int, triton.split(".")[:2])) >= _BLOCK_POINTERS_UNTIL:
+        reasons.append(f"it needs triton before 3.9, and {triton or 'none'} is installed (pip install 'raylm[gpu]')")
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        reasons.append(f"it needs a GPU of compute capability 8.0 (Ampere), and this one has {capability}")
+    return reasons
+
+
+def queries_per_tile(spec: AttentionSpec) -> int:
+    """Into pseudo-sequences of how many queries a prompt is cut: so many that they fill a program's rows."""
+    if spec.head_dim > _WIDE_HEAD:
+        return _LEAST_QUERIES
+    each = _ROWS * spec.num_kv_heads // spec.num_heads
+    return max(_LEAST_QUERIES, 1 << each.bit_length() - 1) if each else _LEAST_QUERIES
+
+
+def num_splits(programs: int, tokens: int, processors: int) -> int:
+    """Splits of the keys, a power of two: enough to occupy the GPU twice, but of 128 tokens at least."""
+    splits = 1
+    while 2 * splits <= min(_MOST_SPLITS, tokens // _TOKENS_A_SPLIT) and splits * programs < 2 * processors:
+        splits *= 2
+    return splits
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return _PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _bias(pages: Pages, block_size: int) -> Any:
+    """Which keys each query sees, as xformers writes it; of all this the operator reads what is not 0."""
+    from xformers.ops.fmha import attn_bias
+
+    count, longest = len(pages.lengths), pages.block_tables.shape[1] * block_size
+    queries = attn_bias._SeqLenInfo(
+        seqstart=pages.lengths,
+        max_seqlen=pages.queries,
+        min_seqlen=pages.queries,
+        seqstart_py=[0, count * pages.queries],
+    )
+    keys = attn_bias._PaddedSeqLenInfo(
+        seqstart=pages.lengths,
+        max_seqlen=longest,
+        min_seqlen=0,
+        seqstart_py=[0] * (count + 1),
+        seqlen=pages.lengths,
+        seqlen_py=[0] * count,
+        padding=longest,
+    )
+    return attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(queries, keys, pages.block_tables, block_size)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,143 @@
+"""Paged attention on NVIDIA GPUs by xformers' split-k operator: decodes as they are, prompts in tiles of queries.
+
+A step mixes sequences with one token and prompts with many, and the operator takes one number of queries for all. Of
+the two ways around that, this one cuts a prompt's new tokens into pseudo-sequences that share its block table, each as
+long as the sequence is at its last query. The other one attends to a prompt's past by one kernel without a causal mask,
+to its new tokens by another one (FlashAttention-2) with it, and merges both.
+
+By the bytes that they move, for N new tokens behind P known ones, with H query heads of D numbers, G of them to a
+key-value head, all times 2 for bfloat16:
+- tiles of Q queries read keys and values (P + N / 2) * 2 D * H / G * N / Q. A tile holds Q * G rows against each key,
+  128 of them (``queries_per_tile``), so this is (P + N / 2) * 2 D * H * N / 128: no more than FlashAttention-2 reads,
+  whose tiles hold 128 queries of a single head.
+- the partial way reads as much, and beside it writes, reads and merges two partial results: 6 D * H * N more.
+Both read mostly from the L2 cache (a sequence of 4,096 tokens has 2 MiB a key-value head of 128). So tiles move less,
+and take one kernel instead of three, the one that decoding takes too. This is reckoned; it has not been timed yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raylm.models import AttentionSpec
+from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
+from raylm.worker.attention.ladder import rung, table_width
+from raylm.worker.attention.probe import probe
+from raylm.worker.attention.split_k import HEAD_DIMS, Pages, SplitK, queries_per_tile, refusals
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The prompts of a step in tiles of equally many queries, those of a prompt one after the other.
+
+    A prompt's first tile begins with padding. ``sources`` (tiles * queries,) say which token of the step stands at each
+    place, any where it is padding; ``places`` (tokens of prompts,) where each of those tokens stands.
+    """
+
+    pages: Pages
+    sources: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class XformersPlan:
+    """One step; the tiles are worked out once for every number of queries that layers take."""
+
+    metadata: AttentionMetadata
+    decodes: Pages | None
+    tiles: dict[int, Tiles] = field(default_factory=dict)
+
+
+class XformersBackend(AttentionBackend[XformersPlan]):
+    """Pool of (2, blocks, block_size, kv_heads, head_dim).
+
+    The operator is compiled for each number of sequences and width of their tables, so both are padded to ladders;
+    what pads has no tokens, and reads none.
+    """
+
+    name = "xformers"
+    device_type = "cuda"
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self._attend = SplitK(limits.block_size)
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
+        if device.type != "cuda":
+            return ["it computes on NVIDIA GPUs only"]
+        reasons = refusals(dtype, device)
+        if spec.head_dim not in HEAD_DIMS:
+            reasons.append(f"it has no head_dim {spec.head_dim}, only {', '.join(map(str, sorted(HEAD_DIMS)))}")
+        if spec.sliding_window is not None:
+            reasons.append("it has no sliding windows over pages")
+        if spec.softcap is not None:
+            reasons.append("it has no soft capping of scores")
+        if not reasons and (wrong := probe(cls, replace(spec, layer=0), dtype, device, block_size)):
+            reasons.append(wrong)
+        return reasons
+
+    @classmethod
+    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+
+    def prepare(self, metadata: AttentionMetadata) -> XformersPlan:
+        count = metadata.num_decodes
+        if not count:
+            return XformersPlan(metadata, None)
+        width = self._width(int(metadata.seq_lens_host[:count].max()))
+        lengths = F.pad(metadata.seq_lens[:count], (0, rung(count) - count))
+        return XformersPlan(metadata, Pages(metadata.block_tables[:count, :width], lengths, 1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: XformersPlan, layer: AttentionSpec) -> Tensor:
+        keys, values = kv.flatten(1, 2).unbind(0)
+        keys.index_copy_(0, plan.metadata.slot_mapping, k)
+        values.index_copy_(0, plan.metadata.slot_mapping, v)
+        parts = []
+        if plan.decodes is not None:
+            rows = _padded(q, len(plan.decodes.lengths))
+            parts.append(self._attend(rows, keys, values, plan.decodes, layer)[: plan.metadata.num_decodes])
+        if plan.metadata.num_decodes < len(plan.metadata.seq_lens_host):
+            tiles = self._tiles(plan, queries_per_tile(layer))
+            out = self._attend(q.index_select(0, tiles.sources), keys, values, tiles.pages, layer)
+            parts.append(out.index_select(0, tiles.places))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _tiles(self, plan: XformersPlan, queries: int) -> Tiles:
+        if queries not in plan.tiles:
+            plan.tiles[queries] = self._cut(plan.metadata, queries)
+        return plan.tiles[queries]
+
+    def _cut(self, meta: AttentionMetadata, queries: int) -> Tiles:
+        first, lengths = meta.num_decodes, meta.seq_lens_host[meta.num_decodes :]
+        counts = np.diff(meta.query_start_loc_host[first:])
+        tiles = -(-counts // queries)
+        padding = tiles * queries - counts
+        places = np.arange(counts.sum()) + np.repeat(np.cumsum(padding), counts)
+        total, size = int(tiles.sum()), rung(int(tiles.sum()))
+        sources = np.zeros(size * queries, np.int64)
+        sources[places] = meta.query_start_loc_host[first] + np.arange(len(places))
+        # How many tiles come behind each one in its prompt, whose last token the last of them ends with.
+        behind = np.repeat(np.cumsum(tiles), tiles) - 1 - np.arange(total)
+        ends = np.zeros(size, np.int32)
+        ends[:total] = np.repeat(lengths, tiles) - behind * queries
+        owners = np.repeat(np.arange(first, first + len(tiles)), tiles)
+        device = meta.block_tables.device
+        tables = meta.block_tables[:, : self._width(int(lengths.max()))]
+        pages = Pages(
+            tables.index_select(0, torch.from_numpy(owners).to(device)), torch.from_numpy(ends).to(device), queries
+        )
+        return Tiles(pages, torch.from_numpy(sources).to(device), torch.from_numpy(places).to(device))
+
+    def _width(self, tokens: int) -> int:
+        return table_width(tokens, self._limits.block_size, self._limits.max_blocks)
+
+
+def _padded(q: Tensor, count: int) -> Tensor:
+    """The first ``count`` rows of ``q``; zeros where it has fewer."""
+    return q[:count] if len(q) >= count else F.pad(q, (0, 0, 0, 0, 0, count - len(q)))
