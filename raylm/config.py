@@ -128,6 +128,12 @@ class Config(_Frozen):
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence in tokens; by default what model and KV pool allow."
     )
+    tool_parser: str = Field(
+        "auto", description="Form of tool calls: auto (by the chat template), none, or a parser's name."
+    )
+    reasoning_parser: str = Field(
+        "auto", description="Form of thoughts before an answer: auto (by the chat template), none, or a parser's name."
+    )
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()

@@ -22,6 +22,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """The tokens by which a sequence thinks before it answers.
+
+    It thinks from its beginning if its prompt has ``begun`` to, else if the first token it draws is
+    ``start_token_id``; until ``end_token_id``. ``closing_token_ids`` are the end as a model writes it, with what
+    stands around it.
+    """
+
+    start_token_id: int
+    end_token_id: int
+    closing_token_ids: tuple[int, ...]
+    begun: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
     """One request as AsyncLLM hands it to an engine: tokenized, validated, every default resolved.
 

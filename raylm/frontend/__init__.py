@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raylm.frontend.admission import Admission, Hold
+    from raylm.frontend.answer_format import AnswerFormat
     from raylm.frontend.async_llm import AsyncLLM
+    from raylm.frontend.chat_request import ChatPrompt, ChatRequest
     from raylm.frontend.discovery import Discovery
     from raylm.frontend.engine_client import EngineClient
     from raylm.frontend.local_engine_client import LocalEngineClient
-    from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
+    from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta, join_calls
     from raylm.frontend.ray_engine_client import RayEngineClient
     from raylm.frontend.router import Router
 
 __all__ = [
     "Admission",
+    "AnswerFormat",
     "AsyncLLM",
+    "ChatPrompt",
+    "ChatRequest",
     "CompletionDelta",
     "Discovery",
     "EngineClient",
@@ -27,18 +32,25 @@ __all__ = [
     "RequestOutput",
     "Router",
     "TokenLogprob",
+    "ToolCallDelta",
+    "join_calls",
 ]
 
 _HOMES = {
     "Admission": "raylm.frontend.admission",
+    "AnswerFormat": "raylm.frontend.answer_format",
     "AsyncLLM": "raylm.frontend.async_llm",
+    "ChatPrompt": "raylm.frontend.chat_request",
+    "ChatRequest": "raylm.frontend.chat_request",
     "Discovery": "raylm.frontend.discovery",
     "EngineClient": "raylm.frontend.engine_client",
     "Hold": "raylm.frontend.admission",
     "LocalEngineClient": "raylm.frontend.local_engine_client",
     "RayEngineClient": "raylm.frontend.ray_engine_client",
     "Router": "raylm.frontend.router",
-} | dict.fromkeys(("CompletionDelta", "RequestOutput", "TokenLogprob"), "raylm.frontend.outputs")
+} | dict.fromkeys(
+    ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"), "raylm.frontend.outputs"
+)
 
 
 def __getattr__(name: str) -> Any:

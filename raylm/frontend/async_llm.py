@@ -10,6 +10,9 @@ from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError
 from raylm.frontend.admission import Admission, Hold
+from raylm.frontend.answer_format import AnswerFormat
+from raylm.frontend.chat_processor import ChatProcessor
+from raylm.frontend.chat_request import ChatPrompt, ChatRequest
 from raylm.frontend.chat_template import ChatTemplate, check_templates
 from raylm.frontend.engine_client import EngineClient
 from raylm.frontend.input_processor import InputProcessor, Limits, sampling_defaults
@@ -46,6 +49,7 @@ class AsyncLLM:
         self._tokenizer = Tokenizer(checkpoint.path)
         check_templates(self._tokenizer.chat_templates)
         self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
+        self._chat = ChatProcessor(config, self._tokenizer, self._template)
         self._router = router or Router()
         self._telemetry = Telemetry(self.model_name, self._router.stats)
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids)
@@ -94,12 +98,14 @@ class AsyncLLM:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         prompt_param: str = "prompt",
+        answer_format: AnswerFormat | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt; nothing happens before the first item is asked for.
 
         Closing the generator, or cancelling who waits for it, aborts the request. What the caller has not read is
         merged, so reading slowly is safe. ``arrival_time`` is in seconds since the epoch, by default now;
-        ``prompt_param`` is the field that errors about the prompt name.
+        ``prompt_param`` is the field that errors about the prompt name. With an ``answer_format`` (of
+        ``prepare_chat``) thoughts and tool calls are told from the text.
 
         Raises:
             InvalidRequestError: a field is wrong; ContextLengthError if prompt and answer do not fit.
@@ -118,7 +124,7 @@ class AsyncLLM:
             arrival_time=arrival_time,
             param=prompt_param,
         )
-        engine, queue, hold = self._send(request)
+        engine, queue, hold = self._send(request, answer_format)
         try:
             while True:
                 output = await queue.get()
@@ -168,10 +174,12 @@ class AsyncLLM:
         self.admission.check(len(prompt))
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=param)
 
-    def _send(self, request: EngineCoreRequest) -> tuple[RoutedEngine, OutputQueue, Hold]:
+    def _send(
+        self, request: EngineCoreRequest, form: AnswerFormat | None = None
+    ) -> tuple[RoutedEngine, OutputQueue, Hold]:
         engine = self._router.pick(request.prompt_token_ids, request.cache_salt)
         hold = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
-        queue = self._outputs.open(request)
+        queue = self._outputs.open(request, form)
         engine.open_keys.add(request.key)
         engine.client.add(request)
         return engine, queue, hold
@@ -182,6 +190,20 @@ class AsyncLLM:
         engine.open_keys.discard(request.key)
         if self._outputs.close(request.key):
             engine.client.abort([request.key])
+
+    @property
+    def chat_description(self) -> str:
+        """How tool calls and thoughts are found in answers, in words."""
+        return self._chat.description
+
+    async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
+        """What ``generate`` takes for the next turn of a conversation: prompt, parameters, and how to read answers.
+
+        Raises:
+            InvalidRequestError: there is no template, it refuses the messages, or a field asks for what this model
+                cannot do.
+        """
+        return await self._chat.prepare(request, params)
 
     async def render_chat(
         self,

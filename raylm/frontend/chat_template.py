@@ -38,6 +38,11 @@ class ChatTemplate:
         self._model = model
         self._threads = ThreadPoolExecutor(_THREADS, "raylm-template")
 
+    @property
+    def source(self) -> str:
+        """The text of all templates."""
+        return "\n".join(self._templates.values())
+
     async def render(
         self,
         messages: list[dict[str, Any]],

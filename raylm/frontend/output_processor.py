@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import repeat
 
 from raylm.errors import RayLMError
+from raylm.frontend.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import CompletionDelta, TokenLogprob
 from raylm.frontend.sequence_text import SequenceText
@@ -21,12 +22,13 @@ logger = logging.getLogger("raylm.frontend")
 class OpenRequest:
     """One open request: its sequences, its caller's queue, the times of its tokens."""
 
-    __slots__ = ("last_token_times", "num_finished", "queue", "request", "texts")
+    __slots__ = ("last_token_times", "num_finished", "queue", "readers", "request", "texts")
 
-    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer, form: AnswerFormat | None = None) -> None:
         self.request = request
         self.queue = OutputQueue(request)
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
+        self.readers: list[AnswerReader] | None = None if form is None else [form.reader() for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
         self.num_finished = 0
 
@@ -52,9 +54,9 @@ class OutputProcessor:
         """Requests whose callers still want news."""
         return len(self._open)
 
-    def open(self, request: EngineCoreRequest) -> OutputQueue:
-        """Expect outputs of ``request``; its caller reads the queue."""
-        opened = self._open[request.key] = OpenRequest(request, self._tokenizer)
+    def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OutputQueue:
+        """Expect outputs of ``request``, in which ``form`` says what to find; its caller reads the queue."""
+        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form)
         return opened.queue
 
     def close(self, key: int) -> bool:
@@ -131,11 +133,14 @@ class OutputProcessor:
             delta.logprobs = (logprobs or [])[:count]
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
+        if opened.readers is not None:
+            opened.readers[index].read(delta)
+            text.finished = delta.finish_reason is not None
         opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
         self._measure(opened, delta, now)
         opened.num_finished += delta.finish_reason is not None
         opened.queue.put(delta, finished=opened.finished)
-        return (index,) if stop is not None and ended is None else ()
+        return (index,) if delta.finish_reason is not None and ended is None else ()
 
     def _finish_pooled(self, key: int, vector: bytes, now: float) -> None:
         opened = self._open.pop(key, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from raylm.errors import RayLMError
-from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
+from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, join_calls
 from raylm.messages import EngineCoreRequest
 
 
@@ -80,5 +80,8 @@ def _merge(into: CompletionDelta, later: CompletionDelta) -> None:
     into.token_ids += later.token_ids
     if later.logprobs is not None:
         into.logprobs = (into.logprobs or []) + later.logprobs
+    into.reasoning += later.reasoning
+    into.reasoning_tokens += later.reasoning_tokens
+    into.tool_calls = join_calls(into.tool_calls, later.tool_calls)
     into.finish_reason = later.finish_reason
     into.stop_reason = later.stop_reason

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from raylm.messages import FinishReason
+
+AnswerFinishReason = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(slots=True)
@@ -18,20 +21,49 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
+class ToolCallDelta:
+    """What is new of one of the calls that a sequence makes, counted by ``index`` from 0.
+
+    ``id`` and ``name`` come together, on the call's first delta only; ``arguments`` is the next piece of a JSON text.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class CompletionDelta:
     """What is new of one of the n sequences of a request since the caller last looked.
 
     ``text`` is final: a stop string's beginning is held back until it is decided. ``token_ids`` may run ahead of
     ``text``. ``logprobs`` is aligned with ``token_ids`` or None. ``finish_reason`` is set on the last delta only;
     ``stop_reason`` is then the stop string or stop token id that matched, None for EOS.
+
+    Where the request has an AnswerFormat, thoughts and tool calls are no part of ``text``: they are in ``reasoning``
+    and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are thoughts.
+    A sequence that made calls and ended by itself has the finish reason "tool_calls".
     """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: AnswerFinishReason | None = None
     stop_reason: int | str | None = None
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+def join_calls(first: list[ToolCallDelta] | None, later: list[ToolCallDelta] | None) -> list[ToolCallDelta] | None:
+    """What is new by two deltas of one sequence; takes over both lists."""
+    if not first or not later:
+        return first or later
+    if first[-1].index == later[0].index:
+        first[-1].arguments += later.pop(0).arguments
+    return first + later
 
 
 @dataclass(slots=True)

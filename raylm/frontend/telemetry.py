@@ -73,6 +73,7 @@ class Telemetry(Collector):
 
     def finished(self, reason: str, seconds: float) -> None:
         """A sequence ended; ``seconds`` since its request arrived count only if it ran to its end."""
+        reason = "stop" if reason == "tool_calls" else reason
         self._success[reason] += 1
         if reason in ("stop", "length"):
             self._e2e.observe(max(seconds, 0.0))

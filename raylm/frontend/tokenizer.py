@@ -64,6 +64,12 @@ class Tokenizer:
         """Tokens beside the trained vocabulary, by id."""
         return {token_id: str(token.content) for token_id, token in self.backend.get_added_tokens_decoder().items()}
 
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that ``skip_special_tokens`` leaves out."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return frozenset(token_id for token_id, token in added if token.special)
+
     async def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Ids of ``text``; a long one is tokenized in a thread.
 

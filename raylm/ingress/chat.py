@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from raylm.config import Config
+from raylm.frontend import ChatRequest
 from raylm.ingress.chat_messages import template_messages, template_tools
 from raylm.ingress.endpoint import Answer, Chunks
 from raylm.ingress.generation import Choice, Generation, Usage, check_finished, extras, finish_reason, gather
@@ -20,7 +21,7 @@ from raylm.ingress.protocol_sampling import StreamOptions
 from raylm.ingress.sse import DONE, ChunkTemplate
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, CompletionDelta, RequestOutput
+    from raylm.frontend import AsyncLLM, CompletionDelta, RequestOutput, ToolCallDelta
     from raylm.ingress.generation import Outputs
 
 
@@ -46,16 +47,20 @@ class ChatCompletions:
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
         self._llm.admission.expect(params.n)
-        prompt = await self._render(body)
+        prompt = await self._llm.prepare_chat(chat_request(body), params)
+        token_ids = prompt.token_ids
+        if body.truncate_prompt_tokens:
+            token_ids = token_ids[-body.truncate_prompt_tokens :]
         name = f"chatcmpl-{body.request_id or request_id}"
         outputs = self._llm.generate(
-            prompt,
-            params,
+            token_ids,
+            prompt.params,
             request_id=name,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             arrival_time=arrival_time,
             prompt_param="messages",
+            answer_format=prompt.answer_format,
         )
         head = {"id": name, "object": "chat.completion", "created": int(arrival_time), "model": body.model}
         if body.service_tier:
@@ -66,16 +71,6 @@ class ChatCompletions:
             return ChatStream(body, options, template, self._tokens).chunks(outputs)
         return await self._whole(head, body, outputs, params.n)
 
-    async def _render(self, body: ChatCompletionRequest) -> list[int]:
-        token_ids = await self._llm.render_chat(
-            template_messages(body.messages),
-            tools=template_tools(body.tools, body.tool_choice),
-            add_generation_prompt=body.generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.chat_template_kwargs,
-        )
-        return token_ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens else token_ids
-
     async def _whole(self, head: JSONObject, body: ChatCompletionRequest, outputs: Outputs, n: int) -> bytes:
         usage = Usage()
         (generation,) = await gather([outputs], n, usage)
@@ -85,7 +80,7 @@ class ChatCompletions:
     def _choice(self, index: int, choice: Choice, body: ChatCompletionRequest) -> JSONObject:
         shown: JSONObject = {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": assistant_message(choice),
             "logprobs": chat_logprobs(choice.logprobs, self._tokens) if body.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
@@ -100,6 +95,56 @@ class ChatCompletions:
                 generation.prompt_logprobs or (), body.prompt_logprobs, self._tokens
             )
         return part
+
+
+def chat_request(body: ChatCompletionRequest) -> ChatRequest:
+    """What the body asks of the frontend.
+
+    Raises:
+        InvalidRequestError: a message or a tool is wrong.
+    """
+    return ChatRequest(
+        messages=template_messages(body.messages),
+        tools=template_tools(body.tools, body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning_effort,
+        add_generation_prompt=body.generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def assistant_message(choice: Choice) -> JSONObject:
+    """The message of a finished choice; thoughts go by both of the names in use."""
+    message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
+    if choice.tool_calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def delta_message(delta: CompletionDelta) -> JSONObject:
+    """What is new, as the ``delta`` of a chunk's choice."""
+    found: JSONObject = {}
+    if delta.reasoning:
+        found |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+    if delta.text or not (delta.reasoning or delta.tool_calls):
+        found["content"] = delta.text
+    if delta.tool_calls:
+        found["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+    return found
+
+
+def _call_chunk(call: ToolCallDelta) -> JSONObject:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 class ChatStream:
@@ -136,8 +181,9 @@ class ChatStream:
         yield last + DONE
 
     def _delta(self, delta: CompletionDelta, output: RequestOutput) -> bytes:
-        self._usage.completion_tokens += len(delta.token_ids)
-        if self._plain and delta.finish_reason is None and delta.index in self._opened:
+        self._usage.count_delta(delta)
+        sorted_out = delta.reasoning or delta.tool_calls
+        if self._plain and delta.finish_reason is None and delta.index in self._opened and not sorted_out:
             return self._template.text(delta.index, delta.text) if delta.text else b""
         return self._any_delta(delta, output)
 
@@ -147,9 +193,8 @@ class ChatStream:
         data = b""
         if delta.index not in self._opened:
             data = self._role(delta.index, output, usage)
-        if self._plain and delta.text:
-            data += self._template.text(delta.index, delta.text)
-        elif not self._plain and (delta.text or delta.token_ids):
+        anything = delta.text or delta.reasoning or delta.tool_calls
+        if anything or (delta.token_ids and not self._plain):
             data += self._template.choices([self._rich_choice(delta)], usage)
         if reason is not None:
             end: dict[str, Any] = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}
@@ -165,7 +210,7 @@ class ChatStream:
         return self._template.choices([choice], usage)
 
     def _rich_choice(self, delta: CompletionDelta) -> JSONObject:
-        choice: JSONObject = {"index": delta.index, "delta": {"content": delta.text}, "finish_reason": None}
+        choice: JSONObject = {"index": delta.index, "delta": delta_message(delta), "finish_reason": None}
         entries = delta.logprobs or ()
         choice["logprobs"] = chat_logprobs(entries, self._tokens) if self._with_logprobs else None
         return choice | extras(self._with_token_ids, delta.token_ids, None)

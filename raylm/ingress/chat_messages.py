@@ -23,7 +23,7 @@ _FIELDS = {
     "developer": {"role", "content", "name"},
     "system": {"role", "content", "name"},
     "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "tool_calls"},
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning", "reasoning_content"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
 _EMPTY_WHEN_ECHOED = ("refusal", "annotations", "audio", "function_call")  # of an answer sent back as history
@@ -61,7 +61,7 @@ def _message(message: JSONObject, path: str) -> JSONObject:
     rendered: JSONObject = {"role": _TEMPLATE_ROLE[role], "content": _content(content, f"{path}.content")}
     if calls:
         rendered["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls")
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
             rendered[name] = _string(message, name, path)
     if role == "tool":

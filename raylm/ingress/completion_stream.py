@@ -77,7 +77,7 @@ class CompletionStream:
             ended = finish_reason(delta) is not None
             unseen = replace(delta, text="", token_ids=[], logprobs=None, stop_reason=None)
             return self._any_delta(index, place, replace(unseen, finish_reason="length" if ended else None), output)
-        self._usage.completion_tokens += len(delta.token_ids)
+        self._usage.count_delta(delta)
         if self._plain and delta.finish_reason is None and index in self._opened:
             return self._template.text(index, delta.text) if delta.text else b""
         return self._any_delta(index, place, delta, output)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raylm.errors import RayLMError
+from raylm.frontend import join_calls
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta, RequestOutput, TokenLogprob
+    from raylm.frontend import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta
 
     Outputs = AsyncGenerator[RequestOutput, None]
     _Item = tuple[int, RequestOutput] | Exception | None
@@ -24,11 +25,17 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def count_prompt(self, output: RequestOutput) -> None:
         """Count the prompt of a request; call it once, with the request's first output."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.cached_tokens += output.num_cached_tokens
+
+    def count_delta(self, delta: CompletionDelta) -> None:
+        """Count what was generated."""
+        self.completion_tokens += len(delta.token_ids)
+        self.reasoning_tokens += delta.reasoning_tokens
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's usage object."""
@@ -37,6 +44,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -49,6 +57,13 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    thoughts: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] | None = None
+
+    @property
+    def reasoning(self) -> str:
+        """All of its thoughts."""
+        return "".join(self.thoughts)
 
     @property
     def text(self) -> str:
@@ -58,6 +73,8 @@ class Choice:
     def add(self, delta: CompletionDelta) -> None:
         """Append what is new."""
         self.texts.append(delta.text)
+        self.thoughts.append(delta.reasoning)
+        self.tool_calls = join_calls(self.tool_calls, delta.tool_calls)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.finish_reason = finish_reason(delta)
@@ -104,7 +121,7 @@ async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Gener
                 generation.prompt_logprobs = output.prompt_logprobs
             for delta in output.deltas:
                 generation.choices[delta.index].add(delta)
-                usage.completion_tokens += len(delta.token_ids)
+                usage.count_delta(delta)
     return found
 
 

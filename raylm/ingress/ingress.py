@@ -15,9 +15,11 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
+from raylm.errors import ConfigError
 from raylm.ingress.http_app import build_asgi_app
 from raylm.ingress.lifecycle import Lifecycle
 from raylm.params import PoolingParams, SamplingParams
+from raylm.stages import say
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput
@@ -44,7 +46,12 @@ class Ingress:
 
         bounds = self._config.ingress
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
-        self._llm = AsyncLLM(self._config, admission=admission)
+        try:
+            self._llm = AsyncLLM(self._config, admission=admission)
+        except ConfigError as error:
+            say("error", "chat", error.message)
+            raise
+        say("stage", "chat", self._llm.chat_description)
         app = build_asgi_app(self._llm, self._config)
         self._lifecycle = app.state.lifecycle
         prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)

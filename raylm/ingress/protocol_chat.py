@@ -24,14 +24,13 @@ class ChatCompletionRequest(GenerationBody):
     Without effect on the answer by OpenAI's own definition, so accepted: ``metadata`` (labels of stored answers),
     ``safety_identifier`` and ``user`` (abuse detection), ``prompt_cache_key`` (a hint for routing to caches).
     Accepted only with the value that this server does anyway: ``store`` false, ``modalities`` ["text"],
-    ``service_tier`` auto or default, ``prompt_cache_retention`` in_memory, ``parallel_tool_calls`` true,
+    ``service_tier`` auto or default, ``prompt_cache_retention`` in_memory,
     ``response_format`` {"type": "text"}, ``tool_choice`` auto or none.
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
         "audio", "documents", "echo", "function_call", "functions", "moderation", "prediction",
-        "prompt_cache_options", "reasoning_effort", "structured_outputs", "thinking_token_budget", "verbosity",
-        "web_search_options",
+        "prompt_cache_options", "structured_outputs", "thinking_token_budget", "verbosity", "web_search_options",
     })  # fmt: skip
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
@@ -42,6 +41,7 @@ class ChatCompletionRequest(GenerationBody):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -81,8 +81,6 @@ class ChatCompletionRequest(GenerationBody):
             raise unsupported("service_tier", "only auto and default are supported.")
         if self.prompt_cache_retention == "24h":
             raise unsupported("prompt_cache_retention", "only in_memory is supported.")
-        if self.parallel_tool_calls is False:
-            raise unsupported("parallel_tool_calls", "only true is supported.")
         if self.response_format is not None:
             _check_response_format(self.response_format)
         if self.tool_choice not in (None, "auto", "none"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
-from raylm.frontend import Admission
+from raylm.frontend import Admission, AnswerFormat, ChatPrompt, ChatRequest
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.pooling import PoolingDefaults
 from raylm.params import PoolingParams, SamplingParams
@@ -50,6 +50,7 @@ class FakeAsyncLLM:
     model_name: str = "org/fake-model"
     is_ready: bool = True
     admission: Admission = field(default_factory=Admission)
+    answer_format: AnswerFormat | None = None
     calls: list[Call] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
 
@@ -104,6 +105,16 @@ class FakeAsyncLLM:
         vector = [math.cos(angle), math.sin(angle), 0.0, 0.0][: params.dimensions]
         yield RequestOutput(request_id, ids, [], finished=True, vector=struct.pack(f"{len(vector)}f", *vector))
 
+    async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
+        token_ids = await self.render_chat(
+            request.messages,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template_kwargs=request.template_kwargs,
+        )
+        return ChatPrompt(token_ids, params, self.answer_format)
+
     async def generate(
         self,
         prompt: str | list[int],
@@ -114,11 +125,15 @@ class FakeAsyncLLM:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         prompt_param: str = "prompt",
+        answer_format: AnswerFormat | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         call = Call(prompt, params, request_id, priority, cache_salt)
         self.calls.append(call)
         try:
+            readers = [answer_format.reader() for _ in range(params.n)] if answer_format else []
             async for output in self._outputs(call):
+                for delta in output.deltas if readers else ():
+                    readers[delta.index].read(delta)
                 yield output
             call.ended = "finished"
         except (GeneratorExit, asyncio.CancelledError):

@@ -43,6 +43,7 @@ async def test_a_whole_answer(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> N
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": prompt_tokens // 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert answer["id"].startswith("chatcmpl-")
     assert answer["model"] == "org/fake-model"

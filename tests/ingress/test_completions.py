@@ -68,6 +68,7 @@ async def test_usage_sums_over_prompts_and_choices(client: httpx.AsyncClient) ->
         "completion_tokens": 12,
         "total_tokens": 18,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     body = TEXT | {"prompt": [[1, 2], [3, 4, 5, 6]], "n": 2, "max_tokens": 3, "stream": True}
     answer = await client.post(PATH, json=body | {"stream_options": {"include_usage": True}})

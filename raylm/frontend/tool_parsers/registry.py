@@ -1,0 +1,26 @@
+"""Which tool parsers there are, in the order in which they are looked for; one is imported when it is considered."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from raylm.frontend.tool_parsers.base import ToolParser
+
+TOOL_PARSERS = {
+    "qwen3_coder": "raylm.frontend.tool_parsers.qwen3_coder:Qwen3CoderParser",
+    "hermes": "raylm.frontend.tool_parsers.hermes:HermesParser",
+    "mistral": "raylm.frontend.tool_parsers.mistral:MistralParser",
+    "llama3_json": "raylm.frontend.tool_parsers.llama3_json:Llama3JSONParser",
+}
+
+
+def tool_parser_class(name: str) -> type[ToolParser]:
+    """The parser of this name."""
+    module, _, cls = TOOL_PARSERS[name].partition(":")
+    found: type[ToolParser] = getattr(import_module(module), cls)
+    return found
+
+
+def detect_tool_parser(template: str) -> str | None:
+    """The name of the first parser in whose form a chat template writes calls."""
+    return next((name for name in TOOL_PARSERS if tool_parser_class(name).serves(template)), None)
