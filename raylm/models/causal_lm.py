@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from raylm.checkpoint import Checkpoint
@@ -31,9 +32,24 @@ class CausalLM(nn.Module, ABC):
             ConfigError: it asks for something that is not supported, named.
         """
 
+    def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Give every parameter memory, as ``Module.to_empty`` would, without the import of symbolic shapes it costs."""
+        for module in self.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+                setattr(module, name, nn.Parameter(memory, requires_grad=False))
+
     @abstractmethod
     def targets(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the memory that weight is loaded into."""
+        """Name of a weight -> the memory that it is loaded into."""
+
+    def places(self, found: frozenset[str]) -> dict[str, Tensor]:
+        """Memory for the names that the checkpoint holds, and by its own name for each target that it does not fill."""
+        return self.targets()
+
+    def ignores(self, name: str) -> bool:
+        """Whether the checkpoint may hold ``name`` without the model having a place for it."""
+        return name in self.redundant or name.endswith("rotary_emb.inv_freq")
 
     @property
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from raylm.checkpoint import Checkpoint
@@ -42,28 +42,20 @@ def load_model(
         model = cls.from_checkpoint(checkpoint)
     model.quantization = chosen.told
     apply_quantization(chosen, model, tied=f"{HEAD}.weight" in model.redundant)
-    _materialize(model, dtype, device)
-    targets = model.targets()
-    _load(checkpoint, targets, ignored=model.redundant)
-    sizes = {name: target.nbytes for name, target in targets.items()}
-    loaded = {layer: _loaded(sizes, prefix, layer) for prefix, layer in linear_layers(model)}
+    model.materialize(dtype, device)
+    _load(checkpoint, model)
+    total = sum(target.nbytes for target in model.targets().values())
+    loaded = {layer: _loaded(model, prefix, layer) for prefix, layer in linear_layers(model)}
     model.freeze(select_kernels(device, dtype))
     changes = sum(layer.nbytes - size for layer, size in loaded.items() if layer.format is not PLAIN)
-    return model, sum(sizes.values()) + changes
+    return model, total + changes
 
 
-def _loaded(sizes: dict[str, int], prefix: str, layer: Linear) -> int:
-    """Bytes of what was loaded as the weight of ``layer``."""
-    names = [f"{prefix}{name}" for name, _ in layer.targets("") if not name.endswith(".bias")]
-    return sum(sizes.get(name, 0) for name in names)
-
-
-def _materialize(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter memory, as ``Module.to_empty`` would, without the import of symbolic shapes it costs."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
-            setattr(module, name, nn.Parameter(memory, requires_grad=False))
+def _loaded(model: CausalLM, prefix: str, layer: Linear) -> int:
+    """Bytes of what was loaded as the weight of ``layer``: none where it is a copy of another."""
+    if layer.weight is None:
+        return sum(tensor.nbytes for stored in layer.stored.values() for tensor in stored.values())
+    return 0 if {f"{prefix}{part}.weight" for part in layer.parts} <= model.redundant else layer.weight.nbytes
 
 
 def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch.dtype:
@@ -89,16 +81,17 @@ def _declared_dtype(checkpoint: Checkpoint) -> Any:
     return checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
 
 
-def _load(checkpoint: Checkpoint, targets: dict[str, Tensor], ignored: frozenset[str]) -> None:
+def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
     files = weight_files(checkpoint.path)
-    found = {name for file in files for name in weight_names(file)}
-    unexpected = {name for name in found - targets.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
-    _refuse(checkpoint, "lacks weights that the model needs", targets.keys() - found)
+    found = frozenset(name for file in files for name in weight_names(file))
+    places = model.places(found)
+    unexpected = {name for name in found - places.keys() if not model.ignores(name)}
+    _refuse(checkpoint, "lacks weights that the model needs", places.keys() - found)
     _refuse(checkpoint, "holds weights that the model does not know", unexpected)
-    wanted = found & targets.keys()
+    wanted = {name for name in found if name in places}
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
         for name, tensor in tensors(files, wanted):
-            _copy(name, tensor, targets[name])
+            _copy(name, tensor, places[name])
             bar.update()
 
 

@@ -8,12 +8,75 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "raylm.models.llama",
-    "MistralForCausalLM": "raylm.models.llama",
-    "Qwen2ForCausalLM": "raylm.models.llama",
-    "Qwen3ForCausalLM": "raylm.models.llama",
+UNIVERSAL = "raylm.models.universal:UniversalForCausalLM"
+_COMPACT = {
+    "LlamaForCausalLM": "raylm.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "raylm.models.llama:MistralForCausalLM",
+    "Qwen2ForCausalLM": "raylm.models.llama:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "raylm.models.llama:Qwen3ForCausalLM",
 }
+# Each was found to agree with transformers; docs/models.md has by how much.
+_BY_TRANSFORMERS = (
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "BeamForCausalLM",
+    "Cohere2ForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "CohereForCausalLM",
+    "CwmForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "FlexOlmoForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GlmForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "HYV3ForCausalLM",
+    "Jais2ForCausalLM",
+    "JetMoeForCausalLM",
+    "Kolibri1ForCausalLM",
+    "LagunaForCausalLM",
+    "MellumForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM",
+    "MinistralForCausalLM",
+    "MixtralForCausalLM",
+    "NanoChatForCausalLM",
+    "NemotronForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "OlmoForCausalLM",
+    "OPTForCausalLM",
+    "PersimmonForCausalLM",
+    "Phi3ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "SolarOpenForCausalLM",
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+    "VaultGemmaForCausalLM",
+)
+ARCHITECTURES = _COMPACT | dict.fromkeys(_BY_TRANSFORMERS, UNIVERSAL)
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
@@ -28,5 +91,6 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
             f"model: the architecture {', '.join(map(str, named)) or '(none named)'} of {checkpoint.path} is not "
             f"supported; supported: {', '.join(sorted(ARCHITECTURES))}."
         )
-    found: type[CausalLM] = getattr(import_module(ARCHITECTURES[named[0]]), named[0])
+    module, _, cls = ARCHITECTURES[named[0]].partition(":")
+    found: type[CausalLM] = getattr(import_module(module), cls)
     return found

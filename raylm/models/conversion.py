@@ -1,0 +1,86 @@
+"""Where a checkpoint's weights belong in transformers' modeling code, which has some under other names, or stacked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from raylm.models.inspection import UnservedError
+
+_SERVED = ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate], [Transpose])
+
+
+class Conversion:
+    """transformers' own rules for one model, applied to names and to memory in place: no weight is made beside it."""
+
+    def __init__(self, model: Any, known: Collection[str]) -> None:
+        """``known`` are the names of the weights of ``model``, as its modeling code has them."""
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._rules = {source: rule for rule in self._converters for source in rule.source_patterns}
+        self._prefix, self._known = model.base_model_prefix, dict.fromkeys(known, True)
+
+    def target(self, name: str) -> tuple[str, str | None]:
+        """The weight that the checkpoint's ``name`` becomes, and the pattern of the rule by which it is only a part."""
+        found, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
+        if found not in self._known and name in self._known:
+            return name, None
+        return found, pattern
+
+    def places(self, found: Collection[str], targets: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Memory for each name of ``found`` that belongs somewhere, and for each of ``targets`` that they do not fill.
+
+        Raises:
+            UnservedError: a weight is converted in a way that is not served.
+        """
+        placed: dict[str, Tensor] = {}
+        filled: set[str] = set()
+        parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for name in sorted(found, key=dot_natural_key):
+            target, pattern = self.target(name)
+            if target in targets and pattern is None:
+                placed[name] = targets[target]
+                filled.add(target)
+            elif target in targets and pattern is not None:
+                parts[target][pattern].append(name)
+        for target, by_pattern in parts.items():
+            rule = self._rules[next(iter(by_pattern))]
+            placed |= _views(rule, target, by_pattern, targets[target])
+            if set(by_pattern) == set(rule.source_patterns) and len({*map(len, by_pattern.values())}) == 1:
+                filled.add(target)
+        return placed | {name: memory for name, memory in targets.items() if name not in filled}
+
+
+def _views(rule: WeightConverter, target: str, by_pattern: dict[str, list[str]], memory: Tensor) -> dict[str, Tensor]:
+    """The memory of ``target`` that each of the names goes to by ``rule``; names of a pattern are in order."""
+    steps = [type(operation) for operation in rule.operations]
+    if len(rule.target_patterns) != 1 or steps not in _SERVED:
+        raise UnservedError(f"its checkpoint holds {target} in a form that is not served ({rule.operations})")
+    count = len(rule.source_patterns)
+    views: dict[str, Tensor] = {}
+    for part, pattern in enumerate(rule.source_patterns):
+        for index, name in enumerate(by_pattern.get(pattern, [])):
+            view = memory
+            for operation in rule.operations:
+                if isinstance(operation, MergeModulelist):
+                    view = view.select(operation.dim, index)
+                elif isinstance(operation, Concatenate):
+                    view = view.chunk(count, operation.dim - len(memory.shape) + len(view.shape))[part]
+                else:
+                    view = view.transpose(operation.dim0, operation.dim1)
+            views[name] = view
+    return views

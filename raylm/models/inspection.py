@@ -1,0 +1,208 @@
+"""Looks at a transformers model before it is loaded: what its attention is, and that nothing else mixes its tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from raylm.models.layers import AttentionSpec
+from raylm.models.paged_interface import Call, register
+
+_TOKENS = 3
+_FARTHEST = 1 << 18  # positions up to which masks are looked at
+# Keywords of a layer that are without meaning for paged attention: nothing is dropped, cached or told.
+_WITHOUT_MEANING = frozenset(
+    {
+        "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+        "output_router_logits", "return_dict", "past_key_values", "sliding_window",
+    }
+)  # fmt: skip
+
+
+class UnservedError(ValueError):
+    """Why a model cannot be served over transformers' modeling code, in words that follow its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What a layer's mask says: the tokens that a query sees, None for all before it and itself."""
+
+    window: int | None
+
+
+class Recorder(nn.Module):
+    """Stands in for a linear layer: keeps what it was given, returns zeros, multiplies nothing.
+
+    ``is_read`` says whether the modeling code looked at its weight itself.
+    """
+
+    def __init__(self, linear: nn.Linear, seen: list[tuple[Recorder, Tensor]]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.has_bias = linear.bias is not None
+        self.is_read = False
+        self._seen = seen
+
+    @property
+    def weight(self) -> Tensor:
+        """Zeros, for modeling code that multiplies by itself, or asks for the dtype."""
+        self.is_read = True
+        return torch.zeros(()).expand(self.out_features, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._seen.append((self, x))
+        return x.new_zeros(*x.shape[:-1], self.out_features)
+
+
+class IdleExperts(nn.Module):
+    """Stands in for experts: whatever is sent to them, nothing comes back."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether ``module`` is one of transformers' stacked experts."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+
+class AttentionProbe:
+    """An attention that writes down what each layer's attention is, and refuses what is not plain."""
+
+    def __init__(self) -> None:
+        self.specs: dict[nn.Module, AttentionSpec] = {}
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, options: dict[str, Any]
+    ) -> Tensor:
+        if module in self.specs:
+            raise UnservedError("one of its layers attends twice")
+        _check_options(options)
+        window = _window(mask, options.get("sliding_window"))
+        heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
+        if k.shape != v.shape or k.shape[2:] != q.shape[2:] or heads % kv_heads or q.shape[2] != _TOKENS:
+            raise UnservedError(
+                "its queries, keys and values are not of one length and head size, as in latent attention"
+            )
+        scale = options.get("scaling")
+        self.specs[module] = AttentionSpec(
+            layer=len(self.specs),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=float(head_dim**-0.5 if scale is None else scale),
+            sliding_window=window,
+            softcap=options.get("softcap"),
+        )
+        return q.transpose(1, 2)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    if options.get("is_causal") is False:
+        raise UnservedError("its attention is not causal")
+    known = _WITHOUT_MEANING | {"scaling", "softcap", "is_causal"}
+    odd = sorted(name for name, value in options.items() if name not in known and value is not None)
+    if odd:
+        named = "attention sinks (s_aux)" if "s_aux" in odd else ", ".join(odd)
+        raise UnservedError(f"its attention needs {named}")
+
+
+def _window(mask: object, told: int | None) -> int | None:
+    if isinstance(mask, UnservedError):
+        raise mask
+    if not isinstance(mask, Mask):
+        raise UnservedError("its attention does not take the common causal masks")
+    return mask.window
+
+
+def read_mask(
+    *, mask_function: Callable[..., Tensor], config: Any, attention_mask: object = None, **_: Any
+) -> Mask | UnservedError:
+    """transformers' mask interface: what ``mask_function`` lets a query see, looked at over the model's length."""
+    length = min(int(getattr(config, "max_position_embeddings", None) or 4096), _FARTHEST)
+    keys, zero = torch.arange(length), torch.tensor(0)
+
+    def seen(query: int) -> Tensor:
+        return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(length)
+
+    count = int(seen(length - 1).sum())
+    for query in {0, 1, length // 3, length // 2, count, length - 1}:
+        distance = query - keys
+        if query < length and not torch.equal(seen(query), (distance >= 0) & (distance < count)):
+            return UnservedError("its attention sees other tokens than those before it, or a window of them")
+    return Mask(None if count == length else count)
+
+
+register(read_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What was found out.
+
+    ``specs`` has every attention module, in the order of the layers. ``groups`` are the paths of the linear layers that
+    can be replaced; those of one parent which read the very same input make a group.
+    """
+
+    specs: dict[nn.Module, AttentionSpec]
+    groups: list[list[str]]
+
+
+def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, Call], None]) -> Inspection:
+    """Run ``model`` (parameters on the meta device, buffers on the CPU) over three tokens, on zeros without memory.
+
+    ``run`` calls it with input ids and positions, each (1, tokens), and that attention.
+
+    Raises:
+        UnservedError: it does what paged attention cannot serve.
+    """
+    seen: list[tuple[Recorder, Tensor]] = []
+    replaced = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    experts = {path: module for path, module in model.named_modules() if is_experts(module)}
+    recorders = {Recorder(linear, seen): path for path, linear in replaced.items()}
+    for recorder, path in recorders.items():
+        model.set_submodule(path, recorder)
+    for path in experts:
+        model.set_submodule(path, IdleExperts())
+    probe = AttentionProbe()
+    with torch.device("cpu"):
+        zeros = {f"model.{name}": torch.zeros(()).expand(weight.shape) for name, weight in model.named_parameters()}
+        positions = torch.arange(_TOKENS)[None]
+        functional_call(_Runner(model, run), zeros, (positions.clone(), positions, probe))
+    if not probe.specs:
+        raise UnservedError("its layers do not call transformers' attention interface")
+    for path, module in (replaced | experts).items():
+        model.set_submodule(path, module)
+    return Inspection(probe.specs, list(_groups(seen, recorders)))
+
+
+class _Runner(nn.Module):
+    """Gives functional_call a module whose forward is any function beside the model."""
+
+    def __init__(self, model: nn.Module, run: Callable[[Tensor, Tensor, Call], None]) -> None:
+        super().__init__()
+        self.model, self._run = model, run
+
+    def forward(self, ids: Tensor, positions: Tensor, call: Call) -> None:
+        self._run(ids, positions, call)
+
+
+def _groups(seen: list[tuple[Recorder, Tensor]], recorders: dict[Recorder, str]) -> Iterator[list[str]]:
+    """Neighbours in time that were given the same tensor, have one parent, and all a bias or none; the others alone."""
+    calls = Counter(recorder for recorder, _ in seen)
+    stackable = [(recorder, x) for recorder, x in seen if calls[recorder] == 1 and not recorder.is_read]
+
+    def key(call: tuple[Recorder, Tensor]) -> tuple[int, str, bool]:
+        return id(call[1]), recorders[call[0]].rpartition(".")[0], call[0].has_bias
+
+    for _, group in groupby(stackable, key):
+        yield [recorders[recorder] for recorder, _ in group]
+    alone = recorders.keys() - {recorder for recorder, _ in stackable}
+    yield from ([recorders[recorder]] for recorder in recorders if recorder in alone and not recorder.is_read)

@@ -1,0 +1,149 @@
+"""What replaces modules of transformers' modeling code: stacked linear layers, and experts one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raylm.models.inspection import UnservedError
+from raylm.models.linear import KernelFactory, Linear
+
+
+class Stack:
+    """A stacked linear layer whose parts are asked for one after the other, all with the same input."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+        self._sizes = list(linear.parts.values())
+        self._input: Tensor | None = None
+        self._pieces: list[Tensor | None] = []
+
+    def take(self, part: int, x: Tensor) -> Tensor:
+        """One part of the product with ``x`` (..., in_features); it is computed when the first one is asked for."""
+        if len(self._sizes) == 1:
+            return self._product(x)
+        if x is not self._input or self._pieces[part] is None:
+            self._input, self._pieces = x, list(torch.split(self._product(x), self._sizes, dim=-1))
+        piece, self._pieces[part] = self._pieces[part], None
+        if not any(piece is not None for piece in self._pieces):
+            self._input = None
+        assert piece is not None
+        return piece
+
+    def _product(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.reshape(-1, self.linear.in_features))
+        return out.view(*x.shape[:-1], -1)
+
+
+class Part(nn.Module):
+    """Stands where a linear layer stood: a part of a stacked one. ``weight`` is not to be had."""
+
+    def __init__(self, stack: Stack, part: int) -> None:
+        super().__init__()
+        self._stack, self._part = stack, part
+        self.in_features, self.out_features = stack.linear.in_features, list(stack.linear.parts.values())[part]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._stack.take(self._part, x)
+
+
+def stack_linears(model: nn.Module, paths: Sequence[str]) -> Linear:
+    """Replace the linear layers at ``paths``, which have one parent, by parts of one; return that."""
+    linears = [model.get_submodule(path) for path in paths]
+    assert all(isinstance(linear, nn.Linear) for linear in linears)
+    parent, names = paths[0].rpartition(".")[0], [path.rpartition(".")[2] for path in paths]
+    sizes = {name: int(linear.out_features) for name, linear in zip(names, linears, strict=True)}  # type: ignore[arg-type]
+    stacked = Linear(int(linears[0].in_features), sizes, bias=linears[0].bias is not None)  # type: ignore[arg-type]
+    owner = model.get_submodule(parent)
+    owner.add_module(f"{'_'.join(names)}_stacked", stacked)
+    stack = Stack(stacked)
+    for part, name in enumerate(names):
+        owner.add_module(name, Part(stack, part))
+    return stacked
+
+
+class SharedEmbedding(nn.Module):
+    """Stands where an embedding stood whose rows another layer holds; ``scale`` multiplies them."""
+
+    def __init__(self, rows: Callable[[Tensor], Tensor], scale: Tensor | None) -> None:
+        super().__init__()
+        self._rows, self._scale = rows, scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(1, tokens) -> (1, tokens, hidden)."""
+        rows = self._rows(ids[0])[None]
+        return rows if self._scale is None else rows * self._scale.to(rows.dtype)
+
+
+class Expert(nn.Module):
+    """One expert's two multiplications, named as checkpoints name them."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=False)
+        self.down_proj = Linear(inner, {"down_proj": hidden}, bias=False)
+
+
+class Experts(nn.ModuleList):
+    """Stands where transformers' stacked experts stood: each computes the tokens that were sent to it.
+
+    ``gate`` (rows, 2 * inner) -> (rows, inner) is the activation.
+    """
+
+    def __init__(self, count: int, hidden: int, inner: int, gate: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(Expert(hidden, inner) for _ in range(count))
+        self._gate = gate
+        self.stacked: dict[str, Tensor] = {}
+
+    def stack(self) -> None:
+        """Let the plain weights of all experts lie in one piece of memory, as checkpoints may hold them."""
+        for name in ("gate_up_proj", "down_proj"):
+            linears: list[Linear] = [getattr(expert, name) for expert in self]
+            weights = [linear.weight for linear in linears if linear.weight is not None]
+            if len(weights) == len(self):
+                self.stacked[name] = weights[0].new_empty(len(self), *weights[0].shape)
+                for linear, memory in zip(linears, self.stacked[name], strict=True):
+                    linear.weight = nn.Parameter(memory, requires_grad=False)
+
+    def freeze(self, kernels: KernelFactory) -> None:
+        """Called once after loading: the experts' kernels, made one by one, then hold all there is."""
+        self.stacked = {}
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """``x`` (tokens, hidden), ``index`` and ``weights`` (tokens, chosen) -> (tokens, hidden)."""
+        chosen = index.shape[-1]
+        order = index.flatten().argsort(stable=True)
+        counts = torch.bincount(index.flatten(), minlength=len(self)).tolist()
+        rows = x[order // chosen]
+        out, start = torch.empty_like(rows), 0
+        for expert, count in enumerate(counts):
+            if count:
+                end = start + count
+                out[start:end] = self._compute(expert, rows[start:end])
+                start = end
+        weighed = torch.empty_like(out)
+        weighed[order] = out
+        weighed = weighed.view(len(x), chosen, -1) * weights[..., None]
+        return weighed.sum(1).to(x.dtype)
+
+    def _compute(self, expert: int, x: Tensor) -> Tensor:
+        own = self[expert]
+        assert isinstance(own, Expert)
+        out: Tensor = own.down_proj(self._gate(own.gate_up_proj(x)))
+        return out
+
+
+def split_experts(module: nn.Module) -> Experts:
+    """What replaces transformers' stacked experts ``module``.
+
+    Raises:
+        UnservedError: they are not plain gated ones.
+    """
+    plain = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", False)
+    if not plain or any(getattr(module, name) for name in ("has_bias", "is_transposed", "has_post_expert_norm")):
+        raise UnservedError("its experts have biases, a norm, or another layout of weights")
+    count, hidden, inner = module.get_parameter("down_proj").shape
+    gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
+    return Experts(count, hidden, inner, gate)

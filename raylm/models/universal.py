@@ -1,0 +1,138 @@
+"""The universal path: transformers' own modeling code over paged attention, for families without a compact decoder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.causal_lm import CausalLM
+from raylm.models.conversion import Conversion
+from raylm.models.inspection import UnservedError
+from raylm.models.layers import Attend, AttentionSpec
+from raylm.models.linear import KernelFactory, Linear, Weighted
+from raylm.models.modeling import HEAD, Modeling, build_modeling
+from raylm.models.paged_interface import PagedCall
+from raylm.models.stand_ins import Experts, SharedEmbedding
+from raylm.native import NativeLinear
+
+_APART = 0.1  # of the largest value: far more than rounding, far less than what another token's state makes
+
+
+class UniversalForCausalLM(CausalLM):
+    """A model of transformers, its linear layers and experts replaced by ours, its attention by the pages'.
+
+    Its modules lie at the same paths as in transformers, so that names of weights are those of its modeling code.
+    """
+
+    def __init__(self, modeling: Modeling, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self.checkpoint, self.modeling = checkpoint, modeling
+        self.vocab_size = int(modeling.causal.config.vocab_size)
+        self.attention_specs: list[AttentionSpec] = list(modeling.specs.values())
+        for name, child in modeling.causal.named_children():
+            self.add_module(name, child)
+        self.add_module(modeling.causal.base_model_prefix, modeling.decoder)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> UniversalForCausalLM:
+        name = checkpoint.config["architectures"][0]
+        try:
+            return cls(build_modeling(checkpoint, name), checkpoint)
+        except UnservedError as error:
+            raise ConfigError(f"model: {name} of {checkpoint.path} cannot be served as configured: {error}.") from error
+
+    def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
+        wide = self.modeling.kept_in_float32(dtype)
+        for path, module in self.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                own = torch.float32 if f"{path}.{name}" in wide else dtype
+                memory = torch.empty(parameter.shape, dtype=own, device=device)
+                setattr(module, name, nn.Parameter(memory, requires_grad=False))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                loaded = f"{path}.{name}" in self.modeling.names - wide and buffer.is_floating_point()
+                module._buffers[name] = buffer.to(device, dtype if loaded else buffer.dtype)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.stack()
+
+    def targets(self) -> dict[str, Tensor]:
+        return {name: target for name, target in self._weights() if name not in self.redundant}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        stacked = "-"
+        for path, module in self.named_modules():
+            if isinstance(module, Experts) and module.stacked:
+                stacked = f"{path}."
+                yield from ((f"{path}.{name}", target) for name, target in module.stacked.items())
+            elif isinstance(module, Weighted) and not path.startswith(stacked):
+                parent, _, own = path.rpartition(".")
+                yield from ((f"{parent}.{name}" if parent else name, target) for name, target in module.targets(own))
+            elif not isinstance(module, Weighted):
+                for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                    if f"{path}.{name}" in self.modeling.names:
+                        yield f"{path}.{name}", tensor
+
+    def places(self, found: frozenset[str]) -> dict[str, Tensor]:
+        wanted = frozenset(name for name in found if not self.ignores(name))
+        try:
+            return Conversion(self.modeling.causal, self.modeling.names).places(wanted, self.targets())
+        except UnservedError as error:
+            raise ConfigError(f"model: {self.checkpoint.path} cannot be served: {error}.") from error
+
+    def ignores(self, name: str) -> bool:
+        patterns = self.modeling.causal._keys_to_ignore_on_load_unexpected or ()
+        return super().ignores(name) or any(re.search(pattern, name) for pattern in patterns)
+
+    @property
+    def redundant(self) -> frozenset[str]:
+        return self.modeling.tied
+
+    def freeze(self, kernels: KernelFactory) -> None:
+        head = next(module for module in self.modules() if isinstance(module, Linear) and HEAD in module.parts)
+        embeddings = self.modeling.decoder.get_input_embeddings()  # type: ignore[operator]
+        if self.redundant:
+            head.weight = embeddings.weight
+        for module in self.modules():
+            if isinstance(module, (Weighted, Experts)):
+                module.freeze(kernels)
+        if self.redundant and isinstance(head.kernel, NativeLinear) and head.kernel.dtype is not None:
+            self._share(embeddings, head.kernel)
+        self._check_tokens_apart(embeddings.weight.device)
+
+    def _share(self, embeddings: nn.Module, head: NativeLinear) -> None:
+        """Let the head's packed weights be the embedding's too, where that comes to the same."""
+        path = next(path for path, module in self.named_modules() if module is embeddings)
+        shared = SharedEmbedding(head.rows, getattr(embeddings, "embed_scale", None))
+        ids = torch.arange(min(16, self.vocab_size))[None]
+        if torch.equal(shared(ids), embeddings(ids)):
+            self.set_submodule(path, shared)
+
+    @torch.inference_mode()
+    def _check_tokens_apart(self, device: torch.device) -> None:
+        """With attention out of the way a token's state may depend on the token and its position alone.
+
+        Raises:
+            ConfigError: it depends on the tokens beside it, which with pages are other sequences'.
+        """
+        ids, positions = torch.tensor([[1, 2, 3], [7, 0, 2]], device=device) % self.vocab_size
+        order = torch.tensor([2, 0, 1], device=device)
+        hidden = self(ids, positions, lambda spec, q, k, v: q)[order]
+        again = self(ids[order], positions[order], lambda spec, q, k, v: q)
+        if (hidden - again).abs().max() > _APART * hidden.abs().max():
+            name = type(self.modeling.causal).__name__
+            raise ConfigError(f"model: {name} cannot be served: its layers mix tokens outside of attention.")
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        self.modeling.line.call = PagedCall(self.modeling.specs, attend)
+        out = self.modeling.decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.modeling.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.float()
