@@ -40,9 +40,17 @@ class Checkpoint:
 
     @cached_property
     def max_position_embeddings(self) -> int | None:
-        """Longest context in tokens the model was made for, None where the config does not say."""
-        found = self.config.get("max_position_embeddings")
-        return int(found) if found is not None else None
+        """Longest context in tokens the model was made for, None where the config does not say.
+
+        Rotary embeddings of the longrope kind have other frequencies beyond the length that they were trained at first,
+        also for the tokens before it, whose keys are in the cache by then: it is the longest for them.
+        """
+        found = [self.config.get("max_position_embeddings", self.config.get("n_positions"))]
+        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+            name = "original_max_position_embeddings"
+            found.append(rope.get(name, self.config.get(name)))
+        return min((int(length) for length in found if length is not None), default=None)
 
     @cached_property
     def hidden_size(self) -> int | None:

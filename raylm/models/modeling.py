@@ -14,7 +14,7 @@ from transformers import initialization
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from raylm.checkpoint import Checkpoint
-from raylm.models.inspection import UnservedError, inspect, is_experts
+from raylm.models.inspection import Mask, UnservedError, inspect, is_experts
 from raylm.models.layers import AttentionSpec
 from raylm.models.paged_interface import PAGED, PROBED, Call, Line
 from raylm.models.stand_ins import split_experts, stack_linears
@@ -76,9 +76,12 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
     line.lay(causal)
     try:
         found = inspect(causal, partial(_run, causal, line))
+    except UnservedError:
+        raise
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError) as error:
-        reason = error if isinstance(error, UnservedError) else f"its code does not run over single tokens: {error}"
-        raise UnservedError(str(reason)) from error
+        if repr(Mask.__name__) in str(error):
+            raise UnservedError("it makes or changes attention masks itself") from error
+        raise UnservedError(f"its code does not run over single tokens: {error}") from error
     layers = causal.config.num_hidden_layers
     if len(found.specs) != layers:
         raise UnservedError(f"only {len(found.specs)} of its {layers} layers have attention")
