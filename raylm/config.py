@@ -74,6 +74,9 @@ class EngineConfig(_Frozen):
         le=1024,
         description="CPU threads of a worker; by default the cores, fewer for a small model.",
     )
+    cuda_graphs: bool = Field(
+        True, description="On a GPU, replay steps that only decode as CUDA graphs, captured at start."
+    )
     num_cpus: float = Field(
         0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."
     )

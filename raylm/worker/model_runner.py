@@ -56,7 +56,7 @@ class ModelRunner:
         forward_started = time.perf_counter()
         hidden = self.forward.hidden(inputs)
         draws = DrawRows.of(step)
-        logits = self.forward.logits(hidden[torch.from_numpy(draws.tokens).to(hidden.device)])
+        logits = self.forward.logits(_rows(hidden, draws.tokens))
         _synchronize(logits.device)
         forward_s = time.perf_counter() - forward_started
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
@@ -138,6 +138,11 @@ class ModelRunner:
             found.logprobs.extend(part.logprobs)
             found.ranks.extend(part.ranks)
         return found
+
+
+def _rows(hidden: Tensor, tokens: NDArray[np.int64]) -> Tensor:
+    """Some rows of ``hidden``, in order; all of them where every token draws, and then nothing is copied."""
+    return hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens).to(hidden.device)]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -16,10 +16,12 @@ from raylm.models import load_model, resolve_dtype
 from raylm.native import use_threads
 from raylm.worker.attention import StepLimits, select_backend
 from raylm.worker.forward import ModuleForward, select_forward
+from raylm.worker.graph_forward import CudaCapture, GraphForward
 from raylm.worker.host import available_cores
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate, block_bytes, free_memory, size_pool
+from raylm.worker.memory import largest_step, loading
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.profile_run import profile_run
 from raylm.worker.speculator import create_speculator
@@ -56,7 +58,8 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
     with stages("load weights"):
         checkpoint = resolve(config.model, config.revision)
         dtype = resolve_dtype(checkpoint, config.dtype, device)
-        model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization)
+        with loading(checkpoint, device):
+            model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization)
     threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
     torch.set_num_threads(threads)
     if device.type == "cpu":
@@ -65,19 +68,26 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
     with stages("profile run"):
         limits = _limits(config, checkpoint.max_position_embeddings)
         longest = checkpoint.max_position_embeddings or limits.max_num_tokens
-        activations = profile_run(model, backend, limits, longest, dtype, device)
+        activations = largest_step(lambda step: profile_run(model, backend, step, longest, dtype, device), limits)
     with stages("allocate KV cache"):
         bytes_each = block_bytes(backend, model.attention_specs, size, dtype)
         pool = size_pool(config, bytes_each, *free_memory(device, activations), checkpoint.max_position_embeddings)
-        kv_caches = allocate(backend, model.attention_specs, pool.num_blocks, size, dtype, device)
+        with_graphs = device.type == "cuda" and backend.capturable and config.engine.cuda_graphs
+        num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
+        kv_caches = allocate(backend, model.attention_specs, num_blocks, size, dtype, device)
         limits = _limits(config, pool.max_model_len)
         vocab_size = model.vocab_size
         batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device)
         speculator = create_speculator(limits, pool.max_model_len, config.scheduler.speculative_tokens)
         forward = select_forward(model, backend, kv_caches, limits)
+        if with_graphs and isinstance(forward, ModuleForward):
+            forward = GraphForward(forward, limits, pool.num_blocks, device, CudaCapture())
         # What is left to torch beside a native forward pass is small: waking its threads takes longer.
         torch.set_num_threads(threads if isinstance(forward, ModuleForward) else 1)
         runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator)
+    if isinstance(forward, GraphForward):
+        with stages("capture CUDA graphs"):
+            forward.capture_at_start()
     return runner, WorkerInfo(
         num_blocks=pool.num_blocks,
         block_size=size,

@@ -7,6 +7,7 @@ bfloat16 wrongly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from raylm.worker.attention.base import AttentionMetadata
 from raylm.worker.attention.probe import probe
 from raylm.worker.attention.sdpa import SdpaBackend
 from raylm.worker.attention.xformers import XformersBackend, XformersPlan
+from tests.checkpoints import make_checkpoint
+from tests.worker.driver import Reference
 from tests.worker.test_attention import CPU, Case, Pool, reference
+from tests.worker.test_graph_forward import Recorder, graph_driver, serve
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",  # xformers' kernel is older than the triton that torch asks for
@@ -161,6 +165,17 @@ def test_slots_behind_a_sequence_are_not_read_but_written_ones_are() -> None:
     errors = pool.step()
     assert errors[0].isinf()
     assert errors[1] < TOLERANCE
+
+
+def test_a_model_through_padded_and_replayed_steps(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, which the interpreter has beyond what GPUs are given: so transformers' logits can be told apart."""
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    recorder = Recorder()
+    driver = graph_driver(path, recorder, monkeypatch, XformersBackend)
+    serve(driver)
+    reference = Reference(path)
+    assert recorder.replays == 8
+    assert max(reference.error(seq) for seq in driver.sequences.values()) < 1e-4
 
 
 SPEC = AttentionSpec(0, 4, 2, 64, 0.125)

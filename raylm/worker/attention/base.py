@@ -48,10 +48,15 @@ class AttentionMetadata:
 
 
 class AttentionBackend(ABC, Generic[PlanT]):
-    """Writes keys and values into the paged pool and attends over it; ``device_type`` is what it was made for."""
+    """Writes keys and values into the paged pool and attends over it.
+
+    ``device_type`` is what it was made for. With ``capturable`` a step that only decodes can be replayed: from the host
+    it takes nothing but the number of sequences and the length of the longest one, and it may be longer.
+    """
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
+    capturable: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, limits: StepLimits) -> None:

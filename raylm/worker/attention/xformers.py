@@ -62,6 +62,7 @@ class XformersBackend(AttentionBackend[XformersPlan]):
 
     name = "xformers"
     device_type = "cuda"
+    capturable = True
 
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
