@@ -11,13 +11,14 @@ from raylm import checkpoint
 from raylm.config import Config
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
-from raylm.ingress import Ingress, read_keys
+from raylm.ingress import Ingress, ResponseStore, read_keys
 from raylm.stages import say
 
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
 DRAIN_MARGIN_S = 3.0
 HEALTH_PERIOD_S = 1.0
+_STORE_REQUESTS = 16_384  # each response that is made in the background waits in one
 
 
 def build_app(config: Config) -> Application:
@@ -53,7 +54,13 @@ def build_app(config: Config) -> Application:
         graceful_shutdown_wait_loop_s=STOP_POLL_S,
         max_constructor_retry_count=1,
     )
-    return ingress.bind(config, engine.bind(config, gpus))
+    if config.ingress.replicas == 1:
+        return ingress.bind(config, engine.bind(config, gpus))
+    # Any replica may be asked for a response that another one has made.
+    responses = serve.deployment(
+        ResponseStore, max_ongoing_requests=_STORE_REQUESTS, ray_actor_options={"num_cpus": INGRESS_CPUS}
+    )
+    return ingress.bind(config, engine.bind(config, gpus), responses.bind())
 
 
 def _gpus(config: Config) -> int:

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from raylm.ingress.http_app import build_asgi_app
     from raylm.ingress.ingress import Ingress
     from raylm.ingress.keys import read_keys, read_named_keys
+    from raylm.ingress.response_store import ResponseStore
     from raylm.ingress.serve_answers import serve_middlewares
 
-__all__ = ["Ingress", "build_asgi_app", "read_keys", "read_named_keys", "serve_middlewares"]
+__all__ = ["Ingress", "ResponseStore", "build_asgi_app", "read_keys", "read_named_keys", "serve_middlewares"]
 
 _HOMES = {
     "Ingress": "raylm.ingress.ingress",
+    "ResponseStore": "raylm.ingress.response_store",
     "build_asgi_app": "raylm.ingress.http_app",
     "read_keys": "raylm.ingress.keys",
     "read_named_keys": "raylm.ingress.keys",

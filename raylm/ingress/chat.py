@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from raylm.config import Config
-from raylm.frontend import ChatRequest
-from raylm.ingress.chat_messages import template_messages, template_tools
+from raylm.ingress.conversations import Conversations
 from raylm.ingress.endpoint import Answer, Chunks
 from raylm.ingress.generation import Choice, Generation, Usage, check_finished, extras, finish_reason, gather
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from raylm.ingress.models import check_model
 from raylm.ingress.protocol_chat import ChatCompletionRequest
 from raylm.ingress.protocol_sampling import StreamOptions
 from raylm.ingress.sse import DONE, ChunkTemplate
@@ -29,8 +27,7 @@ class ChatCompletions:
     """The handler of the route."""
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
-        self._llm = llm
-        self._config = config
+        self._conversations = Conversations(llm, config)
         self._tokens = TokenTexts(llm)
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
@@ -41,27 +38,9 @@ class ChatCompletions:
         """
         arrival_time = time.time()
         body = ChatCompletionRequest.parse(data)
-        body.check(self._config)
-        check_model(body.model, self._llm)
         options = body.options
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
-        self._llm.admission.expect(params.n)
-        prompt = await self._llm.prepare_chat(chat_request(body), params)
-        token_ids = prompt.token_ids
-        if body.truncate_prompt_tokens:
-            token_ids = token_ids[-body.truncate_prompt_tokens :]
         name = f"chatcmpl-{body.request_id or request_id}"
-        outputs = self._llm.generate(
-            token_ids,
-            prompt.params,
-            request_id=name,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            arrival_time=arrival_time,
-            prompt_param="messages",
-            answer_format=prompt.answer_format,
-        )
+        params, outputs = await self._conversations.start(body, name, arrival_time)
         head = {"id": name, "object": "chat.completion", "created": int(arrival_time), "model": body.model}
         if body.service_tier:
             head["service_tier"] = "default"
@@ -95,23 +74,6 @@ class ChatCompletions:
                 generation.prompt_logprobs or (), body.prompt_logprobs, self._tokens
             )
         return part
-
-
-def chat_request(body: ChatCompletionRequest) -> ChatRequest:
-    """What the body asks of the frontend.
-
-    Raises:
-        InvalidRequestError: a message or a tool is wrong.
-    """
-    return ChatRequest(
-        messages=template_messages(body.messages),
-        tools=template_tools(body.tools, body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning_effort=body.reasoning_effort,
-        add_generation_prompt=body.generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        template_kwargs=body.chat_template_kwargs,
-    )
 
 
 def assistant_message(choice: Choice) -> JSONObject:

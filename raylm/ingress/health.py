@@ -21,6 +21,7 @@ _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _ENDPOINTS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
     "POST /v1/embeddings",
     "POST /score",
     "POST /rerank",

@@ -16,6 +16,7 @@ from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundErr
 from raylm.frontend import Admission
 from raylm.ingress.chat import ChatCompletions
 from raylm.ingress.completions import Completions
+from raylm.ingress.conversations import Conversations
 from raylm.ingress.cross_origin import CrossOrigin
 from raylm.ingress.edge import Edge
 from raylm.ingress.embeddings import Embeddings
@@ -26,6 +27,9 @@ from raylm.ingress.http_metrics import HTTPMetrics
 from raylm.ingress.keys import KeyGate, read_keys
 from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.models import model_routes
+from raylm.ingress.response_routes import response_routes
+from raylm.ingress.response_store import Responses, ResponseStore
+from raylm.ingress.responses import CreateResponse
 from raylm.ingress.scores import Rerank, Score
 from raylm.ingress.tokenize import Detokenize, Tokenize
 
@@ -35,8 +39,10 @@ if TYPE_CHECKING:
 _MIB = 1024 * 1024
 
 
-def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
+def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | None = None) -> Starlette:
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
+
+    ``responses`` is where responses are stored, if other replicas share it.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -44,6 +50,8 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued = Admission()
+    conversations = Conversations(async_llm, config)
+    responses = responses or ResponseStore()
     max_body_bytes = int(config.ingress.max_body_mib * _MIB)
 
     def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:
@@ -52,6 +60,8 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config) -> Starlette:
     routes = [
         post("/v1/chat/completions", ChatCompletions(async_llm, config)),
         post("/v1/completions", Completions(async_llm, config)),
+        post("/v1/responses", CreateResponse(async_llm, conversations, responses, lifecycle)),
+        *response_routes(responses),
         post("/v1/embeddings", Embeddings(async_llm, config)),
         *(post(path, Score(async_llm, config)) for path in ("/score", "/v1/score")),
         *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),

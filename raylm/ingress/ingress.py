@@ -18,6 +18,7 @@ from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
 from raylm.ingress.http_app import build_asgi_app
 from raylm.ingress.lifecycle import Lifecycle
+from raylm.ingress.response_store import SharedResponses
 from raylm.params import PoolingParams, SamplingParams
 from raylm.stages import say
 
@@ -30,15 +31,17 @@ _POLL_S = 0.1
 class Ingress:
     """One replica. Python callers reach the public methods by handle, HTTP clients the app.
 
-    ``engine`` is bound only so that Serve deploys the engines with the ingress.
+    ``engine`` is bound only so that Serve deploys the engines with the ingress; ``responses`` is the ResponseStore that
+    several replicas share, None for a single one.
     """
 
     _llm: AsyncLLM
     _lifecycle: Lifecycle
     _tasks: tuple[object, ...]
 
-    def __init__(self, config: Config, engine: DeploymentHandle) -> None:
+    def __init__(self, config: Config, engine: DeploymentHandle, responses: DeploymentHandle | None = None) -> None:
         self._config = config
+        self._responses = SharedResponses(responses) if responses is not None else None
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
@@ -52,7 +55,7 @@ class Ingress:
             say("error", "chat", error.message)
             raise
         say("stage", "chat", self._llm.chat_description)
-        app = build_asgi_app(self._llm, self._config)
+        app = build_asgi_app(self._llm, self._config, self._responses)
         self._lifecycle = app.state.lifecycle
         prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)
         self._tasks = Discovery(prefix, self._llm.add_engine), asyncio.create_task(self._drain_when_stopped())

@@ -30,6 +30,7 @@ class Call:
     request_id: str
     priority: int
     cache_salt: str | None
+    prompt_param: str = "prompt"
     ended: str = "open"  # then "finished", "failed" or "aborted"
 
 
@@ -127,7 +128,7 @@ class FakeAsyncLLM:
         prompt_param: str = "prompt",
         answer_format: AnswerFormat | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        call = Call(prompt, params, request_id, priority, cache_salt)
+        call = Call(prompt, params, request_id, priority, cache_salt, prompt_param)
         self.calls.append(call)
         try:
             readers = [answer_format.reader() for _ in range(params.n)] if answer_format else []
@@ -148,7 +149,7 @@ class FakeAsyncLLM:
         ids = await self.tokenize(call.prompt) if isinstance(call.prompt, str) else call.prompt
         if len(ids) >= self.max_model_len:
             raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens.", param="prompt"
+                f"This model's maximum context length is {self.max_model_len} tokens.", param=call.prompt_param
             )
         replies = [[*(self.reply + (str(i) if i else "")).encode(), EOS] for i in range(params.n)]
         replies = [tokens[: params.max_tokens] for tokens in replies]

@@ -14,6 +14,7 @@ from raylm.ingress.protocol import Body
 from raylm.ingress.protocol_chat import ChatCompletionRequest
 from raylm.ingress.protocol_completions import CompletionRequest
 from raylm.ingress.protocol_embeddings import EmbeddingRequest
+from raylm.ingress.protocol_responses import ResponsesRequest
 from tests.ingress.harness import CHAT, TEXT, events
 
 SPEC = json.loads((Path(__file__).parent.parent / "data" / "openai_schemas.json").read_text())
@@ -119,6 +120,7 @@ async def test_models_and_errors(client: httpx.AsyncClient) -> None:
         (ChatCompletionRequest, "CreateChatCompletionRequest"),
         (CompletionRequest, "CreateCompletionRequest"),
         (EmbeddingRequest, "CreateEmbeddingRequest"),
+        (ResponsesRequest, "CreateResponse"),
     ],
 )
 def test_every_field_of_openai_is_decided(model: type[Body], name: str) -> None:
