@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from raylm.native import library as lib
 from raylm.native.build import NativeError, build, instruction_set
 from raylm.native.memory import Arena
 from raylm.native.packed_weight import KINDS, PackedWeight, Weight
+from raylm.native.team_size import TeamSize
 
 
 class Team:
@@ -25,6 +27,10 @@ class Team:
         self.threads = threads
         self._library = library
         self.handle = library.raylm_team_new(threads)
+
+    def use(self, threads: int) -> None:
+        """Let so many of them take part from now on."""
+        self._library.raylm_team_use(self.handle, threads)
 
     def __del__(self) -> None:
         self._library.raylm_team_free(self.handle)
@@ -150,8 +156,9 @@ class NativeDecoder:
 
     def __init__(self, native: Kernels, model: lib.Model, dtype: torch.dtype, vocab_size: int, kept: object) -> None:
         self._native, self._kind, self._dtype = native, KINDS[dtype], dtype
-        self._kept = (model, kept, native.team)  # what the struct points to, and the threads
+        self._kept = (model, kept)  # what the struct points to
         self._hidden_size, self._vocab_size, self._columns = model.hidden, vocab_size, model.head.columns
+        self._team, self._size = native.team, TeamSize(native.team.threads)
         self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
 
     def step(self, input_ids: Tensor, batch: lib.Batch, pools: Sequence[Tensor]) -> Tensor:
@@ -159,10 +166,13 @@ class NativeDecoder:
         hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
         addresses = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
         with self._native.lock:
+            self._team.use(self._size.choose(len(input_ids)))
+            started = time.perf_counter()
             self._native.library.raylm_decoder_step(
                 self._kind, self._handle, byref(batch), input_ids.data_ptr(), addresses, pools[0].shape[1],
                 hidden.data_ptr(),
             )  # fmt: skip
+            self._size.observe(len(input_ids), time.perf_counter() - started)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class Model(Structure):
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "raylm_team_new": (c_void_p, [c_int]),
+    "raylm_team_use": (None, [c_void_p, c_int]),
     "raylm_team_free": (None, [c_void_p]),
     "raylm_pack": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "raylm_round_int4": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),

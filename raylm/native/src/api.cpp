@@ -53,6 +53,7 @@ void round_rows(Team& team, const void* weight, int rows, int depth, int group, 
 extern "C" {
 
 void* raylm_team_new(int threads) { return new Team(threads); }
+void raylm_team_use(void* team, int threads) { static_cast<Team*>(team)->use(threads); }
 void raylm_team_free(void* team) { delete static_cast<Team*>(team); }
 
 void raylm_pack(void* team, const uint32_t* from, int columns, int units, uint32_t* to) {

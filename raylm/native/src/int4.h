@@ -153,9 +153,9 @@ void int4_share(Team& team, const Linear& w, const T* x, const float* x_sums, in
   };
   const auto first_of = [&](int pair) { return gated ? pair : 2 * pair; };
   const auto second_of = [&](int pair) { return gated ? pair + pairs : std::min(2 * pair + 1, streams - 1); };
-  int pair = team.claim();
+  int pair = team.claim(pairs);
   while (pair < pairs) {
-    const int next_pair = team.claim();
+    const int next_pair = team.claim(pairs);
     const int first = first_of(pair), second = second_of(pair);
     const Int4Stream pieces[2] = {stream(first), stream(second)};
     const ptrdiff_t apart = second > first ? kLanes : 0;

@@ -86,9 +86,9 @@ void multiply_share(Team& team, const Linear& w, const typename Lane<T>::Unit* x
   const int tiles = (rows + kRows - 1) / kRows;
   constexpr auto plain = tiles_of<T, 0>(std::make_integer_sequence<int, kRows>());
   constexpr auto asking = tiles_of<T, 1>(std::make_integer_sequence<int, kRows>());
-  int pair = team.claim();
+  int pair = team.claim(pairs);
   while (pair < pairs) {
-    const int next_pair = team.claim();
+    const int next_pair = team.claim(pairs);
     const int first = gated ? pair : 2 * pair;
     const int second = gated ? pair + pairs : std::min(2 * pair + 1, groups - 1);
     const uint32_t* const streams[2] = {w.packed + first * size, w.packed + second * size};
