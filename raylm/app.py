@@ -65,7 +65,14 @@ def build_app(config: Config) -> Application:
 
 def _gpus(config: Config) -> int:
     """GPUs that each worker gets: one where the configuration and the cluster say so."""
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if config.device == "cuda" and not found:
+    most = max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    if config.device == "cpu" or (config.device == "auto" and not most):
+        return 0
+    if not most:
         raise ConfigError("device: 'cuda' is asked for, but the cluster has no GPU.")
-    return int(config.device != "cpu" and found > 0)
+    ranks = config.engine.tensor_parallel_size
+    if ranks > most:
+        raise ConfigError(
+            f"engine.tensor_parallel_size: {ranks} workers need a GPU each on one node; no node has more than {most}."
+        )
+    return 1

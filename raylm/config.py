@@ -30,7 +30,9 @@ class CacheConfig(_Frozen):
 
     block_size: Literal[16, 32, 64] = Field(16, description="Tokens per KV block.")
     memory_gib: float | None = Field(
-        None, gt=0, description="Memory for the KV pool in GiB; by default a share of what is free after a profile run."
+        None,
+        gt=0,
+        description="GiB of each worker for the KV pool; by default a share of what is free after a profile run.",
     )
     num_blocks: int | None = Field(
         None, ge=2, description="Number of KV blocks, instead of sizing the pool by memory; for tests and experiments."
@@ -68,18 +70,30 @@ class EngineConfig(_Frozen):
     executor: Literal["ray", "local"] = Field(
         "ray", description="ray: workers are actors of their own; local: the worker is a thread of the EngineCore."
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Workers (ranks) of an engine, on one node, that share every layer; on GPUs each has its own.",
+    )
     threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="CPU threads of a worker; by default the cores, fewer for a small model.",
+        description="CPU threads of a worker; by default its share of the cores, fewer for a small model.",
     )
     cuda_graphs: bool = Field(
-        True, description="On a GPU, replay steps that only decode as CUDA graphs, captured at start."
+        True, description="On a GPU, with one rank, replay steps that only decode as CUDA graphs, captured at start."
     )
     num_cpus: float = Field(
         0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."
     )
+
+    @model_validator(mode="after")
+    def _ranks_are_actors(self) -> EngineConfig:
+        if self.tensor_parallel_size > 1 and self.executor != "ray":
+            raise ValueError("tensor_parallel_size: ranks are processes of their own, so the executor must be 'ray'")
+        return self
 
 
 class IngressConfig(_Frozen):
@@ -141,6 +155,15 @@ class Config(_Frozen):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     ingress: IngressConfig = IngressConfig()
+
+    @model_validator(mode="after")
+    def _ranks_do_the_same(self) -> Config:
+        if self.engine.tensor_parallel_size > 1 and self.scheduler.speculative_tokens:
+            raise ValueError(
+                "scheduler.speculative_tokens: how many tokens are guessed depends on how long a rank's steps take; "
+                "it must be 0 with engine.tensor_parallel_size over 1"
+            )
+        return self
 
     @property
     def model_name(self) -> str:

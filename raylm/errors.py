@@ -16,6 +16,7 @@
     ├── DeadlineExceededError       504 deadline_exceeded, waited longer than the client does
     └── EngineUnavailableError      503 service_unavailable, carries Retry-After
         ├── EngineDiedError         503 the engine was lost while it served this request
+        │   └── PeerLostError       503 what the ranks that are left say when one is lost; never the cause
         └── ShuttingDownError       503 shutting_down, this replica is about to end
 
 Ingress maps them once, along the class's MRO; everything else becomes a neutral 500.
@@ -151,6 +152,10 @@ class EngineDiedError(EngineUnavailableError):
     """The engine was lost while it served this request; sending it again is safe."""
 
     code = "engine_died"
+
+
+class PeerLostError(EngineDiedError):
+    """A rank waited in vain for another one; whatever ended that one is the cause, and should be told instead."""
 
 
 class ShuttingDownError(EngineUnavailableError):

@@ -329,6 +329,8 @@ def _local_config(model: str, given: dict[str, Any]) -> Config:
     engine = dict(given.pop("engine", {}))
     if engine.setdefault("executor", "local") != "local":
         raise ConfigError("engine.executor: LLM runs in one process; only 'local' is possible here.")
+    if engine.get("tensor_parallel_size", 1) != 1:
+        raise ConfigError("engine.tensor_parallel_size: LLM runs in one process, and each rank needs its own.")
     return Config(model=model, engine=engine, **given)
 
 

@@ -218,7 +218,8 @@ class WorkerInfo:
 
     ``num_blocks`` KV blocks of ``block_size`` tokens were allocated (``kv_cache_bytes``); ``max_model_len`` is the
     longest sequence in tokens that model and pool allow. ``stages`` are (name, seconds) of the start-up.
-    ``quantization`` says in words how linear layers are quantized, None where they are not.
+    ``quantization`` says in words how linear layers are quantized, None where they are not. Of several ranks
+    (``tensor_parallel_size``) each has so many threads and bytes, and all have the same blocks.
     """
 
     num_blocks: int
@@ -233,6 +234,7 @@ class WorkerInfo:
     kv_cache_bytes: int
     stages: list[tuple[str, float]] = field(default_factory=list)
     quantization: str | None = None
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,16 @@ def test_the_shipped_configuration_is_read() -> None:
     assert served.url == "http://127.0.0.1:8000"
 
 
-def test_both_places_that_haproxy_needs_know_of_it() -> None:
-    data = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
+def test_the_70b_over_four_gpus_is_read() -> None:
+    config = read_serve_file(ROOT / "configs" / "llama-3.3-70b-tp4.yaml").config
+    assert (config.model_name, config.device, config.engine.tensor_parallel_size) == ("llama-3.3-70b", "cuda", 4)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_both_places_that_haproxy_needs_know_of_it(file: Path) -> None:
+    data = yaml.safe_load(file.read_text())
+    shipped = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())["controller_options"]
+    assert data["controller_options"] == shipped
     for place in (data["applications"][0], data["controller_options"]):
         assert place["runtime_env"]["env_vars"]["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
 
@@ -51,6 +59,16 @@ def test_a_route_prefix_and_a_wildcard_host_give_the_url_of_this_machine(tmp_pat
         (
             "applications: [{import_path: 'raylm:build_app', args: {cache: {blocksize: 16}}}]",
             "did you mean 'block_size'",
+        ),
+        (
+            "applications: [{import_path: 'raylm:build_app', args: {engine: {executor: local, "
+            "tensor_parallel_size: 2}}}]",
+            "engine: tensor_parallel_size: ranks are processes of their own",
+        ),
+        (
+            "applications: [{import_path: 'raylm:build_app', args: {engine: {tensor_parallel_size: 2}, "
+            "scheduler: {speculative_tokens: 4}}}]",
+            "scheduler.speculative_tokens: how many tokens are guessed",
         ),
     ],
 )

@@ -141,6 +141,8 @@ def test_what_cannot_start_leaves_nothing_behind(path: Path, tmp_path: Path) -> 
         LLM(str(tmp_path), **SMALL)
     with pytest.raises(ConfigError, match="only 'local' is possible"):
         LLM(str(path), engine={"executor": "ray"})
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: LLM runs in one process"):
+        LLM(str(path), engine={"tensor_parallel_size": 2})
     assert threading.active_count() == before
 
 

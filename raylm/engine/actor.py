@@ -16,7 +16,8 @@ from ray.exceptions import RayActorError
 from raylm.config import Config
 from raylm.engine.engine_core import EngineCore
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
-from raylm.engine.ray_executor import RayExecutor, prepare_process
+from raylm.engine.ray_executor import prepare_process
+from raylm.engine.tensor_parallel_executor import create_executor
 from raylm.errors import EngineDiedError
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo
 
@@ -95,7 +96,7 @@ class EngineCoreActor:
 
 def _executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
     if config.engine.executor == "ray":
-        return RayExecutor(workers)
+        return create_executor(config, workers)
     prepare_process()
     return LocalExecutor(config)
 

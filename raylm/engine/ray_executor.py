@@ -58,16 +58,20 @@ class WorkerActor:
     for its turn, and the result of the last one is being packed.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rank: int = 0) -> None:
         prepare_process()
         from raylm.worker import Worker
 
-        self._worker = Worker(config)
+        self._worker = Worker(config, rank)
         self._turns = Turns()
 
-    def start(self) -> WorkerInfo:
-        """Load weights, profile, allocate the KV pool."""
-        return self._worker.start()
+    def open_meeting(self) -> int:
+        """Listen for the other ranks; called on rank 0 before any rank starts."""
+        return self._worker.open_meeting()
+
+    def start(self, port: int = 0) -> WorkerInfo:
+        """Load weights, profile, allocate the KV pool; several ranks meet at ``port``."""
+        return self._worker.start(port)
 
     def ping(self) -> None:
         """Give a sign of life, between two steps."""
@@ -78,19 +82,18 @@ class WorkerActor:
             return self._worker.execute(plan)
 
 
-def create_worker(config: Config, **options: Any) -> ActorHandle:
+def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:
     """Start one worker process; ``options`` are Ray's (resources, placement). It is never restarted: state is lost."""
     worker = ray.remote(WorkerActor).options(
         max_restarts=0, max_task_retries=0, max_concurrency=WORKER_THREADS, **options
     )
-    return worker.remote(config)
+    return worker.remote(config, rank)
 
 
 class RayExecutor(ModelExecutor):
     """Drives worker actors that somebody else created, so that they start beside the EngineCore and not after it.
 
-    Every rank is handed every step at once; only the first rank's result is awaited. The death of any rank shows in
-    the first rank's result, because ranks step together.
+    Every worker is handed every step at once; only the first one's result is awaited.
     """
 
     def __init__(self, workers: list[ActorHandle]) -> None:

@@ -29,12 +29,12 @@ _SUPERVISOR_BUNDLE, _CORE_BUNDLE, _WORKER_BUNDLE = 0, 1, 2
 
 
 def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
-    """What one engine reserves: for its supervisor, its EngineCore and its worker, in this order."""
+    """What one engine reserves: for its supervisor, its EngineCore and each of its workers, in this order."""
     device = {"GPU": float(gpus)} if gpus else {"CPU": config.engine.num_cpus}
     core = {"CPU": ENGINE_CORE_CPUS}
     if config.engine.executor == "local":
         return [{"CPU": SUPERVISOR_CPUS}, core | device]
-    return [{"CPU": SUPERVISOR_CPUS}, core, device]
+    return [{"CPU": SUPERVISOR_CPUS}, core, *[device] * config.engine.tensor_parallel_size]
 
 
 class EngineProcesses:
@@ -47,7 +47,8 @@ class EngineProcesses:
         bundles = placement_bundles(config, gpus)
         self._workers: list[ActorHandle] = []
         if config.engine.executor == "ray":
-            self._workers.append(create_worker(config, **_options(bundles, _WORKER_BUNDLE)))
+            for rank in range(config.engine.tensor_parallel_size):
+                self._workers.append(create_worker(config, rank, **_options(bundles, _WORKER_BUNDLE + rank)))
         self._core = create_engine_core(config, name, engine_id, self._workers, **_options(bundles, _CORE_BUNDLE))
 
     async def start(self) -> EngineInfo:
@@ -166,6 +167,9 @@ def _report(info: EngineInfo) -> None:
     """Tell the terminal what the worker found out, one line a stage."""
     worker = info.worker
     rounded = f" ({worker.quantization})" if worker.quantization else ""
+    each = " each" if worker.tensor_parallel_size > 1 else ""
+    if each:
+        say("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
     for name, seconds in worker.stages:
         say("stage", "worker", f"{name} {seconds:.1f} s")
     say(
@@ -173,11 +177,11 @@ def _report(info: EngineInfo) -> None:
         "model",
         f"{worker.dtype}{rounded} on {worker.device}, CPU threads {worker.threads}, "
         f"attention {worker.attention_backend}, "
-        f"weights {worker.weights_bytes / 2**20:,.0f} MiB",
+        f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}",
     )
     say(
         "stage",
         "kv",
-        f"{worker.num_blocks:,} blocks of {worker.block_size} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB), "
+        f"{worker.num_blocks:,} blocks of {worker.block_size} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB{each}), "
         f"longest context {info.max_model_len:,} tokens",
     )

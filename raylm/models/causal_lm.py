@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +12,26 @@ from torch import Tensor, nn
 from raylm.checkpoint import Checkpoint
 from raylm.models.layers import Attend, AttentionSpec
 from raylm.models.linear import KernelFactory
+from raylm.models.ranks import Ranks, Shard
 from raylm.native import NativeDecoder
 
 
 class CausalLM(nn.Module, ABC):
     """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen.
 
-    ``quantization`` says in words how its linear layers are quantized, None where none are.
+    ``quantization`` says in words how its linear layers are quantized, None where none are. ``shards`` says by name
+    which part of a checkpoint's tensor this rank holds; of those not named it holds all.
     """
 
     vocab_size: int
     attention_specs: list[AttentionSpec]
     quantization: str | None = None
+    shards: Mapping[str, Shard] = MappingProxyType({})
 
     @classmethod
     @abstractmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> CausalLM:
-        """Build what config.json describes, without its weights.
+    def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> CausalLM:
+        """Build what config.json describes, without its weights; where several ``ranks`` share it, the part of one.
 
         Raises:
             ConfigError: it asks for something that is not supported, named.
@@ -54,7 +59,7 @@ class CausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def redundant(self) -> frozenset[str]:
-        """Names that a checkpoint may hold beyond ``targets``, as copies of what the model has already."""
+        """Names that a checkpoint may hold beyond ``targets``: copies of what the model, or another rank, has."""
 
     @abstractmethod
     def freeze(self, kernels: KernelFactory) -> None:
@@ -70,4 +75,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (rows, hidden_size) -> logits (rows, vocab_size) in float32, in memory of their own."""
+        """Hidden states (rows, hidden_size) -> logits (rows, vocab_size) in float32, in memory of their own.
+
+        On a rank other than 0 they are only its own part of the vocabulary.
+        """

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.models.fields import Fields
+from raylm.models.ranks import ALONE, Ranks
 from raylm.models.rope import frequencies
 
 Activation = Callable[[Tensor], Tensor]
@@ -27,7 +28,8 @@ class DecoderConfig:
     """Sizes, switches and rotary frequencies of one decoder.
 
     ``windows`` has one entry a layer: the tokens that a query of that layer sees, None for all. ``inv_freq``
-    (head_dim / 2,) and ``rope_scaling`` describe the rotary embedding.
+    (head_dim / 2,) and ``rope_scaling`` describe the rotary embedding. Where several ``ranks`` share the decoder, heads
+    and ``intermediate_size`` are those of this one; see tensor_parallel.py.
     """
 
     vocab_size: int
@@ -46,6 +48,12 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    ranks: Ranks = ALONE
+
+    @property
+    def vocab(self) -> range:
+        """The token ids whose embeddings, and whose rows of the head, lie here."""
+        return self.ranks.part(self.vocab_size)
 
     @property
     def num_layers(self) -> int:
@@ -83,6 +91,7 @@ def decoder_config(fields: Fields, windows: tuple[int | None, ...], **switches: 
         windows=windows,
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
+        ranks=ALONE,
         **switches,
     )
 

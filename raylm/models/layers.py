@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm.models.linear import KernelFactory, Linear, Weighted
+from raylm.models.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +92,33 @@ class Embedding(Weighted):
         return F.embedding(ids, self.weight)
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), gate and up as one multiplication."""
+class VocabParallelEmbedding(Embedding):
+    """Holds the rows of the token ids ``part``; what other ``ranks`` hold comes from them."""
 
-    def __init__(self, hidden: int, inner: int, act: Callable[[Tensor], Tensor], *, bias: bool) -> None:
+    def __init__(self, part: range, size: int, ranks: Ranks) -> None:
+        super().__init__(len(part), size)
+        self.part = part
+        self.ranks = ranks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        local = ids - self.part.start
+        foreign = (local < 0) | (local >= len(self.part))
+        rows = super().forward(local.masked_fill(foreign, 0))
+        return self.ranks.all_reduce(rows.masked_fill(foreign[:, None], 0))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), gate and up as one multiplication; ``inner`` is this rank's share."""
+
+    def __init__(
+        self, hidden: int, inner: int, act: Callable[[Tensor], Tensor], *, bias: bool, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
         self.act = act
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias)
-        self.down_proj = Linear(inner, {"down_proj": hidden}, bias=bias)
+        self.down_proj = Linear(inner, {"down_proj": hidden}, bias=bias and ranks.rank == 0)
+        self.all_reduce = ranks.all_reduce
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        down: Tensor = self.down_proj(self.act(gate) * up)
-        return down
+        return self.all_reduce(self.down_proj(self.act(gate) * up))

@@ -13,10 +13,12 @@ from raylm.checkpoint import Checkpoint
 from raylm.models.causal_lm import CausalLM
 from raylm.models.decoder_config import DecoderConfig, decoder_config, layer_windows
 from raylm.models.fields import Fields
-from raylm.models.layers import Attend, AttentionSpec, Embedding, GatedMLP, HeadNorm, RMSNorm
+from raylm.models.layers import Attend, AttentionSpec, GatedMLP, HeadNorm, RMSNorm
 from raylm.models.linear import KernelFactory, Linear, Weighted
 from raylm.models.native_decoder import native_decoder, refusals
+from raylm.models.ranks import Ranks
 from raylm.models.rope import Rotary, rotate
+from raylm.models.tensor_parallel import embedding, others_names, shards, share
 from raylm.native import NativeDecoder, NativeLinear
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class Attention(nn.Module):
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.spec = spec
         self.qkv_proj = Linear(c.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=c.qkv_bias)
-        self.o_proj = Linear(q, {"o_proj": c.hidden_size}, bias=c.output_bias)
+        self.o_proj = Linear(q, {"o_proj": c.hidden_size}, bias=c.output_bias and c.ranks.rank == 0)
+        self.all_reduce = c.ranks.all_reduce
         self.qk_norm: nn.Module = nn.Identity()
         if c.qk_norm:
             self.qk_norm = HeadNorm(c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps)
@@ -53,8 +56,7 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self.spec.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         qk = rotate(self.qk_norm(qk), angles)
-        out: Tensor = self.o_proj(attend(self.spec, qk[:, :heads], qk[:, heads:], v).flatten(1))
-        return out
+        return self.all_reduce(self.o_proj(attend(self.spec, qk[:, :heads], qk[:, heads:], v).flatten(1)))
 
 
 class DecoderLayer(nn.Module):
@@ -66,7 +68,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.self_attn = Attention(c, spec)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.activation, bias=c.mlp_bias)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.activation, bias=c.mlp_bias, ranks=c.ranks)
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), angles, attend)
@@ -79,7 +81,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, specs: list[AttentionSpec]) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding(config)
         self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in specs)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
@@ -98,15 +100,19 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.vocab_size = config.vocab_size
+        self.vocab_widths = config.ranks.widths(config.vocab_size)
         self.attention_specs = _attention_specs(config)
         self.model = Decoder(config, self.attention_specs)
-        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
+        self.lm_head = Linear(config.hidden_size, {"lm_head": len(config.vocab)}, bias=False)
         self.rotary: Rotary | None = None
         self.dtype = torch.float32
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> LlamaForCausalLM:
-        return cls(cls.configure(checkpoint))
+    def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> LlamaForCausalLM:
+        whole = cls.configure(checkpoint)
+        model = cls(share(whole, ranks))
+        model.shards = shards(whole, ranks, model.targets())
+        return model
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
@@ -128,15 +134,15 @@ class LlamaForCausalLM(CausalLM):
 
     @property
     def redundant(self) -> frozenset[str]:
-        return frozenset({"lm_head.weight"} if self.config.tied else ())
+        return frozenset({"lm_head.weight"} if self.config.tied else ()) | others_names(self.config)
 
     def freeze(self, kernels: KernelFactory) -> None:
-        embedding = self.model.embed_tokens.weight
-        assert embedding is not None, "the model is frozen twice"
-        self.dtype = embedding.dtype
+        weight = self.model.embed_tokens.weight
+        assert weight is not None, "the model is frozen twice"
+        self.dtype = weight.dtype
         if self.config.tied:
-            self.lm_head.weight = embedding
-        self.rotary = Rotary(self.config.inv_freq.to(embedding.device), self.config.rope_scaling, embedding.dtype)
+            self.lm_head.weight = weight
+        self.rotary = Rotary(self.config.inv_freq.to(weight.device), self.config.rope_scaling, weight.dtype)
         for module in self.modules():
             if isinstance(module, Weighted):
                 module.freeze(kernels)
@@ -158,8 +164,7 @@ class LlamaForCausalLM(CausalLM):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits.float()
+        return self.config.ranks.gather(self.lm_head(hidden), self.vocab_widths).float()
 
 
 def _attention_specs(c: DecoderConfig) -> list[AttentionSpec]:

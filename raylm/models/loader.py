@@ -16,6 +16,7 @@ from raylm.models.causal_lm import CausalLM
 from raylm.models.linear import PLAIN, Linear
 from raylm.models.linear_kernels import select_kernels
 from raylm.models.quantization import HEAD, apply_quantization, linear_layers, select_quantization
+from raylm.models.ranks import ALONE, Ranks
 from raylm.models.registry import model_class
 from raylm.models.weight_files import tensors, weight_files, weight_names
 
@@ -24,9 +25,15 @@ _NAMES_SHOWN = 6
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[CausalLM, int]:
     """Build the model of ``checkpoint`` and load its weights; return it with the bytes of its weights.
+
+    Where several ``ranks`` share the model, both are those of this rank, and it reads no more of the checkpoint.
 
     Nothing is initialized that the checkpoint overwrites, and at no time is there more than one tensor beside the
     weights. A progress bar goes to stderr when it takes longer than a second. With ``quantization`` ('int8' or 'int4')
@@ -37,9 +44,9 @@ def load_model(
             or of another shape; it names them.
     """
     cls = model_class(checkpoint)
-    chosen = select_quantization(checkpoint, quantization, device)
+    chosen = select_quantization(checkpoint, quantization, device, ranks)
     with torch.device("meta"):
-        model = cls.from_checkpoint(checkpoint)
+        model = cls.from_checkpoint(checkpoint, ranks)
     model.quantization = chosen.told
     apply_quantization(chosen, model, tied=f"{HEAD}.weight" in model.redundant)
     model.materialize(dtype, device)
@@ -90,7 +97,7 @@ def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
     _refuse(checkpoint, "holds weights that the model does not know", unexpected)
     wanted = {name for name in found if name in places}
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
-        for name, tensor in tensors(files, wanted):
+        for name, tensor in tensors(files, wanted, model.shards):
             _copy(name, tensor, places[name])
             bar.update()
 

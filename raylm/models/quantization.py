@@ -12,6 +12,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.linear import PLAIN, Linear, WeightFormat
 from raylm.models.quantization_config import read_quantization_config
+from raylm.models.ranks import ALONE, Ranks
 from raylm.models.rounding import RoundedInt4, RoundedInt8
 from raylm.native import NativeError, kernels
 
@@ -32,7 +33,9 @@ class Quantization:
     form: Callable[[str], WeightFormat]
 
 
-def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device) -> Quantization:
+def select_quantization(
+    checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks = ALONE
+) -> Quantization:
     """What the checkpoint holds, or what its plain weights are to be rounded to.
 
     Raises:
@@ -41,6 +44,10 @@ def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch
     if checkpoint.config.get("quantization_config") is not None:
         if asked is not None:
             raise ConfigError(f"quantization: the weights of {checkpoint.path} are quantized already; leave it out.")
+        if ranks.size > 1:
+            raise ConfigError(
+                f"engine.tensor_parallel_size: the quantized weights of {checkpoint.path} are served by one rank only."
+            )
         told, form, ignored = read_quantization_config(checkpoint)
         _check_kernels(f"model: the quantized weights of {checkpoint.path} are", device)
         return Quantization(told, lambda module: PLAIN if ignored(module) else form)

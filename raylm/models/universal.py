@@ -17,6 +17,7 @@ from raylm.models.layers import Attend, AttentionSpec
 from raylm.models.linear import KernelFactory, Linear, Weighted
 from raylm.models.modeling import HEAD, Modeling, build_modeling
 from raylm.models.paged_interface import PagedCall
+from raylm.models.ranks import Ranks
 from raylm.models.stand_ins import Experts, SharedEmbedding
 from raylm.native import NativeLinear
 
@@ -39,8 +40,13 @@ class UniversalForCausalLM(CausalLM):
         self.add_module(modeling.causal.base_model_prefix, modeling.decoder)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> UniversalForCausalLM:
+    def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> UniversalForCausalLM:
         name = checkpoint.config["architectures"][0]
+        if ranks.size > 1:
+            raise ConfigError(
+                f"engine.tensor_parallel_size: {name} is served by one rank only; several share the Llama, Mistral, "
+                "Qwen2 and Qwen3 families."
+            )
         try:
             return cls(build_modeling(checkpoint, name), checkpoint)
         except UnservedError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
 
 from raylm.errors import ConfigError
+from raylm.models.ranks import WHOLE, Shard
 
 _INDEX = "model.safetensors.index.json"
 
@@ -52,10 +53,14 @@ def weight_names(file: Path) -> list[str]:
         raise ConfigError(f"model: {file} is not a readable safetensors file: {error}") from error
 
 
-def tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the ``wanted`` tensors one by one, in the order of the files."""
+def tensors(files: list[Path], wanted: set[str], shards: Mapping[str, Shard]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the ``wanted`` tensors one by one, in the order of the files; of those in ``shards`` only that part.
+
+    Raises:
+        ConfigError: a tensor cannot be divided as its shard says.
+    """
     for file in files:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 if name in wanted:
-                    yield name, weights.get_tensor(name)
+                    yield name, shards.get(name, WHOLE).read(weights, name)

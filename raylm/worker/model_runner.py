@@ -32,11 +32,12 @@ class ModelRunner:
         batch: InputBatch,
         buffers: InputBuffers,
         speculator: Speculator | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.forward = forward
         self.batch = batch
         self.buffers = buffers
-        self.sampler = Sampler()
+        self.sampler = sampler or Sampler()
         self.speculator = speculator or NoSpeculation()
         self.pooler = Pooler()
         self._prompt_logprobs: dict[int, int] = {}

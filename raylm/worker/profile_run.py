@@ -13,6 +13,7 @@ from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.sampler import Sampler
 
 _CPU_TOKENS = 256
 
@@ -24,6 +25,7 @@ def profile_run(
     longest: int,
     dtype: torch.dtype,
     device: torch.device,
+    sampler: Sampler | None = None,
 ) -> int:
     """Run a step of as many sequences and tokens as ``limits`` allow; return the bytes it took beside the weights.
 
@@ -37,7 +39,9 @@ def profile_run(
     step = StepLimits(sum(lengths), len(lengths), blocks, size)
     batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size, device)
     kv_caches = allocate(backend, model.attention_specs, blocks, size, dtype, device)
-    runner = ModelRunner(select_forward(model, backend, kv_caches, step), batch, InputBuffers(step, device))
+    runner = ModelRunner(
+        select_forward(model, backend, kv_caches, step), batch, InputBuffers(step, device), sampler=sampler
+    )
     if device.type != "cuda":
         runner.execute(_plan(lengths, blocks))
         return 0

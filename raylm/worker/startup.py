@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from raylm.checkpoint import resolve
-from raylm.config import Config
+from raylm.config import Config, EngineConfig
 from raylm.errors import ConfigError
 from raylm.messages import WorkerInfo
 from raylm.models import load_model, resolve_dtype
@@ -21,10 +22,15 @@ from raylm.worker.host import available_cores
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate, block_bytes, free_memory, size_pool
+from raylm.worker.meeting import Meeting
 from raylm.worker.memory import largest_step, loading
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.process_group import join_ranks
 from raylm.worker.profile_run import profile_run
+from raylm.worker.rank_sampler import select_sampler
 from raylm.worker.speculator import create_speculator
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
 
@@ -43,15 +49,18 @@ class Stages:
 
 
 @torch.inference_mode()
-def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
-    """Load the weights, profile, allocate the KV pool.
+def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelRunner, WorkerInfo]:
+    """Meet the other ranks, load the weights, profile, allocate the KV pool.
 
     Raises:
         ConfigError: the model cannot be served as configured.
+        PeerLostError: another rank is gone.
     """
     stages, size = Stages(), config.cache.block_size
-    torch.set_num_threads(most_threads := available_threads(config.engine.threads))
+    torch.set_num_threads(most_threads := available_threads(config.engine))
     device = resolve_device(config.device)
+    ranks = join_ranks(meeting or Meeting(), config.engine.tensor_parallel_size, device)
+    sampler = select_sampler(ranks)
     if device.type == "cpu":
         with stages("native kernels"):
             use_threads(most_threads)
@@ -59,7 +68,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         checkpoint = resolve(config.model, config.revision)
         dtype = resolve_dtype(checkpoint, config.dtype, device)
         with loading(checkpoint, device):
-            model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization)
+            model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization, ranks)
     threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
     torch.set_num_threads(threads)
     if device.type == "cpu":
@@ -68,11 +77,14 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
     with stages("profile run"):
         limits = _limits(config, checkpoint.max_position_embeddings)
         longest = checkpoint.max_position_embeddings or limits.max_num_tokens
-        activations = largest_step(lambda step: profile_run(model, backend, step, longest, dtype, device), limits)
+        activations = largest_step(
+            lambda step: profile_run(model, backend, step, longest, dtype, device, sampler), limits
+        )
     with stages("allocate KV cache"):
         bytes_each = block_bytes(backend, model.attention_specs, size, dtype)
-        pool = size_pool(config, bytes_each, *free_memory(device, activations), checkpoint.max_position_embeddings)
-        with_graphs = device.type == "cuda" and backend.capturable and config.engine.cuda_graphs
+        free, default = ranks.least(free_memory(device, activations, ranks.size))
+        pool = size_pool(config, bytes_each, free, default, checkpoint.max_position_embeddings)
+        with_graphs = device.type == "cuda" and backend.capturable and _wants_graphs(config.engine)
         num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
         kv_caches = allocate(backend, model.attention_specs, num_blocks, size, dtype, device)
         limits = _limits(config, pool.max_model_len)
@@ -84,7 +96,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
             forward = GraphForward(forward, limits, pool.num_blocks, device, CudaCapture())
         # What is left to torch beside a native forward pass is small: waking its threads takes longer.
         torch.set_num_threads(threads if isinstance(forward, ModuleForward) else 1)
-        runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator)
+        runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator, sampler)
     if isinstance(forward, GraphForward):
         with stages("capture CUDA graphs"):
             forward.capture_at_start()
@@ -101,6 +113,7 @@ def start_runner(config: Config) -> tuple[ModelRunner, WorkerInfo]:
         kv_cache_bytes=pool.num_blocks * bytes_each,
         stages=stages.done,
         quantization=model.quantization,
+        tensor_parallel_size=ranks.size,
     )
 
 
@@ -115,14 +128,22 @@ def resolve_device(asked: str) -> torch.device:
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def available_threads(asked: int | None) -> int:
-    """Threads for the worker: those ``asked`` for, else one a core; the other actors get their turns between phases."""
-    return asked or available_cores()
+def available_threads(engine: EngineConfig) -> int:
+    """Threads for a rank: those asked for, else its share of the cores; other actors get their turns between phases."""
+    return engine.threads or max(1, available_cores() // engine.tensor_parallel_size)
 
 
 def useful_threads(most: int, weights_bytes: int) -> int:
     """Threads that a step is worth: each needs weights to read, or it only makes the others wait for it."""
     return min(most, max(1, weights_bytes // _WEIGHTS_BYTES_A_THREAD))
+
+
+def _wants_graphs(engine: EngineConfig) -> bool:
+    """Whether steps are captured; not between ranks, where one without memory for a graph would lose the others."""
+    if engine.cuda_graphs and engine.tensor_parallel_size > 1:
+        logger.warning("Steps run without CUDA graphs, and slower: several ranks share each of them.")
+        return False
+    return engine.cuda_graphs
 
 
 def _limits(config: Config, max_model_len: int | None) -> StepLimits:

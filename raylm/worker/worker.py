@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raylm.config import Config
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.worker.meeting import Meeting, open_meeting
 
 if TYPE_CHECKING:
     from raylm.worker.model_runner import ModelRunner
@@ -16,18 +18,30 @@ if TYPE_CHECKING:
 class Worker:
     """Start it, hand it steps in order, shut it down; all from one thread.
 
+    Of ``engine.tensor_parallel_size`` workers each is one ``rank``. All are given the same steps; rank 0 draws, and
+    only what it returns means something.
+
     Importing this class and creating a worker do not import torch; ``start`` does.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rank: int = 0) -> None:
         self._config = config
+        self._meeting = Meeting(rank)
         self._runner: ModelRunner | None = None
 
-    def start(self) -> WorkerInfo:
+    def open_meeting(self) -> int:
+        """Listen for the other ranks, on rank 0 and before any rank starts; return the port on the loopback."""
+        self._meeting = open_meeting()
+        return self._meeting.port
+
+    def start(self, port: int = 0) -> WorkerInfo:
         """Load weights, profile, allocate the KV pool; return what was found out.
+
+        Several ranks are started at the same time, as they wait for each other at the ``port`` that rank 0 opened.
 
         Raises:
             ConfigError: the model cannot be served as configured.
+            PeerLostError: another rank is gone.
         """
         started = time.perf_counter()
         # Read once, when torch loads OpenMP: threads that spin while they wait take the cores from the other actors,
@@ -36,7 +50,7 @@ class Worker:
         from raylm.worker.startup import start_runner
 
         imported = ("import torch", time.perf_counter() - started)
-        self._runner, info = start_runner(self._config)
+        self._runner, info = start_runner(self._config, replace(self._meeting, port=port))
         info.stages.insert(0, imported)
         return info
 

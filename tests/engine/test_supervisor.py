@@ -6,12 +6,33 @@ from dataclasses import replace
 
 import pytest
 
+from raylm.config import Config
 from raylm.messages import EngineInfo, WorkerInfo
 
 WORKER = WorkerInfo(64, 16, 1024, 320, "cpu", "bfloat16", "native", 3, 5 << 20, 1 << 30, [("load weights", 0.2)])
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_several_ranks_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    from raylm.engine.supervisor import _report
+
+    _report(EngineInfo("engine", 1024, replace(WORKER, tensor_parallel_size=2)))
+    said = "".join(capfd.readouterr())
+    assert "2 workers share every layer (tensor parallel)" in said
+    assert "weights 5 MiB each" in said
+    assert "(1.00 GiB each)" in said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_worker_has_a_bundle_of_its_own() -> None:
+    from raylm.engine import placement_bundles
+
+    config = Config.model_validate({"engine": {"tensor_parallel_size": 3, "num_cpus": 0.2}})
+    assert placement_bundles(config, gpus=1) == [{"CPU": 0.1}, {"CPU": 0.1}, *[{"GPU": 1.0}] * 3]
+    assert placement_bundles(config, gpus=0) == [{"CPU": 0.1}, {"CPU": 0.1}, *[{"CPU": 0.2}] * 3]
+
+
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("quantization", "told"),
     [(None, "bfloat16 on cpu, CPU threads 3"), ("int4, head int8", "bfloat16 (int4, head int8) on cpu, CPU threads 3")],

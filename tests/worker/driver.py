@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from raylm.config import Config
 from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
+from raylm.worker.meeting import Meeting
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 
@@ -42,10 +44,19 @@ class Tracked:
 class Driver:
     """Steps are asked for as {sequence: tokens to compute}."""
 
-    def __init__(self, path: Path, num_blocks: int = 64, block_size: int = 16, seed: int = 0, **config: object) -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        seed: int = 0,
+        meeting: Meeting | None = None,
+        **config: Any,
+    ) -> None:
         cache = {"num_blocks": num_blocks, "block_size": block_size}
+        engine = {"threads": 1} | config.pop("engine", {})
         self.runner, self.info = start_runner(
-            Config.model_validate({"model": str(path), "cache": cache, "engine": {"threads": 1}, **config})
+            Config.model_validate({"model": str(path), "cache": cache, "engine": engine, **config}), meeting
         )
         self.block_size = block_size
         self.sequences: dict[int, Tracked] = {}

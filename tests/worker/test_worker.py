@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raylm.config import Config
+from raylm.config import Config, EngineConfig
 from raylm.errors import ConfigError
 from raylm.messages import NewSequence, SchedulerOutput
 from raylm.native import kernels
@@ -84,8 +84,10 @@ def test_threads_default_to_what_the_weights_are_worth(path: Path) -> None:
         assert torch.get_num_threads() == 1  # torch has little to do beside the kernels
     finally:
         torch.set_num_threads(before)
-    assert available_threads(None) == available_cores()
-    assert available_threads(7) == 7
+    assert available_threads(EngineConfig()) == available_cores()
+    assert available_threads(EngineConfig(tensor_parallel_size=2)) == max(1, available_cores() // 2)
+    assert available_threads(EngineConfig(tensor_parallel_size=64)) == 1
+    assert available_threads(EngineConfig(threads=7, tensor_parallel_size=2)) == 7
     assert [useful_threads(3, size << 20) for size in (1, 127, 128, 10_000)] == [1, 1, 2, 3]
 
 

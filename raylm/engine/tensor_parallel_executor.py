@@ -1,0 +1,81 @@
+"""TensorParallelExecutor: the ranks of one model as Ray actors; hears them all, and tells one cause when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, NoReturn
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+
+from raylm.config import Config
+from raylm.engine.model_executor import ModelExecutor
+from raylm.engine.ray_executor import RayExecutor, as_raylm_error
+from raylm.errors import EngineDiedError, PeerLostError
+from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+# How long the other ranks may take to say why they failed, once one has.
+LAST_WORDS_S = 1.0
+
+
+class TensorParallelExecutor(RayExecutor):
+    """Ranks compute each step together; rank 0's result counts, and the failure of any of them ends the engine.
+
+    A rank that fails leaves the others in an operation that they cannot end, or that ends with an error which names
+    nobody. So no rank alone is believed: all are heard, and what did not follow from another's end is told.
+    """
+
+    async def start(self) -> WorkerInfo:
+        """Let the ranks meet, and start; rank 0 speaks for all."""
+        try:
+            port = await self._workers[0].open_meeting.remote()
+        except RayError as error:
+            raise as_raylm_error(error) from error
+        infos = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
+        info: WorkerInfo = infos[0]
+        return info
+
+    def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+        """Submit the step to all ranks before returning."""
+        return self._first([worker.execute.remote(plan) for worker in self._workers])
+
+    async def _first(self, refs: list[Awaitable[ModelRunnerOutput]]) -> ModelRunnerOutput:
+        results = await _all_or_cause(refs)
+        output: ModelRunnerOutput = results[0]
+        return output
+
+
+async def _all_or_cause(refs: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The results of all ranks; when one fails, the error that is the cause."""
+    futures = [asyncio.ensure_future(ref) for ref in refs]
+    try:
+        return await asyncio.gather(*futures)
+    except RayError:
+        await _tell_cause(futures)
+
+
+async def _tell_cause(futures: Sequence[asyncio.Future[Any]]) -> NoReturn:
+    await asyncio.wait(futures, timeout=LAST_WORDS_S)
+    failed = {
+        rank: error
+        for rank, future in enumerate(futures)
+        if future.done() and not future.cancelled() and (error := future.exception())
+    }
+    rank, error = min(failed.items(), key=lambda item: _distance(item[1]))
+    if isinstance(error, RayActorError):
+        raise EngineDiedError(f"The worker of rank {rank} was lost.") from error
+    assert isinstance(error, RayError)
+    raise as_raylm_error(error) from error
+
+
+def _distance(error: BaseException) -> int:
+    """How far an error is from the cause: a lost process, then what a rank found wrong, then what followed."""
+    if isinstance(error, RayActorError):
+        return 0
+    return 2 if isinstance(getattr(error, "cause", None), PeerLostError) else 1
+
+
+def create_executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
+    """The executor over the workers that there are."""
+    return RayExecutor(workers) if config.engine.tensor_parallel_size == 1 else TensorParallelExecutor(workers)

@@ -1,0 +1,26 @@
+"""Worker: where the ranks of one engine meet when they start; no torch, so that nobody waits for its import."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What one ``rank`` knows of it: the ``port`` on the loopback, and on rank 0 the socket that listens there."""
+
+    rank: int = 0
+    port: int = 0
+    listener: socket.socket | None = None
+
+
+def open_meeting() -> Meeting:
+    """The meeting as rank 0 holds it, on a port that the system chooses.
+
+    The socket listens from now on, so that ranks may come in any order; rank 0 answers when it starts.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    return Meeting(0, listener.getsockname()[1], listener)
