@@ -51,7 +51,7 @@ class Edge:
             if started:
                 logger.error("request %s broke off after its answer had begun", request_id, exc_info=error)
                 raise
-            await error_response(as_known_error(error, request_id))(scope, receive, send_with_id)
+            await error_response(as_known_error(error, request_id), scope["path"])(scope, receive, send_with_id)
 
 
 def _request_id(headers: _Headers) -> str:

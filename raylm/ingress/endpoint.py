@@ -109,7 +109,7 @@ async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadli
     except ClientDisconnectedError:
         raise
     except Exception as error:
-        await _send_last_words(error_event(as_known_error(error, scope["raylm.request_id"])), send)
+        await _send_last_words(error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"]), send)
 
 
 async def _send_last_words(event: bytes, send: Send) -> None:

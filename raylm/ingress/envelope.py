@@ -1,4 +1,4 @@
-"""OpenAI's error envelope: the one place where an exception becomes what a client reads."""
+"""Error envelopes, Anthropic's on its paths and OpenAI's elsewhere: where an exception becomes what a client reads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ logger = logging.getLogger("raylm.ingress")
 
 _MAX_MESSAGE = 600
 _MAX_PARAM = 120
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def clip(text: str, limit: int) -> str:
@@ -22,8 +32,12 @@ def clip(text: str, limit: int) -> str:
     return short.encode(errors="replace").decode()
 
 
-def envelope(error: RayLMError) -> bytes:
-    """The JSON body of ``error``."""
+def envelope(error: RayLMError, path: str = "") -> bytes:
+    """The JSON body of ``error``, as clients of ``path`` know it."""
+    if _is_anthropic(path):
+        kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        inner = {"type": kind, "message": clip(error.message, _MAX_MESSAGE)}
+        return orjson.dumps({"type": "error", "error": inner})
     body: dict[str, Any] = {
         "message": clip(error.message, _MAX_MESSAGE),
         "type": error.type,
@@ -33,19 +47,24 @@ def envelope(error: RayLMError) -> bytes:
     return orjson.dumps({"error": body})
 
 
-def error_event(error: RayLMError) -> bytes:
+def error_event(error: RayLMError, path: str) -> bytes:
     """``error`` as the last event of a stream whose head said 200 already."""
-    return b"data: " + envelope(error) + b"\n\n"
+    name = b"event: error\n" if _is_anthropic(path) else b""
+    return name + b"data: " + envelope(error, path) + b"\n\n"
 
 
-def error_response(error: RayLMError, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: RayLMError, path: str, headers: dict[str, str] | None = None) -> Response:
     """``error`` as a response with its status, and Retry-After where the class has one."""
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(envelope(error), error.status, headers, media_type="application/json")
+    return Response(envelope(error, path), error.status, headers, media_type="application/json")
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
 def as_known_error(error: Exception, request_id: str) -> RayLMError:

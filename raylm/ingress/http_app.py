@@ -14,6 +14,7 @@ from starlette.routing import Route
 from raylm.config import Config, IngressConfig
 from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError
 from raylm.frontend import Admission
+from raylm.ingress.anthropic import CountTokens, CreateMessage
 from raylm.ingress.chat import ChatCompletions
 from raylm.ingress.completions import Completions
 from raylm.ingress.conversations import Conversations
@@ -62,6 +63,8 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
         post("/v1/completions", Completions(async_llm, config)),
         post("/v1/responses", CreateResponse(async_llm, conversations, responses, lifecycle)),
         *response_routes(responses),
+        post("/v1/messages", CreateMessage(conversations)),
+        post("/v1/messages/count_tokens", CountTokens(conversations), unqueued),
         post("/v1/embeddings", Embeddings(async_llm, config)),
         *(post(path, Score(async_llm, config)) for path in ("/score", "/v1/score")),
         *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
@@ -97,4 +100,4 @@ def _routing_error_response(request: Request, error: Exception) -> Response:
     found: InvalidRequestError = NotFoundError(f"There is no route {place}.")
     if refused.status_code == 405:
         found = MethodNotAllowedError(f"The route of {place} does not take this method.")
-    return error_response(found, dict(refused.headers or {}))
+    return error_response(found, request.scope["path"], dict(refused.headers or {}))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from raylm.errors import InvalidRequestError, RayLMError
+from raylm.errors import RayLMError
 from raylm.ingress.envelope import as_known_error
 from raylm.ingress.generation import Usage, check_finished, finish_reason
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.protocol_responses import PARAM_NAMES, ResponsesRequest
+from raylm.ingress.renaming import renamed
 from raylm.ingress.response_items import Events, ResponseItems
 from raylm.params import SamplingParams
 
@@ -130,20 +130,3 @@ def _usage(usage: Usage) -> JSONObject:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about a chat completion's fields name those of another API that they came from.
-
-    Raises:
-        InvalidRequestError: what the block raises, with ``names`` put in.
-    """
-    try:
-        yield
-    except InvalidRequestError as error:
-        head, rest = re.match(r"([^.\[]*)(.*)", error.param or "", re.DOTALL).groups()  # type: ignore[union-attr]
-        if head not in names:
-            raise
-        message = re.sub(rf"\b{head}\b", names[head], error.message)
-        raise type(error)(message, param=names[head] + rest) from None

@@ -20,9 +20,10 @@ from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.logprobs import TokenTexts
 from raylm.ingress.models import check_model
 from raylm.ingress.protocol_responses import PARAM_NAMES, ResponsesRequest
+from raylm.ingress.renaming import renamed
 from raylm.ingress.response_input import chat_messages, input_items
 from raylm.ingress.response_items import ResponseItems
-from raylm.ingress.response_job import ResponseJob, renamed
+from raylm.ingress.response_job import ResponseJob
 from raylm.ingress.response_store import Responses
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ class ServeAnswers:
             nonlocal replaced
             if message["type"] == "http.response.start":
                 if replaced := _is_serves_failure(message):
-                    await error_response(_as_ours(message["status"]))(scope, receive, send)
+                    await error_response(_as_ours(message["status"]), scope["path"])(scope, receive, send)
                     return
                 message = {**message, "headers": _one_request_id(message)}
             if not replaced:
