@@ -125,7 +125,7 @@ class GraphForward(Forward):
     def __init__(
         self, eager: ModuleForward, limits: StepLimits, scratch_block: int, device: torch.device, capture: Capture
     ) -> None:
-        self._eager, self._limits, self._capture = eager, limits, capture
+        self.eager, self._limits, self._capture = eager, limits, capture
         self._buffers = DecodeBuffers(limits, scratch_block, device)
         self._graphs: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
 
@@ -145,16 +145,16 @@ class GraphForward(Forward):
         meta = inputs.metadata
         count = len(meta.seq_lens_host)
         if meta.num_decodes < count:
-            return self._eager.hidden(inputs)
+            return self.eager.hidden(inputs)
         size, width = rung(count), self._width(int(meta.seq_lens_host.max()))
         graph = self._graph(size, width)
         if graph is None:
-            return self._eager.hidden(inputs)
+            return self.eager.hidden(inputs)
         self._buffers.fill(inputs, size, width)
         return graph()[:count]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._eager.logits(hidden)
+        return self.eager.logits(hidden)
 
     def _width(self, tokens: int) -> int:
         return table_width(tokens, self._limits.block_size, self._limits.max_blocks)
@@ -166,7 +166,7 @@ class GraphForward(Forward):
             # What lies in the buffers may be of another step: capturing runs it, and must write to nobody's blocks.
             self._buffers.clear()
             try:
-                self._graphs[key] = self._capture(lambda: self._eager.hidden(inputs))
+                self._graphs[key] = self._capture(lambda: self.eager.hidden(inputs))
             except torch.OutOfMemoryError as error:
                 logger.warning("Steps of %d sequences are slower, their CUDA graph has no memory: %s", size, error)
                 self._graphs[key] = None

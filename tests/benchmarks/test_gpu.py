@@ -1,0 +1,62 @@
+"""The GPU benchmark runs from end to end on a CPU, without ray; what it reckons is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError("No module named 'ray'", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+    rows = tmp_path / "rows.json"
+    command = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "40", "--prefill", "64"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", *command, "--steps", "3", "--json", str(rows)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    device, about, one, three, prompt, *theirs = json.loads(rows.read_text())
+    assert device["GB_s"] > 0
+    assert about["shape"] == "tiny"
+    assert [row["batch"] for row in (one, three)] == [1, 3]
+    # The embedding is not read; 40 tokens are 10,240 bytes of keys and values.
+    assert one["floor_ms"] * device["GB_s"] * 1e6 == pytest.approx(2 * (one_weights() - 512 * 64) + 10_240, rel=1e-6)
+    assert three["floor_ms"] - one["floor_ms"] == pytest.approx(2 * 10_240 / device["GB_s"] / 1e6, rel=1e-6)
+    assert one["share"] == pytest.approx(one["floor_ms"] / one["eager_ms"])
+    assert prompt["tok_s"] == pytest.approx(64e3 / prompt["ms"])
+    assert [row["batch"] for row in theirs] == [1, 3]
+    assert all("transformers_ms" in row for row in theirs)
+
+
+def one_weights() -> int:
+    """Of the tiny shape: embedding and head, two layers of attention, MLP and norms, the last norm."""
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64
+    return 2 * 512 * 64 + 2 * layer + 64
+
+
+def test_covered_time_counts_what_overlaps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_device import covered
+
+    assert covered([]) == 0
+    assert covered([(0, 2), (5, 6), (1, 3), (5, 5.5)]) == 4

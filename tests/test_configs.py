@@ -1,0 +1,47 @@
+"""The configurations that are shipped are valid, name what they serve, and start Serve as llama.yaml does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raylm.config import Config
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The file as Serve reads it."""
+    return dict(yaml.safe_load(file.read_text()))
+
+
+def test_there_are_some_for_gpus() -> None:
+    assert {"llama.yaml", "llama-3.1-8b.yaml", "qwen3-0.6b.yaml"} <= {file.name for file in FILES}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pydantic, in Ray's schema
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_each_is_valid(file: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    tree = read(file)
+    schema = ServeDeploySchema.model_validate(tree)
+    (application,) = schema.applications
+    assert application.import_path == "raylm:build_app"
+    config = Config.model_validate(application.args)
+    assert config.model
+    # A prompt of the longest length that a chunk takes leaves room for all sequences to decode beside it.
+    assert config.scheduler.max_num_batched_tokens >= config.scheduler.max_num_seqs
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_environment_of_serve_is_the_same_in_all(file: Path) -> None:
+    usual, tree = read(CONFIGS / "llama.yaml"), read(file)
+    for one, other in ((usual, tree), (usual["applications"][0], tree["applications"][0])):
+        key = "controller_options" if "controller_options" in one else "runtime_env"
+        assert one[key] == other[key]
+    assert usual["http_options"].keys() == tree["http_options"].keys()
