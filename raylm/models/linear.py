@@ -38,6 +38,18 @@ class WeightFormat(ABC):
         return {}
 
     @abstractmethod
+    def freeze(self, layer: Linear, kernels: KernelFactory) -> tuple[LinearKernel, int]:
+        """What multiplies by the weights that were loaded into ``layer``, and the bytes of these.
+
+        Raises:
+            ConfigError: they are something that no kernel serves.
+        """
+
+
+class StackedFormat(WeightFormat):
+    """Weights whose parts become one, which goes to the kernel of the machine."""
+
+    @abstractmethod
     def weight(self, layer: Linear) -> Weight:
         """What was loaded into ``layer``, all its parts stacked.
 
@@ -45,8 +57,13 @@ class WeightFormat(ABC):
             ConfigError: it is something that no kernel serves.
         """
 
+    def freeze(self, layer: Linear, kernels: KernelFactory) -> tuple[LinearKernel, int]:
+        """The machine's kernel over the stacked weight."""
+        weight = self.weight(layer)
+        return kernels(weight, None if layer.bias is None else layer.bias.data), weight.nbytes
 
-class PlainFormat(WeightFormat):
+
+class PlainFormat(StackedFormat):
     """Float weights, kept as they are."""
 
     def weight(self, layer: Linear) -> Weight:
@@ -97,9 +114,7 @@ class Linear(Weighted):
             start += rows
 
     def freeze(self, kernels: KernelFactory) -> None:
-        weight = self.format.weight(self)
-        self.nbytes = weight.nbytes
-        self.kernel = kernels(weight, None if self.bias is None else self.bias.data)
+        self.kernel, self.nbytes = self.format.freeze(self, kernels)
         self.weight = self.bias = None
         self.stored = {}
 

@@ -48,7 +48,8 @@ def load_model(
     with torch.device("meta"):
         model = cls.from_checkpoint(checkpoint, ranks)
     model.quantization = chosen.told
-    apply_quantization(chosen, model, tied=f"{HEAD}.weight" in model.redundant)
+    with device:
+        apply_quantization(chosen, model, tied=f"{HEAD}.weight" in model.redundant)
     model.materialize(dtype, device)
     _load(checkpoint, model)
     total = sum(target.nbytes for target in model.targets().values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raylm.errors import ConfigError
-from raylm.models.linear import Linear, WeightFormat
+from raylm.models.linear import Linear, StackedFormat
 from raylm.native import Int4Weight, Int8Weight, Weight
 
 _MIDDLE = 8
@@ -17,7 +17,7 @@ _MIDDLE = 8
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class Int8Channels(WeightFormat):
+class Int8Channels(StackedFormat):
     """compressed-tensors int-quantized: ``weight`` (out, in) int8 and ``weight_scale`` (out, 1)."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ class Int8Channels(WeightFormat):
         return Int8Weight(torch.cat([part["weight"] for part in parts]), scales.squeeze(1))
 
 
-class GroupedInt4(WeightFormat):
+class GroupedInt4(StackedFormat):
     """4-bit weights with a scale and a zero for each ``group`` of inputs; ``None`` is one group for all."""
 
     def __init__(self, group: int | None) -> None:

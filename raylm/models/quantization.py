@@ -10,6 +10,7 @@ from torch import nn
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
+from raylm.models.fp8 import Fp8Tensors, check_fp8
 from raylm.models.linear import PLAIN, Linear, WeightFormat
 from raylm.models.quantization_config import read_quantization_config
 from raylm.models.ranks import ALONE, Ranks
@@ -49,7 +50,8 @@ def select_quantization(
                 f"engine.tensor_parallel_size: the quantized weights of {checkpoint.path} are served by one rank only."
             )
         told, form, ignored = read_quantization_config(checkpoint)
-        _check_kernels(f"model: the quantized weights of {checkpoint.path} are", device)
+        what = f"model: the quantized weights of {checkpoint.path} ({told}) are"
+        (check_fp8 if isinstance(form, Fp8Tensors) else _check_kernels)(what, device)
         return Quantization(told, lambda module: PLAIN if ignored(module) else form)
     if asked is None:
         return Quantization(None, lambda module: PLAIN)

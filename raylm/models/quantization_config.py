@@ -8,6 +8,7 @@ from typing import Any
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
+from raylm.models.fp8 import Fp8Tensors
 from raylm.models.linear import WeightFormat
 from raylm.models.packed_formats import Awq, Gptq, Int8Channels, PackQuantized
 
@@ -81,7 +82,7 @@ def read_quantization_config(checkpoint: Checkpoint) -> Found:
 
 def _compressed_tensors(section: Section) -> Found:
     section.only({*_MADE_BY, "config_groups", "format", "ignore"})
-    layout = section.choice("format", ("int-quantized", "pack-quantized"))
+    layout = section.choice("format", ("int-quantized", "pack-quantized", "float-quantized"))
     groups = section.section("config_groups")
     if len(groups.values) != 1:
         raise section.error("config_groups", sorted(groups.values), "supported: one group")
@@ -91,9 +92,11 @@ def _compressed_tensors(section: Section) -> Found:
     scheme.choice("format", (layout,), default=layout)
     weights = scheme.section("weights")
     weights.only({*_OBSERVED, "num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"})
-    weights.choice("type", ("int",))
+    weights.choice("type", ("float" if layout == "float-quantized" else "int",))
     weights.choice("dynamic", (False,), default=False)
     ignored = _ignored(section)
+    if layout == "float-quantized":
+        return "compressed-tensors W8A8, fp8", _float_quantized(scheme, weights), ignored
     if layout == "int-quantized":
         return "compressed-tensors W8A8", _int_quantized(scheme, weights), ignored
     return "compressed-tensors W4A16", _pack_quantized(scheme, weights), ignored
@@ -109,6 +112,19 @@ def _int_quantized(scheme: Section, weights: Section) -> WeightFormat:
         section.choice("strategy", (strategy,))
     inputs.choice("dynamic", (True,))
     return Int8Channels()
+
+
+def _float_quantized(scheme: Section, weights: Section) -> WeightFormat:
+    """Scales that were fixed by calibration, one a tensor: others couple the rows of a batch, or need other kernels."""
+    inputs = scheme.section("input_activations")
+    inputs.only({*_OBSERVED, "num_bits", "type", "symmetric", "strategy", "dynamic"})
+    for section in (weights, inputs):
+        section.choice("num_bits", (8,))
+        section.choice("type", ("float",))
+        section.choice("symmetric", (True,), default=True)
+        section.choice("strategy", ("tensor",))
+        section.choice("dynamic", (False,), default=False)
+    return Fp8Tensors()
 
 
 def _pack_quantized(scheme: Section, weights: Section) -> WeightFormat:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raylm.models.linear import Linear, WeightFormat
+from raylm.models.linear import Linear, StackedFormat
 from raylm.native import Int8Weight, Weight, kernels, round_int4
 
 _GROUPS = (64, 32)  # 64 made a sixth less error than 128; 32 gained little more
 
 
-class RoundedInt8(WeightFormat):
+class RoundedInt8(StackedFormat):
     """Float weights rounded to 8 bits, symmetric, with one scale for each output."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ class RoundedInt8(WeightFormat):
         return round_int8(layer.weight.data)
 
 
-class RoundedInt4(WeightFormat):
+class RoundedInt4(StackedFormat):
     """Float weights rounded to 4 bits, each group of inputs with a scale and a zero."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:

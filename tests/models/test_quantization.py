@@ -127,7 +127,7 @@ def set_top(**changes: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("scheme", "change", "named"),
     [
-        ("compressed W8A8", set_top(format="float-quantized"), r"format is 'float-quantized'; supported: 'int-quant"),
+        ("compressed W8A8", set_top(format="naive-quantized"), r"format is 'naive-quantized'; supported: 'int-quant"),
         ("compressed W8A8", set_top(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         ("compressed W8A8", set_top(sparsity_config={"format": "sparse-bitmask"}), "sparsity_config"),
         ("compressed W8A8", set_top(config_groups={}), "config_groups is .*one group"),

@@ -1,0 +1,172 @@
+"""fp8 checkpoints mean what compressed-tensors says; tried on a CPU, whose scaled product is torch's own too."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models import load_model, quantization
+from raylm.models.fp8 import FP8, Fp8Linear, Fp8Part, round_inputs
+from tests.checkpoints import make_checkpoint
+from tests.models.test_decoder import attend
+from tests.models.test_quantization import set_group, set_inputs, set_weights
+from tests.quantized_checkpoints import compressed_config, is_quantized
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TENSOR = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+CONFIG = compressed_config("float-quantized", TENSOR, TENSOR | {"observer": "minmax"}, ["lm_head"])
+TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
+INPUT_SCALE = 0.03
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fp8 be served on a CPU, where its arithmetic is the same and slow."""
+    monkeypatch.setattr(quantization, "check_fp8", lambda what, device: None)
+
+
+def nearest(x: Tensor) -> Tensor:
+    """The nearest of the 255 values of e4m3, by a search over all of them; halves go to the even one."""
+    values = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+    grid = values[values.isfinite()].unique()
+    mantissas = grid.to(FP8).view(torch.uint8) & 1
+    place = torch.bucketize(x.double().clamp(-448, 448), grid).clamp(1, len(grid) - 1)
+    below, above = x.double() - grid[place - 1], grid[place] - x.double()
+    lower = (below < above) | ((below == above) & (mantissas[place - 1] == 0))
+    return torch.where(lower, grid[place - 1], grid[place])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_parts_and_bias(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x, bias = torch.randn(7, 64, generator=draw).to(dtype), torch.randn(80, generator=draw).to(dtype)
+    weights = [torch.randn(rows, 64, generator=draw) for rows in (32, 48)]
+    for input_scales in ((0.01, 0.01), (0.01, 0.02)):  # the first cuts off what exceeds 4.48
+        parts = [
+            Fp8Part((weight / scale).to(FP8), torch.tensor([scale]), torch.tensor([input_scale]))
+            for weight, scale, input_scale in zip(weights, (0.02, 0.5), input_scales, strict=True)
+        ]
+        wanted = torch.cat(
+            [
+                (nearest(x.float() / part.input_scale) * part.input_scale.double())
+                @ (part.weight.double() * part.weight_scale.double()).T
+                for part in parts
+            ],
+            dim=1,
+        )
+        got = Fp8Linear(parts, bias)(x).double() - bias.double()
+        assert float((got - wanted).abs().max() / wanted.abs().max()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+        crossed = Fp8Linear([Fp8Part(p.weight, p.input_scale, p.weight_scale) for p in parts], None)(x).double()
+        assert float((crossed - wanted).abs().max() / wanted.abs().max()) > 0.05, "scales in the wrong place are seen"
+
+
+def test_inputs_are_rounded_to_the_nearest_and_end_at_the_largest() -> None:
+    x = torch.cat([torch.linspace(-500, 500, 4001), torch.linspace(-0.02, 0.02, 401)])
+    assert torch.equal(round_inputs(x, torch.tensor([1.0])).double(), nearest(x))
+    assert float(round_inputs(torch.tensor([1e6]), torch.tensor([2.0])).float()) == 448
+
+
+def make(path: Path, **overrides: Any) -> tuple[Path, Path]:
+    """A checkpoint in fp8, and one of the floats that it stands for."""
+    source = make_checkpoint(path / "source", "qwen2", tokenizer=False, **overrides)
+    weights, meant = load_file(source / "model.safetensors"), {}
+    for name, tensor in list(weights.items()):
+        meant[name] = tensor
+        if is_quantized(name, tensor, PLAIN):
+            scale = tensor.abs().max() / 448
+            weights[name] = (tensor / scale).to(FP8)
+            weights[name + "_scale"] = scale.view(1)
+            weights[name.removesuffix("weight") + "input_scale"] = torch.tensor([INPUT_SCALE])
+            meant[name] = weights[name].float() * scale
+    for folder, held, extra in ((path / "fp8", weights, {"quantization_config": CONFIG}), (path / "meant", meant, {})):
+        shutil.copytree(source, folder)
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | extra))
+    return path / "fp8", path / "meant"
+
+
+class Kept:
+    """A scheme that keeps nothing plain."""
+
+    kept = ()
+
+
+PLAIN: Any = Kept()
+
+
+def test_logits_are_those_of_what_the_checkpoint_means(tmp_path: Path, anywhere: None) -> None:
+    fp8, meant = make(tmp_path)
+    model, nbytes = load_model(Checkpoint(fp8), torch.float32, CPU)
+    assert model.quantization == "compressed-tensors W8A8, fp8"
+    plain = load_model(Checkpoint(meant), torch.float32, CPU)[1]
+    assert nbytes < 0.75 * plain
+    with torch.inference_mode():
+        got = model.logits(model(TOKENS, torch.arange(len(TOKENS)), attend))
+    reference = AutoModelForCausalLM.from_pretrained(meant, attn_implementation="eager")
+    for name, module in reference.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(lambda _, args: ((nearest(args[0] / INPUT_SCALE) * INPUT_SCALE).float(),))
+    with torch.inference_mode():
+        wanted = reference(TOKENS[None]).logits[0]
+    # A few inputs lie halfway between two steps, so that not all tokens are told alike.
+    wrong = (got - wanted).abs().amax(1) / wanted.abs().max()
+    assert float(wrong.median()) < 1e-4
+    assert float(wrong.max()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (set_weights(strategy="channel"), "weights.strategy is 'channel'; supported: 'tensor'"),
+        (set_weights(type="int"), "weights.type is 'int'; supported: 'float'"),
+        (set_inputs(strategy="token"), "input_activations.strategy is 'token'; supported: 'tensor'"),
+        (set_inputs(dynamic=True), "input_activations.dynamic is True; supported: False"),
+        (set_inputs(num_bits=4), "input_activations.num_bits is 4"),
+        (set_group(input_activations=None), "input_activations is None"),
+    ],
+)
+def test_other_fp8_is_refused_by_name(
+    tmp_path: Path, anywhere: None, change: Callable[[dict[str, Any]], None], named: str
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    quantized = copy.deepcopy(CONFIG)
+    change(quantized)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    with pytest.raises(ConfigError, match=named):
+        load_model(Checkpoint(path), torch.float32, CPU)
+
+
+def test_sides_that_are_no_multiple_of_16_and_scales_that_are_none_are_refused(tmp_path: Path, anywhere: None) -> None:
+    fp8, _ = make(tmp_path / "odd", intermediate_size=88)
+    with pytest.raises(ConfigError, match=r"cannot be served quantized: .* multiple of 16, not 88"):
+        load_model(Checkpoint(fp8), torch.float32, CPU)
+    fp8, _ = make(tmp_path / "zero")
+    weights = load_file(fp8 / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.input_scale"].zero_()
+    save_file(weights, fp8 / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the scales of up_proj are .* must be positive"):
+        load_model(Checkpoint(fp8), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(("device", "capability"), [(CPU, (9, 0)), (CUDA, (8, 0))])
+def test_machines_that_do_not_multiply_fp8_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    fp8, _ = make(tmp_path)
+    with pytest.raises(ConfigError, match=r"\(compressed-tensors W8A8, fp8\) are served on NVIDIA GPUs of .* 8\.9"):
+        load_model(Checkpoint(fp8), torch.bfloat16, device)
