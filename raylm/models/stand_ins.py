@@ -34,7 +34,7 @@ class Stack:
 
     def _product(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x.reshape(-1, self.linear.in_features))
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])  # there may be no rows
 
 
 class Part(nn.Module):
