@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
 from raylm.models.layers import AttentionSpec
 from raylm.models.paged_interface import Call, register
@@ -43,9 +44,9 @@ class Recorder(nn.Module):
     ``is_read`` says whether the modeling code looked at its weight itself.
     """
 
-    def __init__(self, linear: nn.Linear, seen: list[tuple[Recorder, Tensor]]) -> None:
+    def __init__(self, linear: nn.Module, seen: list[tuple[Recorder, Tensor]]) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = layer_shape(linear)
         self.has_bias = linear.bias is not None
         self.is_read = False
         self._seen = seen
@@ -66,6 +67,13 @@ class IdleExperts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros_like(x)
+
+
+def layer_shape(layer: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer, torch's or GPT-2's."""
+    weight = layer.get_parameter("weight")
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -164,7 +172,7 @@ def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, Call], None]) -> In
         UnservedError: it does what paged attention cannot serve.
     """
     seen: list[tuple[Recorder, Tensor]] = []
-    replaced = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    replaced = {path: module for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
     recorders = {Recorder(linear, seen): path for path, linear in replaced.items()}
     for recorder, path in recorders.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from raylm.models.inspection import UnservedError
+from raylm.models.inspection import UnservedError, layer_shape
 from raylm.models.linear import KernelFactory, Linear
 
 
@@ -49,19 +50,27 @@ class Part(nn.Module):
         return self._stack.take(self._part, x)
 
 
-def stack_linears(model: nn.Module, paths: Sequence[str]) -> Linear:
-    """Replace the linear layers at ``paths``, which have one parent, by parts of one; return that."""
-    linears = [model.get_submodule(path) for path in paths]
-    assert all(isinstance(linear, nn.Linear) for linear in linears)
+class InputsFirst(Linear):
+    """A linear layer whose checkpoint holds the weight as (in, out)."""
+
+    def targets(self, own: str) -> Iterator[tuple[str, Tensor]]:
+        for name, target in super().targets(own):
+            yield name, target.T if name.endswith(".weight") else target
+
+
+def stack_linears(model: nn.Module, paths: Sequence[str]) -> None:
+    """Replace the linear layers of torch or GPT-2 at ``paths``, which have one parent, by parts of one of ours."""
+    layers = [model.get_submodule(path) for path in paths]
     parent, names = paths[0].rpartition(".")[0], [path.rpartition(".")[2] for path in paths]
-    sizes = {name: int(linear.out_features) for name, linear in zip(names, linears, strict=True)}  # type: ignore[arg-type]
-    stacked = Linear(int(linears[0].in_features), sizes, bias=linears[0].bias is not None)  # type: ignore[arg-type]
+    shapes = [layer_shape(layer) for layer in layers]
+    sizes = {name: out for name, (_, out) in zip(names, shapes, strict=True)}
+    cls = InputsFirst if isinstance(layers[0], Conv1D) else Linear
+    stacked = cls(shapes[0][0], sizes, bias=layers[0].bias is not None)
     owner = model.get_submodule(parent)
     owner.add_module(f"{'_'.join(names)}_stacked", stacked)
     stack = Stack(stacked)
     for part, name in enumerate(names):
         owner.add_module(name, Part(stack, part))
-    return stacked
 
 
 class SharedEmbedding(nn.Module):

@@ -53,6 +53,7 @@ class UniversalForCausalLM(CausalLM):
             raise ConfigError(f"model: {name} of {checkpoint.path} cannot be served as configured: {error}.") from error
 
     def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._check_quantization()
         wide = self.modeling.kept_in_float32(dtype)
         for path, module in self.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -65,6 +66,23 @@ class UniversalForCausalLM(CausalLM):
         for module in self.modules():
             if isinstance(module, Experts):
                 module.stack()
+
+    def _check_quantization(self) -> None:
+        """Nothing large may stay as it is where a quantized model was asked for.
+
+        Raises:
+            ConfigError: something would, named.
+        """
+        large = self.modeling.causal.config.hidden_size**2 // 2  # no norm, no router
+        for path, module in self.named_modules():
+            if self.quantization is None or isinstance(module, (Weighted, nn.Embedding)):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.numel() >= large:
+                    raise ConfigError(
+                        f"quantization: {path}.{name} of {self.checkpoint.path} is no linear layer, and would stay as "
+                        f"it is; {type(self.modeling.causal).__name__} is not served quantized."
+                    )
 
     def targets(self) -> dict[str, Tensor]:
         return {name: target for name, target in self._weights() if name not in self.redundant}
