@@ -20,12 +20,14 @@ class CausalLM(nn.Module, ABC):
     """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen.
 
     ``quantization`` says in words how its linear layers are quantized, None where none are. ``shards`` says by name
-    which part of a checkpoint's tensor this rank holds; of those not named it holds all.
+    which part of a checkpoint's tensor this rank holds; of those not named it holds all. ``capturable`` says whether
+    ``forward`` is the same operations whatever the tokens are, as a CUDA graph must be.
     """
 
     vocab_size: int
     attention_specs: list[AttentionSpec]
     quantization: str | None = None
+    capturable: bool = True
     shards: Mapping[str, Shard] = MappingProxyType({})
 
     @classmethod

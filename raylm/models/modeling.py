@@ -17,7 +17,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.models.inspection import Mask, UnservedError, inspect, is_experts
 from raylm.models.layers import AttentionSpec
 from raylm.models.paged_interface import PAGED, PROBED, Call, Line
-from raylm.models.stand_ins import split_experts, stack_linears
+from raylm.models.stand_ins import Experts, split_experts, stack_linears
 
 HEAD = "lm_head"
 
@@ -55,6 +55,13 @@ class Modeling:
     specs: dict[nn.Module, AttentionSpec]
     names: frozenset[str]
     tied: frozenset[str]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens choose which weights they are multiplied with."""
+        return getattr(self.causal.config, "num_experts_per_tok", None) is not None or any(
+            isinstance(module, Experts) for module in self.decoder.modules()
+        )
 
     def kept_in_float32(self, dtype: torch.dtype) -> frozenset[str]:
         """The weights that its authors want in float32 beside others of ``dtype``."""

@@ -35,6 +35,7 @@ class UniversalForCausalLM(CausalLM):
         self.checkpoint, self.modeling = checkpoint, modeling
         self.vocab_size = int(modeling.causal.config.vocab_size)
         self.attention_specs: list[AttentionSpec] = list(modeling.specs.values())
+        self.capturable = not modeling.has_experts
         for name, child in modeling.causal.named_children():
             self.add_module(name, child)
         self.add_module(modeling.causal.base_model_prefix, modeling.decoder)

@@ -84,7 +84,8 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
         bytes_each = block_bytes(backend, model.attention_specs, size, dtype)
         free, default = ranks.least(free_memory(device, activations, ranks.size))
         pool = size_pool(config, bytes_each, free, default, checkpoint.max_position_embeddings)
-        with_graphs = device.type == "cuda" and backend.capturable and _wants_graphs(config.engine)
+        capturable = backend.capturable and model.capturable
+        with_graphs = device.type == "cuda" and capturable and _wants_graphs(config.engine)
         num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
         kv_caches = allocate(backend, model.attention_specs, num_blocks, size, dtype, device)
         limits = _limits(config, pool.max_model_len)

@@ -91,6 +91,11 @@ def test_what_reads_the_same_is_multiplied_once(tmp_path: Path) -> None:
     assert linears.count(("lm_head",)) == 1
 
 
+def test_experts_are_no_cuda_graph(tmp_path: Path) -> None:
+    assert not load(make_family(tmp_path / "experts", "Qwen2MoeForCausalLM"))[0].capturable
+    assert load(make_family(tmp_path / "none", "Gemma2ForCausalLM"))[0].capturable
+
+
 def test_only_rows_that_sample_go_through_the_head(tmp_path: Path) -> None:
     make_family(tmp_path, "Gemma2ForCausalLM")
     driver = Driver(tmp_path)
