@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from raylm.frontend.discovery import Discovery
     from raylm.frontend.engine_client import EngineClient
     from raylm.frontend.local_engine_client import LocalEngineClient
+    from raylm.frontend.offload import LARGE, aside
     from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta, join_calls
     from raylm.frontend.ray_engine_client import RayEngineClient
     from raylm.frontend.router import Router
 
 __all__ = [
+    "LARGE",
     "Admission",
     "AnswerFormat",
     "AsyncLLM",
@@ -33,15 +35,18 @@ __all__ = [
     "Router",
     "TokenLogprob",
     "ToolCallDelta",
+    "aside",
     "join_calls",
 ]
 
 _HOMES = {
+    "LARGE": "raylm.frontend.offload",
     "Admission": "raylm.frontend.admission",
     "AnswerFormat": "raylm.frontend.answer_format",
     "AsyncLLM": "raylm.frontend.async_llm",
     "ChatPrompt": "raylm.frontend.chat_request",
     "ChatRequest": "raylm.frontend.chat_request",
+    "aside": "raylm.frontend.offload",
     "Discovery": "raylm.frontend.discovery",
     "EngineClient": "raylm.frontend.engine_client",
     "Hold": "raylm.frontend.admission",

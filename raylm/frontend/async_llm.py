@@ -13,7 +13,7 @@ from raylm.frontend.admission import Admission, Hold
 from raylm.frontend.answer_format import AnswerFormat
 from raylm.frontend.chat_processor import ChatProcessor
 from raylm.frontend.chat_request import ChatPrompt, ChatRequest
-from raylm.frontend.chat_template import ChatTemplate, check_templates
+from raylm.frontend.chat_template import ChatTemplate, check_templates, content_chars
 from raylm.frontend.engine_client import EngineClient
 from raylm.frontend.input_processor import InputProcessor, Limits, sampling_defaults
 from raylm.frontend.output_processor import OutputProcessor
@@ -123,6 +123,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             arrival_time=arrival_time,
             param=prompt_param,
+            bad_words=await self._input.bad_words(params.bad_words, limits),
         )
         engine, queue, hold = self._send(request, answer_format)
         try:
@@ -201,8 +202,10 @@ class AsyncLLM:
 
         Raises:
             InvalidRequestError: there is no template, it refuses the messages, or a field asks for what this model
-                cannot do.
+                cannot do; ContextLengthError if it could never fit.
         """
+        if not request.any_length:
+            self._input.check_chars(content_chars(request.messages), self.max_model_len, "messages")
         return await self._chat.prepare(request, params)
 
     async def render_chat(

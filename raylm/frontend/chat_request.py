@@ -15,7 +15,7 @@ class ChatRequest:
 
     ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
     ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
-    ``template_kwargs`` say otherwise.
+    ``template_kwargs`` say otherwise. ``any_length`` says that more than the context holds is fine.
     """
 
     messages: list[dict[str, Any]]
@@ -26,6 +26,7 @@ class ChatRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] | None = None
+    any_length: bool = False
 
 
 @dataclass(frozen=True, slots=True)

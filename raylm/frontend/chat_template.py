@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raylm.errors import ConfigError, InvalidRequestError
+from raylm.frontend.tokenizer import check_chars
 
 RENDER_LIMIT_S = 5.0
 _THREADS = 2
@@ -63,12 +64,12 @@ class ChatTemplate:
             )
         self._check_kwargs(template_kwargs or {})
         template = self._select(tools)
-        conversation = prepare_messages(messages, continue_final_message=continue_final_message)
+        check_chars(content_chars(messages), "messages")
 
         def work() -> str:
             return _render(
                 template,
-                conversation,
+                prepare_messages(messages, continue_final_message=continue_final_message),
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -159,6 +160,12 @@ def _render(template: str, conversation: list[dict[str, Any]], **kwargs: Any) ->
             f"The chat template could not render the messages ({type(error).__name__}).", param="messages"
         ) from error
     return str(rendered[0])
+
+
+def content_chars(messages: list[dict[str, Any]]) -> int:
+    """Characters of the messages' contents as far as they are text."""
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def prepare_messages(messages: list[dict[str, Any]], *, continue_final_message: bool = False) -> list[dict[str, Any]]:

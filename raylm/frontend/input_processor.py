@@ -10,6 +10,7 @@ from typing import Any
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
+from raylm.frontend.offload import aside
 from raylm.frontend.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest
 from raylm.params import PoolingParams, SamplingParams
@@ -42,11 +43,15 @@ class InputProcessor:
         Raises:
             ContextLengthError: naming ``param``.
         """
-        most = limits.max_model_len * self._tokenizer.longest_token_chars
-        if len(text) > most:
+        self.check_chars(len(text), limits.max_model_len, param)
+
+    def check_chars(self, num_chars: int, max_model_len: int, param: str) -> None:
+        """As ``check_text``, for a text that is not put together yet."""
+        most = max_model_len * self._tokenizer.longest_token_chars
+        if num_chars > most:
             raise ContextLengthError(
-                f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt has "
-                f"{len(text)} characters, which can never fit. Please shorten it.",
+                f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
+                f"{num_chars} characters, which can never fit. Please shorten it.",
                 param=param,
             )
 
@@ -61,8 +66,11 @@ class InputProcessor:
         cache_salt: str | None,
         arrival_time: float,
         param: str = "prompt",
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> EngineCoreRequest:
         """Check and complete one request; ``param`` is the field that the prompt came from.
+
+        ``bad_words`` are those of ``params``, tokenized.
 
         Raises:
             ContextLengthError: prompt and max_tokens do not fit.
@@ -80,7 +88,7 @@ class InputProcessor:
                 params, max_tokens=max_tokens, seed=random.getrandbits(63) if params.seed is None else params.seed
             ),
             eos_token_ids=self._eos_token_ids,
-            bad_words_token_ids=self._bad_words(params.bad_words, limits),
+            bad_words_token_ids=bad_words,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
@@ -135,6 +143,14 @@ class InputProcessor:
         if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
             raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
         _check_cache_salt(cache_salt)
+
+    async def bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
+        """The tokens of ``words``; many of them, or long ones, are tokenized in a thread.
+
+        Raises:
+            InvalidRequestError: one holds what is no text, or no token of this model.
+        """
+        return await aside(lambda: self._bad_words(words, limits), sum(map(len, words)) // 2) if words else ()
 
     def _bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and after a space: banned in both places."""

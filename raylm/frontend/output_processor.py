@@ -158,10 +158,15 @@ class OutputProcessor:
 
     def _add_prompt_logprobs(self, opened: OpenRequest, logprobs: Logprobs) -> None:
         """They come once, with the first token; nothing comes before the prompt's first token, so it has none."""
-        found, _ = read_logprobs(logprobs, 0, len(logprobs.counts), 0)
-        entries = [entry if count else None for entry, count in zip(found, logprobs.counts, strict=True)]
-        missing = len(opened.request.prompt_token_ids) - len(entries)
-        opened.queue.prompt_logprobs = [*repeat(None, missing), *entries]
+        missing = len(opened.request.prompt_token_ids) - len(logprobs.counts)
+        opened.queue.put_prompt_logprobs(lambda: read_prompt_logprobs(logprobs, missing), len(logprobs.token_ids))
+
+
+def read_prompt_logprobs(columns: Logprobs, missing: int) -> list[TokenLogprob | None]:
+    """One entry a prompt token, None for the first ``missing`` ones and where nothing is known."""
+    found, _ = read_logprobs(columns, 0, len(columns.counts), 0)
+    entries = [entry if count else None for entry, count in zip(found, columns.counts, strict=True)]
+    return [*repeat(None, missing), *entries]
 
 
 def read_logprobs(columns: Logprobs, start: int, end: int, offset: int) -> tuple[list[TokenLogprob], int]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from raylm.errors import RayLMError
+from raylm.frontend.offload import aside
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, join_calls
 from raylm.messages import EngineCoreRequest
+
+PromptLogprobs = list[TokenLogprob | None]
 
 
 class OutputQueue:
@@ -16,16 +20,18 @@ class OutputQueue:
         "_deltas",
         "_error",
         "_finished",
+        "_prompt_logprobs",
         "_request",
+        "_unread",
         "_vector",
         "_wake",
         "num_cached_tokens",
-        "prompt_logprobs",
     )
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._unread: tuple[Callable[[], PromptLogprobs], int] | None = None
         self._request = request
         self._deltas: dict[int, CompletionDelta] = {}
         self._error: RayLMError | None = None
@@ -48,6 +54,10 @@ class OutputQueue:
         self._vector, self._finished = vector, True
         self._wake.set()
 
+    def put_prompt_logprobs(self, read: Callable[[], PromptLogprobs], size: int) -> None:
+        """The prompt's logprobs, ``size`` numbers to be read when the caller takes them."""
+        self._unread = (read, size)
+
     def fail(self, error: RayLMError) -> None:
         """End the request: the reader gets ``error`` at once, in place of what it has not read."""
         self._error = error
@@ -63,13 +73,15 @@ class OutputQueue:
         self._wake.clear()
         if self._error is not None:
             raise self._error
+        if self._unread is not None:
+            self._prompt_logprobs, self._unread = await aside(*self._unread), None
         deltas, self._deltas = list(self._deltas.values()), {}
         return RequestOutput(
             request_id=self._request.request_id,
             prompt_token_ids=self._request.prompt_token_ids,
             deltas=deltas,
             num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs,
             finished=self._finished,
             vector=self._vector,
         )

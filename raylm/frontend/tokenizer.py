@@ -19,9 +19,8 @@ from raylm.errors import ConfigError, InvalidRequestError
 
 T = TypeVar("T")
 
-INLINE_CHARS = 8_192  # about 3 ms on one core; longer texts would stall every stream of this process
-INLINE_IDS = 8_192
-MAX_CHARS = 8 * 1024 * 1024  # the list of a text's ids is made in one go, holding the GIL: about 40 ms for so many
+INLINE_CHARS = 8_192  # in one turn of the event loop: about 3 ms on one core; more would stall every stream
+MAX_CHARS = 4 * 1024 * 1024  # the list of a text's ids is made in one go, holding the GIL: about 20 ms for so many
 MAX_IDS = 4 * 1024 * 1024
 _THREADS = 2
 
@@ -48,6 +47,7 @@ class Tokenizer:
         self.chat_templates: dict[str, str] = _named_templates(loaded.chat_template)
         self.special_tokens: dict[str, str] = {name: str(text) for name, text in loaded.special_tokens_map.items()}
         self._threads = ThreadPoolExecutor(_THREADS, "raylm-tokenizer")
+        self._inline_left = INLINE_CHARS
 
     @cached_property
     def vocab_size(self) -> int:
@@ -71,14 +71,13 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added if token.special)
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Ids of ``text``; a long one is tokenized in a thread.
+        """Ids of ``text``; a long one is tokenized in a thread, and so are many short ones that come together.
 
         Raises:
             InvalidRequestError: the text holds a lone surrogate or is too long; ``param`` is named.
         """
-        if len(text) > MAX_CHARS:
-            raise InvalidRequestError(f"{param} has more than {MAX_CHARS} characters.", param=param)
-        if len(text) <= INLINE_CHARS:
+        check_chars(len(text), param)
+        if self._is_turn_of(len(text)):
             return self.encode_now(text, add_special_tokens=add_special_tokens, param=param)
         return await self._in_thread(lambda: self.encode_now(text, add_special_tokens=add_special_tokens, param=param))
 
@@ -88,7 +87,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"{param} is not valid Unicode: it holds a surrogate.", param=param) from error
-        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ``token_ids``.
@@ -104,7 +104,7 @@ class Tokenizer:
         def work() -> str:
             return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
-        return work() if len(token_ids) <= INLINE_IDS else await self._in_thread(work)
+        return work() if self._is_turn_of(len(token_ids)) else await self._in_thread(work)
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that the token adds to a text, b"" for an id without a token; may be part of a character."""
@@ -127,8 +127,30 @@ class Tokenizer:
     def _byte_level(self) -> bool:
         return b'"ByteLevel"' in self.backend.decoder.__getstate__() if self.backend.decoder else False
 
+    def _is_turn_of(self, num_chars: int) -> bool:
+        """Whether so many characters, or ids, may still be worked on in this turn of the event loop; counts them."""
+        if num_chars > self._inline_left:
+            return False
+        if self._inline_left == INLINE_CHARS and num_chars:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._inline_left -= num_chars
+        return True
+
+    def _begin_turn(self) -> None:
+        self._inline_left = INLINE_CHARS
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def check_chars(num_chars: int, param: str) -> None:
+    """Refuse a text that is too long whatever the model.
+
+    Raises:
+        InvalidRequestError: naming ``param``.
+    """
+    if num_chars > MAX_CHARS:
+        raise InvalidRequestError(f"{param} has more than {MAX_CHARS} characters.", param=param)
 
 
 def _named_templates(found: Any) -> dict[str, str]:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from raylm.config import Config
+from raylm.frontend import aside
 from raylm.ingress.conversations import Conversations
 from raylm.ingress.endpoint import Answer, Chunks
-from raylm.ingress.generation import Choice, Generation, Usage, check_finished, extras, finish_reason, gather
+from raylm.ingress.generation import (
+    Choice,
+    Generation,
+    Usage,
+    check_finished,
+    extras,
+    finish_reason,
+    gather,
+    num_details,
+)
+from raylm.ingress.json_answer import Pieces, json_answer
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from raylm.ingress.protocol_chat import ChatCompletionRequest
@@ -50,11 +60,15 @@ class ChatCompletions:
             return ChatStream(body, options, template, self._tokens).chunks(outputs)
         return await self._whole(head, body, outputs, params.n)
 
-    async def _whole(self, head: JSONObject, body: ChatCompletionRequest, outputs: Outputs, n: int) -> bytes:
+    async def _whole(self, head: JSONObject, body: ChatCompletionRequest, outputs: Outputs, n: int) -> list[bytes]:
         usage = Usage()
         (generation,) = await gather([outputs], n, usage)
-        choices = [self._choice(index, choice, body) for index, choice in enumerate(generation.choices)]
-        return orjson.dumps(head | {"choices": choices, "usage": usage.as_json()} | self._prompt_part(generation, body))
+
+        def make() -> JSONObject:
+            choices = Pieces(self._choice(index, choice, body) for index, choice in enumerate(generation.choices))
+            return head | {"choices": choices, "usage": usage.as_json()} | self._prompt_part(generation, body)
+
+        return await json_answer(make, generation.num_details)
 
     def _choice(self, index: int, choice: Choice, body: ChatCompletionRequest) -> JSONObject:
         shown: JSONObject = {
@@ -70,9 +84,8 @@ class ChatCompletions:
         if body.return_token_ids:
             part["prompt_token_ids"] = generation.prompt_token_ids
         if body.prompt_logprobs is not None:
-            part["prompt_logprobs"] = prompt_logprobs(
-                generation.prompt_logprobs or (), body.prompt_logprobs, self._tokens
-            )
+            entries = generation.prompt_logprobs or ()
+            part["prompt_logprobs"] = prompt_logprobs(entries, body.prompt_logprobs, self._tokens)
         return part
 
 
@@ -132,15 +145,18 @@ class ChatStream:
                 if not self._opened:
                     self._usage.count_prompt(output)
                 finished = output.finished
-                if len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
+                if len(output.deltas) == 1 and self._plain:  # nearly always; 64 streams feel the difference
                     data = self._delta(output.deltas[0], output)
                 else:
-                    data = b"".join([self._delta(delta, output) for delta in output.deltas])
+                    data = await aside(partial(self._deltas, output), num_details(output.deltas))
                 if data:
                     yield data
         check_finished(finished)
         last = self._template.choices([], self._usage.as_json()) if self._options.include_usage else b""
         yield last + DONE
+
+    def _deltas(self, output: RequestOutput) -> bytes:
+        return b"".join([self._delta(delta, output) for delta in output.deltas])
 
     def _delta(self, delta: CompletionDelta, output: RequestOutput) -> bytes:
         self._usage.count_delta(delta)

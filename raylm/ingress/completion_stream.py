@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from raylm.frontend import aside
 from raylm.ingress.endpoint import Chunks
-from raylm.ingress.generation import Usage, check_finished, extras, finish_reason, interleave
+from raylm.ingress.generation import Usage, check_finished, extras, finish_reason, interleave, num_details
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import CompletionLogprobs, TokenTexts
 from raylm.ingress.protocol_completions import CompletionRequest
@@ -54,16 +56,19 @@ class CompletionStream:
             async with aclosing(outputs[0]) as only:
                 async for output in only:
                     finished = output.finished
-                    if data := self._encode(0, output):
+                    if data := await self._aside(0, output):
                         yield data
             check_finished(finished)
         else:
             async with aclosing(interleave(outputs)) as items:
                 async for place, output in items:
-                    if data := self._encode(place, output):
+                    if data := await self._aside(place, output):
                         yield data
         last = self._template.choices([], self._usage.as_json()) if self._options.include_usage else b""
         yield last + DONE
+
+    async def _aside(self, place: int, output: RequestOutput) -> bytes:
+        return await aside(partial(self._encode, place, output), 0 if self._plain else num_details(output.deltas))
 
     def _encode(self, place: int, output: RequestOutput) -> bytes:
         if place not in self._prompts_seen:

@@ -6,17 +6,17 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
+from raylm.frontend import aside
 from raylm.ingress.completion_stream import CompletionStream
 from raylm.ingress.endpoint import Answer
 from raylm.ingress.generation import Choice, Generation, Usage, extras, gather
+from raylm.ingress.json_answer import Pieces, json_answer
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import CompletionLogprobs, TokenTexts, join_columns, prompt_logprobs
 from raylm.ingress.models import check_model
-from raylm.ingress.prompts import Prompt
+from raylm.ingress.prompts import Prompt, count_items
 from raylm.ingress.protocol_completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from raylm.ingress.sse import ChunkTemplate
 from raylm.params import SamplingParams
@@ -54,7 +54,7 @@ class Completions:
         check_model(body.model, self._llm)
         options = body.options
         params = self._params(body)
-        prompts = body.prompts()
+        prompts = await aside(body.prompts, count_items(body.prompt))
         self._llm.admission.expect(len(prompts) * params.n)
         jobs = [await self._job(prompt, body) for prompt in prompts]
         name = f"cmpl-{body.request_id or request_id}"
@@ -99,17 +99,21 @@ class Completions:
 
     async def _whole(
         self, head: JSONObject, body: CompletionRequest, outputs: list[Outputs], n: int, echoed: list[str]
-    ) -> bytes:
+    ) -> list[bytes]:
         usage = Usage()
         generations = await gather(outputs, n, usage)
         if body.max_tokens == 0:
             usage.completion_tokens = 0
-        choices = [
-            self._choice(place * n + index, choice, generation, body, echoed[place])
-            for place, generation in enumerate(generations)
-            for index, choice in enumerate(generation.choices)
-        ]
-        return orjson.dumps(head | {"choices": choices, "usage": usage.as_json()})
+
+        def make() -> JSONObject:
+            choices = Pieces(
+                self._choice(place * n + index, choice, generation, body, echoed[place])
+                for place, generation in enumerate(generations)
+                for index, choice in enumerate(generation.choices)
+            )
+            return head | {"choices": choices, "usage": usage.as_json()}
+
+        return await json_answer(make, sum(generation.num_details for generation in generations))
 
     def _choice(
         self, index: int, choice: Choice, generation: Generation, body: CompletionRequest, echoed: str
@@ -136,6 +140,8 @@ class Completions:
             return None
         columns = CompletionLogprobs(self._tokens, body.logprobs)
         if not body.echo:
-            return columns.generated(choice.token_ids, choice.logprobs)
-        prompt = columns.prompt(echoed, generation.prompt_token_ids, generation.prompt_logprobs or ())
-        return join_columns(prompt, columns.generated(choice.token_ids, choice.logprobs))
+            shown = columns.generated(choice.token_ids, choice.logprobs)
+        else:
+            prompt = columns.prompt(echoed, generation.prompt_token_ids, generation.prompt_logprobs or ())
+            shown = join_columns(prompt, columns.generated(choice.token_ids, choice.logprobs))
+        return shown | {"top_logprobs": Pieces(shown["top_logprobs"])}

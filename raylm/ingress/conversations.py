@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raylm.config import Config
-from raylm.frontend import ChatRequest
+from raylm.frontend import ChatRequest, aside
 from raylm.ingress.chat_messages import template_messages, template_tools
 from raylm.ingress.models import check_model
 from raylm.ingress.protocol_chat import ChatCompletionRequest
@@ -31,7 +31,7 @@ class Conversations:
         Raises:
             RayLMError: the request is refused.
         """
-        params, prompt = await self._prepare(body)
+        params, prompt = await self._prepare(body, any_length=body.truncate_prompt_tokens is not None)
         token_ids = prompt.token_ids
         if body.truncate_prompt_tokens:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
@@ -53,7 +53,7 @@ class Conversations:
         Raises:
             RayLMError: the request is refused.
         """
-        _, prompt = await self._prepare(body)
+        _, prompt = await self._prepare(body, any_length=True)
         return len(prompt.token_ids)
 
     async def fit(self, body: ChatCompletionRequest, room: int) -> ChatCompletionRequest:
@@ -77,13 +77,14 @@ class Conversations:
                 low = middle + 1
         return _without(body, head, low)
 
-    async def _prepare(self, body: ChatCompletionRequest) -> tuple[SamplingParams, ChatPrompt]:
+    async def _prepare(self, body: ChatCompletionRequest, *, any_length: bool) -> tuple[SamplingParams, ChatPrompt]:
         body.check(self._config)
         check_model(body.model, self._llm)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
         self._llm.admission.expect(params.n)
-        return params, await self._llm.prepare_chat(chat_request(body), params)
+        request = await aside(lambda: chat_request(body, any_length=any_length), count_parts(body))
+        return params, await self._llm.prepare_chat(request, params)
 
 
 def _without(body: ChatCompletionRequest, head: int, count: int) -> ChatCompletionRequest:
@@ -94,7 +95,13 @@ def _without(body: ChatCompletionRequest, head: int, count: int) -> ChatCompleti
     return body.model_copy(update={"messages": body.messages[:head] + kept})
 
 
-def chat_request(body: ChatCompletionRequest) -> ChatRequest:
+def count_parts(body: ChatCompletionRequest) -> int:
+    """Messages, their parts and calls: what is to be walked through."""
+    fields = (message.get(name) for message in body.messages for name in ("content", "tool_calls"))
+    return len(body.messages) + sum(len(field) for field in fields if isinstance(field, list))
+
+
+def chat_request(body: ChatCompletionRequest, *, any_length: bool = False) -> ChatRequest:
     """What the body asks of the frontend.
 
     Raises:
@@ -108,4 +115,5 @@ def chat_request(body: ChatCompletionRequest) -> ChatRequest:
         add_generation_prompt=body.generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs,
+        any_length=any_length,
     )

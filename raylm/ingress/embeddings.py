@@ -13,10 +13,11 @@ import orjson
 from numpy.typing import NDArray
 
 from raylm.config import Config
+from raylm.frontend import aside
 from raylm.ingress.generation import interleave
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.models import check_model
-from raylm.ingress.prompts import Prompt
+from raylm.ingress.prompts import Prompt, count_items
 from raylm.ingress.protocol_embeddings import EmbeddingRequest, PoolingBody
 from raylm.params import PoolingParams
 
@@ -87,7 +88,7 @@ class Embeddings:
         body.check(self._config)
         check_model(body.model, self._llm)
         params = body.pooling_params(self._llm.pooling_defaults.pooling)
-        inputs = [(prompt, "input") for prompt in body.inputs()]
+        inputs = [(prompt, "input") for prompt in await aside(body.inputs, count_items(body.input))]
         name = f"embd-{body.request_id or request_id}"
         vectors, num_tokens = await self._embed(inputs, params, body, name)
         encode = _as_base64 if body.encoding_format == "base64" else _as_is

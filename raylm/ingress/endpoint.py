@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 from raylm.frontend import Admission
 from raylm.ingress.deadline import Deadline
 from raylm.ingress.envelope import as_known_error, error_event, logger
-from raylm.ingress.json_body import JSONObject, check_head, content_length, parse_json_object, read_body
+from raylm.ingress.json_body import JSONObject, check_head, content_length, read_json_object
 from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 
 Chunks = AsyncGenerator[bytes, None]
-Answer = bytes | Chunks
+Answer = bytes | list[bytes] | Chunks
 Handler = Callable[[JSONObject, str], Awaitable[Answer]]
 
 _LAST_WORDS_S = 1.0
@@ -53,9 +53,8 @@ class JSONEndpoint:
             check_head(headers, self._max_body_bytes)
             with self._admission.enter(content_length(headers)) as hold, Deadline(headers, ongoing) as deadline:
                 with ongoing:
-                    body = await read_body(receive, self._max_body_bytes)
-                    hold.grow(1, len(body))
-                    data = parse_json_object(body)
+                    data, num_bytes = await read_json_object(receive, self._max_body_bytes)
+                    hold.grow(1, num_bytes)
                 await self._serve(data, ongoing, deadline, scope, receive, send)
         except ClientDisconnectedError:
             return
@@ -69,9 +68,9 @@ class JSONEndpoint:
         try:
             with ongoing:
                 answer = await self._handler(data, scope["raylm.request_id"])
-            if isinstance(answer, bytes):
+            if isinstance(answer, (bytes, list)):
                 deadline.keep()
-                await _send_whole(answer, send)
+                await _send_whole([answer] if isinstance(answer, bytes) else answer, scope, send)
             else:
                 async with aclosing(answer):
                     await _send_stream(answer, ongoing, deadline, scope, send)
@@ -88,10 +87,13 @@ async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
     ongoing.interrupt(ClientDisconnectedError())
 
 
-async def _send_whole(body: bytes, send: Send) -> None:
-    headers = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))]
+async def _send_whole(pieces: list[bytes], scope: Scope, send: Send) -> None:
+    headers = [*_JSON_HEADERS, (b"content-length", b"%d" % sum(map(len, pieces)))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    send = scope["raylm.send"]
+    for piece in pieces[:-1]:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": pieces[-1]})
 
 
 async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, send: Send) -> None:

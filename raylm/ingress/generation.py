@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     _Item = tuple[int, RequestOutput] | Exception | None
 
 
+_STARTED_AT_ONCE = 32
+
+
 @dataclass(slots=True)
 class Usage:
     """Tokens of one HTTP request over all its prompts and choices."""
@@ -90,6 +93,23 @@ class Generation:
     seen: bool = False
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
+    @property
+    def num_details(self) -> int:
+        """Roughly how many things an answer that shows all of it has."""
+        entries = self.prompt_logprobs or ()
+        first = next((entry for entry in entries if entry is not None), None)
+        shown = len(entries) * (1 + len(first.top)) if first is not None else 0
+        return shown + num_details(self.choices)
+
+
+def num_details(sequences: Sequence[CompletionDelta] | Sequence[Choice]) -> int:
+    """Roughly how many things the JSON of so much news has: one a token, and one for each alternative to it."""
+    details = 0
+    for news in sequences:
+        alternatives = len(news.logprobs[0].top) + 1 if news.logprobs else 0
+        details += 1 + len(news.token_ids) * (1 + alternatives)
+    return details
+
 
 def finish_reason(delta: CompletionDelta) -> str | None:
     """OpenAI's finish_reason of ``delta``.
@@ -132,8 +152,12 @@ async def interleave(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, Re
         Exception: what the first failing stream raised, or RayLMError if one ended without a last output.
     """
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
-    tasks = [asyncio.create_task(_pump(place, stream, queue)) for place, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for place, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(_pump(place, stream, queue)))
+            if len(tasks) % _STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # each takes a part of a millisecond to reach its engine
         open_streams = len(streams)
         while open_streams:
             item = await queue.get()

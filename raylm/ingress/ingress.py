@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -57,6 +58,8 @@ class Ingress:
         say("stage", "chat", self._llm.chat_description)
         app = build_asgi_app(self._llm, self._config, self._responses)
         self._lifecycle = app.state.lifecycle
+        gc.collect()
+        gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
         prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)
         self._tasks = Discovery(prefix, self._llm.add_engine), asyncio.create_task(self._drain_when_stopped())
         return app

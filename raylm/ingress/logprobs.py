@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from raylm.ingress.json_answer import Pieces
+
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, TokenLogprob
 
@@ -45,13 +47,14 @@ def _readable(raw: bytes) -> str:
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> JSONObject:
-    """``choices[].logprobs`` of a chat completion or chunk."""
-    content = []
-    for entry in entries:
-        item = _chat_item(entry.token_id, entry.logprob, tokens)
-        item["top_logprobs"] = [_chat_item(token_id, logprob, tokens) for token_id, logprob in entry.top]
-        content.append(item)
-    return {"content": content, "refusal": None}
+    """``choices[].logprobs`` of a chat completion or chunk; ``content`` is made as it is gone through."""
+    return {"content": Pieces(_chat_entry(entry, tokens) for entry in entries), "refusal": None}
+
+
+def _chat_entry(entry: TokenLogprob, tokens: TokenTexts) -> JSONObject:
+    item = _chat_item(entry.token_id, entry.logprob, tokens)
+    item["top_logprobs"] = [_chat_item(token_id, logprob, tokens) for token_id, logprob in entry.top]
+    return item
 
 
 def _chat_item(token_id: int, logprob: float, tokens: TokenTexts) -> JSONObject:
@@ -115,11 +118,9 @@ def join_columns(first: JSONObject, second: JSONObject) -> JSONObject:
     return {name: first[name] + second[name] for name in first}
 
 
-def prompt_logprobs(
-    entries: Sequence[TokenLogprob | None], num_top: int, tokens: TokenTexts
-) -> list[JSONObject | None]:
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], num_top: int, tokens: TokenTexts) -> Pieces:
     """vLLM's ``prompt_logprobs``: for each prompt token null or {token id: {logprob, rank, decoded_token}}."""
-    return [None if entry is None else _by_id(entry, num_top, tokens) for entry in entries]
+    return Pieces(None if entry is None else _by_id(entry, num_top, tokens) for entry in entries)
 
 
 def _by_id(entry: TokenLogprob, num_top: int, tokens: TokenTexts) -> JSONObject:

@@ -35,6 +35,13 @@ def split_prompts(value: object, param: str) -> list[Prompt]:
     return [cast(list[int], value)]
 
 
+def count_items(value: object) -> int:
+    """Strings and token ids that checking the prompts of a field walks through."""
+    if not isinstance(value, list):
+        return 0
+    return len(value) + sum(len(item) for item in value if isinstance(item, list))
+
+
 def _check_token_ids(value: list[Any], param: str) -> None:
     if not value:
         raise InvalidRequestError(f"'{param}' must not be empty.", param=param)

@@ -34,7 +34,7 @@ class ResponseItems:
         events: Events = []
         if self._with_logprobs:
             entries = (delta.logprobs or [])[delta.reasoning_tokens :]
-            self._logprobs += chat_logprobs(entries, self._tokens)["content"]
+            self._logprobs += chat_logprobs(entries, self._tokens)["content"].values
         if delta.reasoning:
             events += self._ensure(_OpenReasoning)
             events += self._grow(delta.reasoning)

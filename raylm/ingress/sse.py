@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from raylm.ingress.json_answer import pieces_as_list
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -36,4 +38,4 @@ class ChunkTemplate:
     def choices(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         """A chunk of any shape; ``usage`` if this chunk is to carry it."""
         tail = self._usage if usage is None else b',"usage":' + orjson.dumps(usage)
-        return self._head + orjson.dumps(choices) + tail + b"}\n\n"
+        return self._head + orjson.dumps(choices, default=pieces_as_list) + tail + b"}\n\n"

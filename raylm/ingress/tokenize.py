@@ -9,6 +9,7 @@ from pydantic import Field
 
 from raylm.errors import InvalidRequestError
 from raylm.ingress.chat_messages import template_messages, template_tools
+from raylm.ingress.json_answer import Pieces, json_answer
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.logprobs import TokenTexts
 from raylm.ingress.models import check_model
@@ -63,17 +64,21 @@ class Tokenize:
         self._llm = llm
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
+    async def __call__(self, data: JSONObject, request_id: str) -> list[bytes]:
         """{count, max_model_len, tokens}, and token_strs if asked for."""
         body = TokenizeRequest.parse(data)
         body.check()
         if body.model is not None:
             check_model(body.model, self._llm)
         token_ids = await self._token_ids(body)
-        answer: JSONObject = {"count": len(token_ids), "max_model_len": self._llm.max_model_len, "tokens": token_ids}
-        if body.return_token_strs:
-            answer["token_strs"] = [self._tokens.text_of(token_id) for token_id in token_ids]
-        return orjson.dumps(answer)
+
+        def make() -> JSONObject:
+            answer = {"count": len(token_ids), "max_model_len": self._llm.max_model_len, "tokens": Pieces(token_ids)}
+            if body.return_token_strs:
+                answer["token_strs"] = Pieces(self._tokens.text_of(token_id) for token_id in token_ids)
+            return answer
+
+        return await json_answer(make, len(token_ids))
 
     async def _token_ids(self, body: TokenizeRequest) -> list[int]:
         if body.prompt is not None:

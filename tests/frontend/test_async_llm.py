@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from raylm.config import Config
-from raylm.errors import ConfigError, ContextLengthError, EngineDiedError, EngineUnavailableError, RayLMError
-from raylm.frontend import AsyncLLM, RequestOutput
+from raylm.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDiedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    RayLMError,
+)
+from raylm.frontend import AsyncLLM, ChatRequest, RequestOutput
+from raylm.frontend.tokenizer import MAX_CHARS
 from raylm.messages import Logprobs
 from raylm.params import SamplingParams
 from tests.frontend.checkpoints import byte_level, write_checkpoint
@@ -269,3 +277,21 @@ async def test_a_template_file_is_found(tmp_path: Path) -> None:
     llm = AsyncLLM(Config(model=str(tmp_path)))
     assert await llm.detokenize(await llm.render_chat([{"role": "user", "content": "x"}])) == "from the file"
     await llm.stop()
+
+
+async def test_a_conversation_that_can_never_fit_is_not_rendered(
+    llm: AsyncLLM, engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm._template, "render", None)
+    messages = [{"role": "user", "content": "x" * 3000}] * 3
+    with pytest.raises(ContextLengthError, match="9000 characters") as refused:
+        await llm.prepare_chat(ChatRequest(messages=messages), SamplingParams())
+    assert refused.value.param == "messages"
+
+
+async def test_no_conversation_is_endless(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylm.frontend.chat_template._render", None)
+    messages = [{"role": "user", "content": "x" * (MAX_CHARS // 2 + 1)}] * 2
+    with pytest.raises(InvalidRequestError) as refused:
+        await llm.render_chat(messages)
+    assert refused.value.param == "messages"

@@ -45,9 +45,17 @@ def test_resolves_what_the_caller_left_open(processor: InputProcessor) -> None:
     assert (first.eos_token_ids, first.priority, first.arrival_time) == ((2,), 3, 7.0)
 
 
-def test_bad_words_are_banned_at_the_start_and_after_a_space(processor: InputProcessor, tokenizer: Tokenizer) -> None:
-    found = build(processor, [5], bad_words=("hello world",)).bad_words_token_ids
+async def test_bad_words_are_banned_at_the_start_and_after_a_space(
+    processor: InputProcessor, tokenizer: Tokenizer
+) -> None:
+    found = await processor.bad_words(("hello world",), LIMITS)
     assert {tokenizer.backend.decode(list(ids)) for ids in found} == {"hello world", " hello world"}
+
+
+async def test_bad_words_that_are_no_text_are_refused(processor: InputProcessor) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await processor.bad_words(("\ud800",), LIMITS)
+    assert caught.value.param == "bad_words"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,6 @@ def test_refuses_what_does_not_fit(
         ([5], {"allowed_token_ids": (5, 330)}, "allowed_token_ids"),
         ([5], {"stop_token_ids": (330,)}, "stop_token_ids"),
         ([5], {"stop": ("x" * 2049,)}, "stop"),
-        ([5], {"bad_words": ("\ud800",)}, "bad_words"),
         ([5], {"salt": ""}, "cache_salt"),
         ([5], {"salt": "x" * 129}, "cache_salt"),
         ([5] * 90, {"min_tokens": 11}, "min_tokens"),

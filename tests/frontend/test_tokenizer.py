@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raylm.errors import InvalidRequestError
 from raylm.frontend import tokenizer as module
-from raylm.frontend.tokenizer import Tokenizer
+from raylm.frontend.tokenizer import INLINE_CHARS, Tokenizer
 
 TEXTS = ["hello world", "", "wörld €\n", "<|im_start|>user\nhi<|im_end|>", "x" * 20_000]
 
@@ -56,3 +58,24 @@ def test_the_front_end_needs_no_torch(checkpoint: Path) -> None:
         f"AsyncLLM(Config(model={str(checkpoint)!r})); assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_many_short_texts_at_once_go_to_threads(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop = 0
+    loop_thread = threading.get_ident()
+    real = tokenizer.encode_now
+
+    def counted(text: str, **fields: Any) -> list[int]:
+        nonlocal on_loop
+        on_loop += len(text) * (threading.get_ident() == loop_thread)
+        return real(text, **fields)
+
+    monkeypatch.setattr(tokenizer, "encode_now", counted)
+    texts = [f"{i} " + "hello world " * 300 for i in range(40)]
+    found = await asyncio.gather(*(tokenizer.encode(text, add_special_tokens=False) for text in texts))
+    assert found == [real(text, add_special_tokens=False) for text in texts]
+    assert on_loop <= 3 * INLINE_CHARS, "one turn of the loop, and the few in which threads had come to an end"
+    await asyncio.sleep(0)
+    before = on_loop
+    await tokenizer.encode("hello", add_special_tokens=False)
+    assert on_loop == before + 5, "the next turn starts anew"

@@ -1,0 +1,71 @@
+"""JSON answers of any size: small ones in one call, large ones in pieces on a thread, which keeps nobody waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from raylm.frontend import LARGE, aside
+
+_PIECE_BYTES = 2**20
+
+
+class Pieces:
+    """A JSON array that may be long. ``values`` are its elements, gone through once: best they are made as they go."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = values
+
+
+async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
+    """What ``make`` returns as JSON, in one piece or several; ``size`` is roughly how many things it has.
+
+    A single call of orjson for a large value would keep every other thread from running, and so would a single copy of
+    its result: what is long in it should be Pieces.
+    """
+    if size <= LARGE:
+        return [orjson.dumps(make(), default=pieces_as_list)]
+    return await aside(lambda: list(_grouped(_written(make()))), size)
+
+
+def pieces_as_list(value: object) -> list[Any]:
+    """What orjson asks for where it meets Pieces."""
+    if isinstance(value, Pieces):
+        return list(value.values)
+    raise TypeError(type(value))
+
+
+def _written(value: Any) -> Iterator[bytes]:
+    """``value`` in small parts; objects and Pieces are gone into, all else is encoded as it is."""
+    if isinstance(value, Pieces):
+        yield from _enclosed(b"[", (_written(item) for item in value.values), b"]")
+    elif isinstance(value, dict) and any(isinstance(item, (dict, Pieces)) for item in value.values()):
+        members = (chain([orjson.dumps(name) + b":"], _written(item)) for name, item in value.items())
+        yield from _enclosed(b"{", members, b"}")
+    else:
+        yield orjson.dumps(value)
+
+
+def _enclosed(opening: bytes, items: Iterable[Iterator[bytes]], closing: bytes) -> Iterator[bytes]:
+    yield opening
+    for place, item in enumerate(items):
+        if place:
+            yield b","
+        yield from item
+    yield closing
+
+
+def _grouped(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The parts joined to pieces of about a mebibyte."""
+    held: list[bytes] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= _PIECE_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+    yield b"".join(held)
