@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,12 @@ from raylm import LLM, SamplingParams
 from raylm.checkpoint import EMBEDDED
 from raylm.config import Config
 from raylm.engine import as_raylm_error, create_engine_core, create_worker
-from raylm.errors import ConfigError, EngineDiedError
+from raylm.errors import ConfigError, EngineDiedError, PeerLostError
 from raylm.frontend import RayEngineClient
-from raylm.messages import EngineCoreRequest
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.serve_process import port_is_free
 from tests.checkpoints import make_checkpoint
+from tests.fakes import FakeWorker
 from tests.reference import greedy, random_prompts
 from tests.serving import ARGS, Server, chat, free_port, serve_file
 
@@ -141,6 +143,58 @@ async def test_a_rank_that_is_killed_in_a_step_is_the_one_cause(victim: int) -> 
             assert await run == f"The worker of rank {victim} was lost."
             with pytest.raises(EngineDiedError):
                 [news async for news in outputs]
+
+
+class FakeRank(FakeWorker):
+    """A rank without a model."""
+
+    def open_meeting(self) -> int:
+        """Nobody comes."""
+        return 1
+
+    def start(self, port: int = 0) -> WorkerInfo:
+        """Start alone."""
+        return super().start()
+
+
+class WaitingRank(FakeRank):
+    """A rank that waits for another one for ever."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Wait."""
+        time.sleep(600)
+        raise AssertionError
+
+
+class LeftRank(FakeRank):
+    """A rank that notices that another one is gone."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Say so."""
+        raise PeerLostError("Rank 0 of 2 lost another one.")
+
+
+class FailingRank(FakeRank):
+    """A rank that fails by itself, a moment later."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Fail."""
+        time.sleep(0.2)
+        raise RuntimeError("out of everything")
+
+
+@pytest.mark.usefixtures("_cluster")
+async def test_what_one_rank_found_wrong_is_told_whatever_the_others_do() -> None:
+    workers = [ray.remote(kind).options(num_cpus=0.1).remote() for kind in (WaitingRank, LeftRank, FailingRank)]
+    core = create_engine_core(shared_by(3, EMBEDDED), uuid.uuid4().hex, "engine", workers, num_cpus=0.1)
+    await core.start.remote()
+    run = asyncio.ensure_future(core.run.remote())
+    client = await RayEngineClient.connect(core)
+    client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
+    async with asyncio.timeout(20):
+        assert await run == "RuntimeError: out of everything"
+    for actor in (core, *workers):
+        ray.kill(actor)
 
 
 @pytest.mark.usefixtures("_cluster")

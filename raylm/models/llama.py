@@ -151,8 +151,8 @@ class LlamaForCausalLM(CausalLM):
             self.model.embed_tokens.share(head.rows)
 
     def native_decoder(self, max_tokens: int) -> NativeDecoder | None:
-        if not isinstance(self.lm_head.kernel, NativeLinear):
-            return None
+        if not isinstance(self.lm_head.kernel, NativeLinear) or self.config.ranks.size > 1:
+            return None  # the walk is one call, in which no rank could wait for the others
         if reasons := refusals(self.config, self.dtype):
             logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
             return None

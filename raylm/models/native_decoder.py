@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 def refusals(config: DecoderConfig, dtype: torch.dtype) -> list[str]:
     """Why a decoder cannot be walked natively; empty if it can."""
     found = []
-    if config.ranks.size > 1:
-        found.append(f"{config.ranks.size} ranks share each of its layers")
     if dtype not in (torch.float32, torch.bfloat16):
         found.append(f"its dtype is {dtype}")
     if config.activation is not F.silu:
