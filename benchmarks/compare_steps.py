@@ -6,7 +6,8 @@ Prints one JSON object a batch, with the cores that other processes used meanwhi
 its own as it does when serving, over RayExecutor, with ``batch`` sequences that decode; a client takes its outputs.
 ``wall`` is from one result to the next, ``step`` and ``forward`` are the worker's own times, ``scheduler`` is schedule
 and update, ``messages`` is handing plans over and taking results and outputs: the CPU time of the EngineCore's process
-that is not the scheduler's.
+that is not the scheduler's. ``profile`` says where the worker's time goes: linear layers, attention and the rest of the
+forward pass as far as the kernels tell, and drawing tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from compare_engines import meter
 from noting_executor import NotingExecutor
 
 from raylm import Config
-from raylm.engine import EngineCore, RayExecutor, create_worker
+from raylm.engine import EngineCore, RayExecutor
+from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor
 from raylm.errors import RayLMError
-from raylm.messages import EngineCoreRequest, ModelRunnerOutput
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.params import SamplingParams
 
 T = TypeVar("T")
@@ -53,11 +55,43 @@ class Clock:
         return timed
 
 
+class ProfiledWorker(WorkerActor):
+    """A worker that keeps where the time of each step went."""
+
+    def start(self, port: int = 0) -> WorkerInfo:
+        """As any worker."""
+        info = super().start(port)
+        worker: Any = self._worker
+        runner = worker._runner
+        self._sampling, self._steps = Clock(), dict[int, dict[str, float]]()
+        runner.sampler.sample = self._sampling.around(runner.sampler.sample)
+
+        def seconds() -> dict[str, float]:
+            return {**runner.forward.seconds(), "sampling": self._sampling.seconds}
+
+        execute = worker.execute
+
+        def profiled(plan: SchedulerOutput) -> ModelRunnerOutput:
+            before = seconds()
+            output: ModelRunnerOutput = execute(plan)
+            self._steps[plan.step] = {part: now - before[part] for part, now in seconds().items()}
+            return output
+
+        worker.execute = profiled
+        return info
+
+    def profile(self, steps: list[int]) -> dict[str, float]:
+        """Average seconds of each part over these steps."""
+        found = [self._steps[step] for step in steps]
+        return {part: sum(step[part] for step in found) / len(found) for part in found[0]}
+
+
 @ray.remote(num_cpus=0.1)
 class StepBench:
     """The process of an EngineCore whose steps are timed."""
 
     def __init__(self, config: Config, worker: Any) -> None:
+        self._worker = worker
         self._executor = NotingExecutor(RayExecutor([worker]))
         self._core = EngineCore(config, self._executor)
         self._scheduler = Clock()
@@ -70,7 +104,7 @@ class StepBench:
         scheduler.update = self._scheduler.around(scheduler.update)
         self._running = asyncio.create_task(self._core.run())
 
-    async def run(self, batch: int, steps: int) -> dict[str, float]:
+    async def run(self, batch: int, steps: int) -> dict[str, Any]:
         """Average seconds of a decode step with ``batch`` sequences."""
         outbox = self._core.connect("bench")
         taking = asyncio.create_task(_take(outbox))
@@ -86,9 +120,9 @@ class StepBench:
             "scheduler": spent / count,
             "messages": max(0.0, cpu_ended - cpu - spent) / count,
         }
-        return measured | {
-            name.removesuffix("_s"): sum(getattr(o, name) for o in outputs) / count for name in FLOAT_PARTS
-        }
+        parts = {name.removesuffix("_s"): sum(getattr(o, name) for o in outputs) / count for name in FLOAT_PARTS}
+        profile = await self._worker.profile.remote([output.step for output in outputs])
+        return {**measured, **parts, "profile": profile}
 
     async def _decode(self, batch: int, steps: int) -> tuple[float, list[tuple[float, float, ModelRunnerOutput]]]:
         """(seconds in the scheduler, notes) of the steps in which all ``batch`` sequences draw."""
@@ -129,7 +163,8 @@ def main() -> None:
     args = parser.parse_args()
     ray.init(address="local", include_dashboard=False, logging_level="error", _system_config={"worker_niceness": 0})
     config = Config.model_validate({"model": args.model, **args.options})
-    bench = StepBench.remote(config, create_worker(config, num_cpus=0.1))
+    worker = ray.remote(ProfiledWorker).options(num_cpus=0.1, max_concurrency=WORKER_THREADS).remote(config)
+    bench = StepBench.remote(config, worker)
     ray.get(bench.start.remote())
     for batch in args.batch:
         with meter() as used:
