@@ -19,6 +19,8 @@ import pytest
 
 from raylm.checkpoint import EMBEDDED, Checkpoint
 from raylm.serve_process import port_is_free
+from tests.ingress.bad_inputs import bad_inputs
+from tests.ingress.test_bad_inputs import LIMIT_S, good_answer, refuse
 from tests.reference import greedy, random_prompts
 from tests.serving import ARGS, ROOT, Server, chat, free_port, serve_file, text_of
 
@@ -83,6 +85,16 @@ async def test_a_refusal_has_one_request_id_and_the_envelope(server: Server) -> 
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"
     assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+async def test_bad_inputs_are_refused_through_the_proxy_too(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
+        before = await good_answer(client)
+        for number, bad in enumerate([*bad_inputs()][::3], 1):
+            assert await refuse(client, bad) is None
+            if number % 25 == 0:
+                assert await good_answer(client) == before
+    assert number >= 400
 
 
 async def test_dropped_streams_leave_no_trace_and_touch_nobody(server: Server) -> None:
