@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format figures clean
+.PHONY: help serve test check conformance format figures clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -21,6 +21,9 @@ check: $(VENV)/.dev  ## format, lint, types, layers and figures of the house
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python tests/house.py
+
+conformance: $(VENV)/.dev  ## check every endpoint's answers against the specifications (URL=… for a running server)
+	@$(BIN)/python -m tests.conformance $(URL)
 
 format: $(VENV)/.dev  ## write the format, fix what the linter can
 	@$(BIN)/ruff format .

@@ -28,6 +28,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class CreateMessage:
     """The handler of /v1/messages."""
 
+    body = MessagesRequest
+
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
 
@@ -37,7 +39,7 @@ class CreateMessage:
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = MessagesRequest.parse(data)
+        body = self.body.parse(data)
         message_id = f"msg_{uuid.uuid4().hex}"
         with renamed(PARAM_NAMES):
             _, outputs = await self._conversations.start(body.as_chat(), message_id, time.time())
@@ -53,12 +55,14 @@ class CreateMessage:
 class CountTokens:
     """The handler of /v1/messages/count_tokens."""
 
+    body = CountTokensRequest
+
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """{input_tokens}: of the prompt that the same request to /v1/messages would come to."""
-        body = CountTokensRequest.parse(data)
+        body = self.body.parse(data)
         with renamed(PARAM_NAMES):
             return orjson.dumps({"input_tokens": await self._conversations.count(body.as_chat())})
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 class ChatCompletions:
     """The handler of the route."""
 
+    body = ChatCompletionRequest
+
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._conversations = Conversations(llm, config)
         self._tokens = TokenTexts(llm)
@@ -47,7 +49,7 @@ class ChatCompletions:
             RayLMError: the request is refused or failed.
         """
         arrival_time = time.time()
-        body = ChatCompletionRequest.parse(data)
+        body = self.body.parse(data)
         options = body.options
         name = f"chatcmpl-{body.request_id or request_id}"
         params, outputs = await self._conversations.start(body, name, arrival_time)

@@ -37,6 +37,8 @@ class _Job:
 class Completions:
     """The handler of the route."""
 
+    body = CompletionRequest
+
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
         self._config = config
@@ -49,7 +51,7 @@ class Completions:
             RayLMError: the request is refused or failed.
         """
         arrival_time = time.time()
-        body = CompletionRequest.parse(data)
+        body = self.body.parse(data)
         body.check(self._config)
         check_model(body.model, self._llm)
         options = body.options

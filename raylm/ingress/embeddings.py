@@ -73,6 +73,8 @@ class Embedder:
 class Embeddings:
     """The handler of the route."""
 
+    body = EmbeddingRequest
+
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
         self._config = config
@@ -84,7 +86,7 @@ class Embeddings:
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = EmbeddingRequest.parse(data)
+        body = self.body.parse(data)
         body.check(self._config)
         check_model(body.model, self._llm)
         params = body.pooling_params(self._llm.pooling_defaults.pooling)

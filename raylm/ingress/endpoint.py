@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -14,10 +15,10 @@ from raylm.ingress.deadline import Deadline
 from raylm.ingress.envelope import as_known_error, error_event, logger
 from raylm.ingress.json_body import JSONObject, check_head, content_length, read_json_object
 from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
+from raylm.ingress.protocol import Body
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
-Handler = Callable[[JSONObject, str], Awaitable[Answer]]
 
 _LAST_WORDS_S = 1.0
 _JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -28,6 +29,21 @@ _STREAM_HEADERS = [
 ]
 
 
+class Handler(Protocol):
+    """Answers the JSON bodies of one route."""
+
+    @property
+    def body(self) -> type[Body]:
+        """What describes and checks a body's fields."""
+
+    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
+        """Answer one request.
+
+        Raises:
+            RayLMError: the request is refused or failed.
+        """
+
+
 class JSONEndpoint:
     """Calls ``handler(body, request_id)`` and sends its Answer.
 
@@ -36,7 +52,7 @@ class JSONEndpoint:
     """
 
     def __init__(self, handler: Handler, lifecycle: Lifecycle, admission: Admission, max_body_bytes: int) -> None:
-        self._handler = handler
+        self.handler = handler
         self._lifecycle = lifecycle
         self._admission = admission
         self._max_body_bytes = max_body_bytes
@@ -67,7 +83,7 @@ class JSONEndpoint:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
-                answer = await self._handler(data, scope["raylm.request_id"])
+                answer = await self.handler(data, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
                 deadline.keep()
                 await _send_whole([answer] if isinstance(answer, bytes) else answer, scope, send)

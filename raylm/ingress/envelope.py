@@ -34,7 +34,7 @@ def clip(text: str, limit: int) -> str:
 
 def envelope(error: RayLMError, path: str = "") -> bytes:
     """The JSON body of ``error``, as clients of ``path`` know it."""
-    if _is_anthropic(path):
+    if is_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         inner = {"type": kind, "message": clip(error.message, _MAX_MESSAGE)}
         return orjson.dumps({"type": "error", "error": inner})
@@ -49,7 +49,7 @@ def envelope(error: RayLMError, path: str = "") -> bytes:
 
 def error_event(error: RayLMError, path: str) -> bytes:
     """``error`` as the last event of a stream whose head said 200 already."""
-    name = b"event: error\n" if _is_anthropic(path) else b""
+    name = b"event: error\n" if is_anthropic(path) else b""
     return name + b"data: " + envelope(error, path) + b"\n\n"
 
 
@@ -63,7 +63,8 @@ def error_response(error: RayLMError, path: str, headers: dict[str, str] | None 
     return Response(envelope(error, path), error.status, headers, media_type="application/json")
 
 
-def _is_anthropic(path: str) -> bool:
+def is_anthropic(path: str) -> bool:
+    """Whether clients of ``path`` are Anthropic's."""
     return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
 
 

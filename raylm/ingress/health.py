@@ -13,28 +13,12 @@ import raylm
 from raylm.errors import EngineUnavailableError, ShuttingDownError
 from raylm.ingress.http_metrics import HTTPMetrics
 from raylm.ingress.lifecycle import Lifecycle
+from raylm.ingress.openapi import endpoints
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
 
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
-_ENDPOINTS = [
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "POST /v1/responses",
-    "POST /v1/messages",
-    "POST /v1/messages/count_tokens",
-    "POST /v1/embeddings",
-    "POST /score",
-    "POST /rerank",
-    "GET /v1/models",
-    "POST /tokenize",
-    "POST /detokenize",
-    "GET /health",
-    "GET /ready",
-    "GET /metrics",
-    "GET /version",
-]
 
 
 def health_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
@@ -54,7 +38,8 @@ def health_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics
         return Response(orjson.dumps({"version": raylm.__version__}), media_type="application/json")
 
     async def signpost(request: Request) -> Response:
-        about = {"name": "RayLM", "version": raylm.__version__, "model": llm.model_name, "endpoints": _ENDPOINTS}
+        about: dict[str, object] = {"name": "RayLM", "version": raylm.__version__, "model": llm.model_name}
+        about["endpoints"] = endpoints(request.app.routes)
         return Response(orjson.dumps(about), media_type="application/json")
 
     return [

@@ -28,6 +28,7 @@ from raylm.ingress.http_metrics import HTTPMetrics
 from raylm.ingress.keys import KeyGate, read_keys
 from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.models import model_routes
+from raylm.ingress.openapi import openapi_route
 from raylm.ingress.response_routes import response_routes
 from raylm.ingress.response_store import Responses, ResponseStore
 from raylm.ingress.responses import CreateResponse
@@ -72,6 +73,7 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
         post("/detokenize", Detokenize(async_llm), unqueued),
         *model_routes(async_llm),
         *health_routes(async_llm, lifecycle, http_metrics),
+        openapi_route(),
     ]
     app = Starlette(
         routes=routes,

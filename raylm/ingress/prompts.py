@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from pydantic import TypeAdapter, WithJsonSchema
 
 from raylm.errors import InvalidRequestError
 from raylm.ingress.protocol import json_name
 
 Prompt = str | list[int]
+# A field that split_prompts checks; pydantic would tell of the four forms' failures all at once.
+Prompts = Annotated[Any, WithJsonSchema(TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema())]
 
 
 def split_prompts(value: object, param: str) -> list[Prompt]:

@@ -45,7 +45,11 @@ def at_most(entries: int) -> BeforeValidator:
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Strings = Annotated[list[Annotated[str, Field(max_length=MAX_STRING)]], Field(fail_fast=True)]
-StringOrStrings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)]
+StringOrStrings = Annotated[
+    list[str],
+    Field(fail_fast=True),
+    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
+]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 
 
@@ -55,7 +59,13 @@ class Body(BaseModel):
     ``unserved`` are fields that OpenAI or other servers know and this one does not serve; null counts as not given.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": False},
+    )
 
     unserved: ClassVar[frozenset[str]] = frozenset()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.ingress.prompts import Prompt, split_prompts
+from raylm.ingress.prompts import Prompt, Prompts, split_prompts
 from raylm.ingress.protocol import unsupported
 from raylm.ingress.protocol_sampling import GenerationBody
 from raylm.params import MAX_LOGPROBS
@@ -23,7 +23,7 @@ class CompletionRequest(GenerationBody):
 
     unserved: ClassVar[frozenset[str]] = frozenset({"suffix", "structured_outputs", "response_format"})
 
-    prompt: Any
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None

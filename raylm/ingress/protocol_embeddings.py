@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.ingress.prompts import Prompt, split_prompts
+from raylm.ingress.prompts import Prompt, Prompts, split_prompts
 from raylm.ingress.protocol import Body, RequestId, StringOrStrings, unsupported
 from raylm.params import PoolingParams, PoolingType
 
@@ -45,7 +45,7 @@ class EmbeddingRequest(PoolingBody):
 
     unserved: ClassVar[frozenset[str]] = frozenset({"messages", "embed_dtype", "endianness", "additional_data"})
 
-    input: Any
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class CreateResponse:
     """The handler of the route. ``conversations`` starts what responses come down to."""
 
+    body = ResponsesRequest
+
     def __init__(self, llm: AsyncLLM, conversations: Conversations, store: Responses, lifecycle: Lifecycle) -> None:
         self._llm = llm
         self._conversations = conversations
@@ -48,7 +50,7 @@ class CreateResponse:
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = ResponsesRequest.parse(data)
+        body = self.body.parse(data)
         body.check()
         check_model(body.model, self._llm)
         items = input_items(body.input)

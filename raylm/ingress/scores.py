@@ -38,13 +38,15 @@ class _Scorer:
 class Score(_Scorer):
     """The handler of /score."""
 
+    body = ScoreRequest
+
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """Answer one request, in vLLM's form.
 
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = ScoreRequest.parse(data)
+        body = self.body.parse(data)
         body.check(self._config)
         check_model(body.model, self._llm)
         pairs = [(one, len(body.text_1) + other) for one, other in body.pairs()]
@@ -64,13 +66,15 @@ class Score(_Scorer):
 class Rerank(_Scorer):
     """The handler of /rerank."""
 
+    body = RerankRequest
+
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """Answer one request, in Jina's and Cohere's form: the nearest document first.
 
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = RerankRequest.parse(data)
+        body = self.body.parse(data)
         body.check(self._config)
         check_model(body.model, self._llm)
         texts = [(body.query, "query"), *((text, "documents") for text in body.documents)]

@@ -60,13 +60,15 @@ class DetokenizeRequest(Body):
 class Tokenize:
     """The handler of /tokenize."""
 
+    body = TokenizeRequest
+
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._tokens = TokenTexts(llm)
 
     async def __call__(self, data: JSONObject, request_id: str) -> list[bytes]:
         """{count, max_model_len, tokens}, and token_strs if asked for."""
-        body = TokenizeRequest.parse(data)
+        body = self.body.parse(data)
         body.check()
         if body.model is not None:
             check_model(body.model, self._llm)
@@ -96,12 +98,14 @@ class Tokenize:
 class Detokenize:
     """The handler of /detokenize."""
 
+    body = DetokenizeRequest
+
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """{prompt}."""
-        body = DetokenizeRequest.parse(data)
+        body = self.body.parse(data)
         if body.model is not None:
             check_model(body.model, self._llm)
         return orjson.dumps({"prompt": await self._llm.detokenize(body.tokens)})

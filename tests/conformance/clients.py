@@ -1,0 +1,222 @@
+"""What client libraries do against a running server: chat, tools, thoughts, responses, embeddings, typed errors.
+
+    python tests/conformance/clients.py URL
+
+runs all that are installed; it needs nothing else of this repository, so that other versions of a library can be tried
+from an environment of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MODEL = "embedded"
+QUESTION = "What is a KV cache?"
+WEATHER = "What is the weather in Rome?"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "description": "The weather of a city.", "parameters": PARAMETERS}
+TOOLS: Any = [{"type": "function", "function": FUNCTION}]
+ASK: Any = [{"role": "user", "content": QUESTION}]
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+def openai_chat(url: str) -> None:
+    """Plain, streamed, and by the accumulating helper; log-probabilities; thoughts."""
+    api = _openai(url)
+    whole = api.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=30, logprobs=True)
+    text = whole.choices[0].message.content
+    assert text
+    assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.content)
+    chunks = api.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=30, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    with api.chat.completions.stream(model=MODEL, messages=ASK, temperature=0, max_tokens=30) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text
+    thinking = api.chat.completions.create(model=MODEL, messages=ASK, temperature=0, extra_body=THINK)
+    assert thinking.usage.completion_tokens_details.reasoning_tokens > 0
+    assert thinking.choices[0].message.model_extra["reasoning_content"]
+
+
+def openai_tools(url: str) -> None:
+    """A whole round trip: call, result, answer; and the call again, streamed."""
+    api = _openai(url)
+    ask: Any = [{"role": "user", "content": WEATHER}]
+    first = api.chat.completions.create(model=MODEL, messages=ask, tools=TOOLS, temperature=0)
+    assert first.choices[0].finish_reason == "tool_calls"
+    (call,) = first.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny", "temperature": 21}'}
+    history = [*ask, first.choices[0].message.model_dump(exclude_none=True), result]
+    second = api.chat.completions.create(model=MODEL, messages=history, tools=TOOLS, temperature=0)
+    assert second.choices[0].finish_reason == "stop"
+    assert second.choices[0].message.content
+    with api.chat.completions.stream(model=MODEL, messages=ask, tools=TOOLS, temperature=0) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("get_weather", {"city": "Rome"})
+
+
+def openai_responses(url: str) -> None:
+    """Whole, streamed, chained, with a tool, in the background, deleted."""
+    import openai
+
+    api = _openai(url)
+    first = api.responses.create(model=MODEL, input=QUESTION, temperature=0)
+    assert first.output_text
+    with api.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    assert final.output_text == first.output_text
+    assert api.responses.create(model=MODEL, input="And why?", previous_response_id=first.id).output_text
+    tools: Any = [{"type": "function", "strict": False, **FUNCTION}]
+    called = api.responses.create(model=MODEL, input=WEATHER, tools=tools, temperature=0).output[-1]
+    assert (called.type, json.loads(called.arguments)) == ("function_call", {"city": "Rome"})
+    answer = {"type": "function_call_output", "call_id": called.call_id, "output": "sunny"}
+    history: Any = [{"role": "user", "content": WEATHER}, called.model_dump(exclude_none=True), answer]
+    assert api.responses.create(model=MODEL, input=history, tools=tools, temperature=0).output_text
+    background = api.responses.create(model=MODEL, input=QUESTION, background=True, max_output_tokens=900)
+    assert api.responses.cancel(background.id).status in ("cancelled", "completed")
+    api.responses.delete(first.id)
+    _raises(openai.NotFoundError, lambda: api.responses.retrieve(first.id))
+
+
+def openai_rest(url: str) -> None:
+    """Completions, embeddings, models, errors as their types."""
+    import openai
+
+    api = _openai(url)
+    assert len(api.completions.create(model=MODEL, prompt=["A", "B"], max_tokens=4, n=2).choices) == 4
+    vectors = [entry.embedding for entry in api.embeddings.create(model=MODEL, input=["a", "b"]).data]
+    assert [round(sum(number * number for number in vector), 4) for vector in vectors] == [1, 1]
+    plain = api.embeddings.create(model=MODEL, input="a", encoding_format="float").data[0].embedding
+    assert max(abs(one - other) for one, other in zip(plain, vectors[0], strict=True)) < 1e-6
+    assert [model.id for model in api.models.list()] == [MODEL]
+    wrong = _raises(openai.BadRequestError, lambda: api.completions.create(model=MODEL, prompt="a", temperature=3))
+    assert wrong.param == "temperature"
+    missing = _raises(openai.NotFoundError, lambda: api.completions.create(model="gpt", prompt="a", stream=True))
+    assert missing.code == "model_not_found"
+    long = _raises(openai.BadRequestError, lambda: api.completions.create(model=MODEL, prompt="a " * 30_000))
+    assert long.code == "context_length_exceeded"
+
+
+def anthropic_messages(url: str) -> None:
+    """Whole, streamed, thoughts, a whole round trip of a tool, token counts, errors as their types."""
+    import anthropic
+
+    api = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    greedy: Any = {"model": MODEL, "max_tokens": 300, "extra_body": {"temperature": 0}}
+    whole = api.messages.create(**greedy, messages=ASK)
+    assert whole.content[0].text
+    with api.messages.stream(**greedy, messages=ASK) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+    assert api.messages.count_tokens(model=MODEL, messages=ASK).input_tokens > 5
+    thinking = api.messages.create(**greedy, messages=ASK, thinking={"type": "adaptive"})
+    assert thinking.content[0].type == "thinking"
+    tools: Any = [{"name": "get_weather", "input_schema": PARAMETERS}]
+    ask: Any = [{"role": "user", "content": WEATHER}]
+    with api.messages.stream(**greedy, messages=ask, tools=tools) as stream:
+        first = stream.get_final_message()
+    assert first.stop_reason == "tool_use"
+    call = first.content[-1]
+    assert call.input == {"city": "Rome"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    history = [*ask, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    assert api.messages.create(**greedy, messages=history, tools=tools).stop_reason == "end_turn"
+    _raises(anthropic.BadRequestError, lambda: api.messages.create(model=MODEL, max_tokens=0, messages=ASK))
+    _raises(anthropic.NotFoundError, lambda: api.messages.create(model="claude", max_tokens=9, messages=ASK))
+
+
+def langchain_chat(url: str) -> None:
+    """LangChain's ChatOpenAI and OpenAIEmbeddings: invoked, streamed, with a tool, over responses too."""
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+
+    common: Any = {"model": MODEL, "base_url": f"{url}/v1", "api_key": "none", "temperature": 0, "max_retries": 0}
+    chat = ChatOpenAI(**common)
+    whole = chat.invoke(QUESTION)
+    assert whole.content
+    assert "".join(str(chunk.content) for chunk in chat.stream(QUESTION)) == whole.content
+    bound = chat.bind_tools(TOOLS)
+    ask = HumanMessage(WEATHER)
+    called = bound.invoke([ask])
+    (call,) = called.tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "Rome"})
+    assert bound.invoke([ask, called, ToolMessage("sunny", tool_call_id=call["id"])]).content
+    assert ChatOpenAI(**common, use_responses_api=True).invoke(QUESTION).text
+    embeddings = OpenAIEmbeddings(
+        model=MODEL, base_url=f"{url}/v1", api_key="none", check_embedding_ctx_length=False, max_retries=0
+    )
+    assert len(embeddings.embed_documents(["a", "b"])) == 2
+
+
+def litellm_calls(url: str) -> None:
+    """litellm by its OpenAI and Anthropic providers: whole, streamed, tools, embeddings, errors as its types."""
+    import litellm
+
+    common: Any = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 200}
+    name = f"hosted_vllm/{MODEL}"
+    whole = litellm.completion(model=name, messages=ASK, **common)
+    chunks = litellm.completion(model=name, messages=ASK, stream=True, **common)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    ask = [{"role": "user", "content": WEATHER}]
+    (call,) = litellm.completion(model=name, messages=ask, tools=TOOLS, **common).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    other = litellm.completion(model=f"openai/{MODEL}", messages=ASK, **common)
+    assert other.choices[0].message.content == whole.choices[0].message.content
+    message = litellm.completion(model=f"anthropic/{MODEL}", messages=ASK, **common | {"api_base": url})
+    assert message.choices[0].message.content == whole.choices[0].message.content
+    vectors = litellm.embedding(model=name, input=["a"], api_base=f"{url}/v1", api_key="none")
+    assert vectors.data[0]["embedding"]
+    long = [{"role": "user", "content": "a " * 30_000}]
+    _raises(litellm.ContextWindowExceededError, lambda: litellm.completion(model=name, messages=long, **common))
+    wrong = common | {"temperature": 3}
+    _raises(litellm.BadRequestError, lambda: litellm.completion(model=name, messages=ASK, **wrong))
+
+
+CHECKS: dict[str, list[Callable[[str], None]]] = {
+    "openai": [openai_chat, openai_tools, openai_responses, openai_rest],
+    "anthropic": [anthropic_messages],
+    "langchain_openai": [langchain_chat],
+    "litellm": [litellm_calls],
+}
+
+
+def _openai(url: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def _raises(kind: type[Exception], call: Callable[[], object]) -> Any:
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def main() -> int:
+    """Run what is installed; 1 if anything failed."""
+    failed = False
+    for library, checks in CHECKS.items():
+        try:
+            module = importlib.import_module(library)
+        except ImportError:
+            print(f"--    {library} is not installed")
+            continue
+        version = getattr(module, "__version__", "")
+        for check in checks:
+            try:
+                check(sys.argv[1])
+                print(f"ok    {library} {version} {check.__name__}")
+            except Exception as error:
+                failed = True
+                print(f"FAIL  {library} {version} {check.__name__}: {type(error).__name__}: {str(error)[:600]}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Sends every request of the conformance run to a server and checks whatever comes back, object by object."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import anthropic
+import httpx
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from tests.conformance.cases import RESPONSE, Case, cases
+from tests.conformance.specification import violations
+
+
+@dataclass
+class Report:
+    """How many objects of which kind were checked, and what was wrong."""
+
+    checked: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def check(self, value: Any, schema: str, where: str) -> None:
+        """Check one object."""
+        self.checked[schema] += 1
+        self.faults += [f"{where}: {fault}" for fault in faults_of(value, schema)]
+
+    def expect(self, holds: bool, what: str) -> None:
+        """Note a fault that no schema tells."""
+        if not holds:
+            self.faults.append(what)
+
+
+@lru_cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(getattr(anthropic.types, name))
+
+
+def faults_of(value: Any, schema: str) -> list[str]:
+    """What is wrong with an object: Anthropic's by the models of its own client, OpenAI's by its specification."""
+    if not schema.startswith("anthropic."):
+        return violations(value, schema)
+    if schema == "anthropic.RawMessageStreamEvent" and value == {"type": "ping"}:
+        return []
+    try:
+        _adapter(schema.removeprefix("anthropic.")).validate_python(value, extra="forbid", strict=True)
+    except ValidationError as error:
+        return [f"{schema}: {error}"[:400]]
+    return []
+
+
+def run(client: httpx.Client) -> Report:
+    """Send all requests to the server that ``client`` has as its base URL."""
+    report = Report()
+    models = client.get("/v1/models").json()
+    report.check(models, "ListModelsResponse", "/v1/models")
+    model = models["data"][0]["id"]
+    report.check(client.get(f"/v1/models/{model}").json(), "Model", "/v1/models/{id}")
+    report.check(client.get("/v1/models/other").json(), "ErrorResponse", "/v1/models/other")
+    for case in cases():
+        _send(client, case, model, report)
+    _stored(client, model, report)
+    return report
+
+
+def _send(client: httpx.Client, case: Case, model: str, report: Report) -> None:
+    where = f"{case.path} {orjson.dumps(case.body).decode()[:120]}"
+    answer = client.post(case.path, json={"model": model} | case.body)
+    report.expect(answer.status_code == case.status, f"{where}: status {answer.status_code}, {answer.text[:200]}")
+    if answer.status_code != case.status:
+        return
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        for event in stream_events(answer.text, case.path, where, report):
+            report.check(event, case.schema, where)
+    else:
+        report.check(answer.json(), case.schema, where)
+
+
+def stream_events(text: str, path: str, where: str, report: Report) -> list[Any]:
+    """The events of a stream, whose framing and order are checked here."""
+    report.expect(text.endswith("\n\n"), f"{where}: the stream does not end with an event")
+    found = []
+    blocks = text.rstrip("\n").split("\n\n")
+    if path in ("/v1/chat/completions", "/v1/completions"):
+        report.expect(blocks.pop() == "data: [DONE]", f"{where}: the stream does not end with [DONE]")
+    for block in blocks:
+        name, _, data = block.rpartition("\n")
+        event = orjson.loads(data.removeprefix("data: "))
+        named = f"event: {event['type']}" if "type" in event else ""
+        report.expect(name == named, f"{where}: {name!r} before {event}")
+        found.append(event)
+    numbers = [event["sequence_number"] for event in found if "sequence_number" in event]
+    report.expect(numbers == list(range(len(numbers))), f"{where}: sequence numbers {numbers}")
+    return found
+
+
+def _stored(client: httpx.Client, model: str, report: Report) -> None:
+    """The life of stored responses: fetched, listed, chained, cancelled, deleted."""
+    path = "/v1/responses"
+    first = client.post(path, json={"model": model} | RESPONSE).json()
+    chained = client.post(path, json={"model": model, "previous_response_id": first["id"]} | RESPONSE).json()
+    background = client.post(path, json={"model": model, "background": True} | RESPONSE | {"max_output_tokens": 900})
+    report.check(background.json(), "Response", "in the background")
+    cancelled = client.post(f"{path}/{background.json()['id']}/cancel")
+    report.check(cancelled.json(), "Response", "cancelled")
+    for response in (first, chained):
+        stored = client.get(f"{path}/{response['id']}").json()
+        report.check(stored, "Response", "fetched")
+        report.expect(stored == response, "a stored response differs from what was answered")
+        report.check(client.get(f"{path}/{response['id']}/input_items").json(), "ResponseItemList", "input_items")
+        report.expect(client.delete(f"{path}/{response['id']}").json()["deleted"], "a response is not deleted")
+        report.check(client.get(f"{path}/{response['id']}").json(), "ErrorResponse", "after its end")

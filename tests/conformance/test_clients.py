@@ -1,0 +1,19 @@
+"""The client libraries against the embedded model; clients.py says what they do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from tests.conformance.clients import CHECKS
+
+INSTALLED = [check for library in ("openai", "anthropic", "langchain_openai") for check in CHECKS[library]]
+
+
+@pytest.mark.parametrize("check", INSTALLED, ids=lambda check: check.__name__)
+def test_client(url: str, check: Callable[[str], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # how libraries speak of their own future is not ours to fail for
+        check(url)
