@@ -31,15 +31,19 @@ class Steps:
 
     def run(self, finished: list[int], new: list[NewSequence], rows: list[tuple[int, int, int]]) -> float:
         """One step of (sequence, computed, scheduled) rows; returns its seconds."""
-        self.step += 1
-        ids, computed, scheduled = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
-        plan = SchedulerOutput(
-            step=self.step, finished=finished, new=new, seq_ids=ids, num_computed=computed, num_scheduled=scheduled,
-            samples=[True] * len(ids), new_block_counts=[0] * len(ids), new_block_ids=[],
-        )  # fmt: skip
+        plan = self.plan(finished, new, rows)
         started = time.perf_counter()
         self.runner.execute(plan)
         return time.perf_counter() - started
+
+    def plan(self, finished: list[int], new: list[NewSequence], rows: list[tuple[int, int, int]]) -> SchedulerOutput:
+        """The next step, of (sequence, computed, scheduled) rows."""
+        self.step += 1
+        ids, computed, scheduled = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+        return SchedulerOutput(
+            step=self.step, finished=finished, new=new, seq_ids=ids, num_computed=computed, num_scheduled=scheduled,
+            samples=[True] * len(ids), new_block_counts=[0] * len(ids), new_block_ids=[],
+        )  # fmt: skip
 
     def sequences(self, count: int, tokens: int, room: int) -> list[NewSequence]:
         """Sequences of random tokens, with blocks for ``room`` more."""

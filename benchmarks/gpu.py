@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --device cpu --shape tiny --batch 1 2 --context 64 --prefill 64   # does it run?
 
 Needs torch, transformers and what `pip install 'raylm[gpu]'` brings; no ray, no network: the weights are random. Every
-time is the median of --steps whole steps of the worker, from a plan to drawn tokens.
+time is of --steps whole steps of the worker, from a plan to drawn tokens; of decoding two are under way at a time.
 
 floor     milliseconds to read the weights (the embedding only where it is the head too) and the batch's keys and values
           once, at the bandwidth of a copy
@@ -23,7 +23,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,12 @@ _WARM_UP = 4
 
 
 class Decoding(Steps):
-    """Sequences that decode behind a context which nobody computed: its keys and values are zeros."""
+    """Sequences that decode behind a context which nobody computed: its keys and values are zeros.
+
+    Two steps are under way at a time, as in the engine.
+    """
+
+    under_way: Callable[[], object]
 
     def start(self, batch: int, context: int, room: int) -> list[Any]:
         """Take ``batch`` sequences in; their first token is computed."""
@@ -51,9 +56,19 @@ class Decoding(Steps):
         self.run([], new, [(seq.seq_id, context, 1) for seq in new])
         return new
 
-    def decode_on(self, new: list[Any], at: int) -> float:
-        """One step more for all of them, ``at`` tokens behind their context; its seconds."""
-        return self.run([], [], [(seq.seq_id, at, 1) for seq in new])
+    def decode_on(self, new: list[Any], at: int) -> None:
+        """Launch one step more for all of them, ``at`` tokens behind their context; wait for the one before it."""
+        before, self.under_way = self.under_way, self.runner.launch(self.plan([], [], [(s.seq_id, at, 1) for s in new]))
+        before()
+
+    def land(self) -> None:
+        """Wait for the last step."""
+        self.under_way()
+        self.under_way = _nothing
+
+
+def _nothing() -> None:
+    """There is no step under way."""
 
 
 def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, args: Any, peak: float) -> dict:
@@ -80,14 +95,23 @@ def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, 
 
 
 def timed(steps: Decoding, batch: int, context: int, count: int, device: torch.device) -> tuple[float, Any]:
-    """The median of ``count`` steps, and the trace of a few more."""
+    """Seconds of each of ``count`` steps, one after the other, and the trace of a few more."""
     room = 2 * (count + _WARM_UP)
+    steps.under_way = _nothing
     new = steps.start(batch, context, room)
     position = iter(range(context + 1, context + room))
-    taken = [steps.decode_on(new, next(position)) for _ in range(_WARM_UP + count)][_WARM_UP:]
+    for _ in range(_WARM_UP):
+        steps.decode_on(new, next(position))
+    steps.land()
+    started = time.perf_counter()
+    for _ in range(count):
+        steps.decode_on(new, next(position))
+    steps.land()
+    taken = (time.perf_counter() - started) / count
     traced = trace(lambda: steps.decode_on(new, next(position)), _WARM_UP, device)
+    steps.land()
     steps.run([seq.seq_id for seq in new], [], [])
-    return statistics.median(taken), traced
+    return taken, traced
 
 
 def prefill_row(runner: ModelRunner, info: WorkerInfo, tokens: int, args: Any, peak: float) -> dict:

@@ -77,9 +77,10 @@ class WorkerActor:
         """Give a sign of life, between two steps."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
+        """Run one step; the next one has its turn once this one is on its way."""
         with self._turns.wait_for(plan.step):
-            return self._worker.execute(plan)
+            output = self._worker.launch(plan)
+        return output()
 
 
 def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:

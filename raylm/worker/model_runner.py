@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
+from raylm.worker.device_feed import Feed, NoFeed
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
@@ -33,6 +34,7 @@ class ModelRunner:
         buffers: InputBuffers,
         speculator: Speculator | None = None,
         sampler: Sampler | None = None,
+        feed: Feed | None = None,
     ) -> None:
         self.forward = forward
         self.batch = batch
@@ -40,17 +42,33 @@ class ModelRunner:
         self.sampler = sampler or Sampler()
         self.speculator = speculator or NoSpeculation()
         self.pooler = Pooler()
+        self.feed = feed or NoFeed()
         self._prompt_logprobs: dict[int, int] = {}
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the difference, run the step, draw tokens and keep them.
 
         Raises:
             RuntimeError: the plan contradicts what the worker holds.
         """
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """The same, but what is returned gives the output, and may wait for it while the next step is launched.
+
+        Raises:
+            RuntimeError: the plan contradicts what the worker holds.
+        """
         started = time.perf_counter()
         step = self.speculator.lay_out(self.pooler.claim(StepRows.of(plan, self._apply(plan))), self.batch)
+        if step.seq_ids and not self._prompt_logprobs and self.feed.takes(step, self.batch):
+            return self.feed.launch(plan.step, step, self.batch, self.forward).output
+        self.feed.settle(self.batch)
+        output = self._run(plan, step, started)
+        return lambda: output
+
+    def _run(self, plan: SchedulerOutput, step: StepRows, started: float) -> ModelRunnerOutput:
         if not step.seq_ids:
             return ModelRunnerOutput(plan.step, [], [], [], step_s=time.perf_counter() - started)
         inputs = self.buffers.build(step, self.batch)
@@ -86,7 +104,9 @@ class ModelRunner:
             self._prompt_logprobs.pop(seq_id, None)
             self.pooler.remove(seq_id)
         for new in plan.new:
-            self.speculator.add(self.batch.add(new))
+            row = self.batch.add(new)
+            self.speculator.add(row)
+            self.feed.add(row)
             self.pooler.add(new)
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[new.seq_id] = new.params.prompt_logprobs

@@ -16,6 +16,7 @@ from raylm.messages import WorkerInfo
 from raylm.models import load_model, resolve_dtype
 from raylm.native import use_threads
 from raylm.worker.attention import StepLimits, select_backend
+from raylm.worker.device_feed import create_feed
 from raylm.worker.forward import ModuleForward, select_forward
 from raylm.worker.graph_forward import CudaCapture, GraphForward
 from raylm.worker.host import available_cores
@@ -97,7 +98,8 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
             forward = GraphForward(forward, limits, pool.num_blocks, device, CudaCapture())
         # What is left to torch beside a native forward pass is small: waking its threads takes longer.
         torch.set_num_threads(threads if isinstance(forward, ModuleForward) else 1)
-        runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator, sampler)
+        feed = create_feed(limits, device, alone=ranks.size == 1 and not config.scheduler.speculative_tokens)
+        runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator, sampler, feed)
     if isinstance(forward, GraphForward):
         with stages("capture CUDA graphs"):
             forward.capture_at_start()

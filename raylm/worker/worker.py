@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,9 +61,17 @@ class Worker:
         Raises:
             RuntimeError: the worker is not running, or the plan contradicts what it holds.
         """
+        return self.launch(plan)()
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Start one step; what is returned waits for its output, on any thread, while the next one is started.
+
+        Raises:
+            RuntimeError: the worker is not running, or the plan contradicts what it holds.
+        """
         if self._runner is None:
             raise RuntimeError("the worker has not been started, or was shut down")
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
 
     def shutdown(self) -> None:
         """Let go of weights and KV tensors; safe to call twice."""
