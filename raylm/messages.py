@@ -42,7 +42,9 @@ class EngineCoreRequest:
 
     ``params.max_tokens`` and ``params.seed`` are set. ``eos_token_ids`` end the sequence unless ``params.ignore_eos``.
     ``bad_words_token_ids`` are the tokenized ``params.bad_words``. ``arrival_time`` is in seconds since the epoch.
-    A lower ``priority`` is served earlier (under the priority policy). With ``pooling`` the prompt is computed and
+    A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is what
+    ``params.structured_outputs`` mean to llguidance; ``thinking`` says how thoughts, for which it does not hold, are
+    told from the answer. With ``pooling`` the prompt is computed and
     answered by a vector; no token is drawn, and of ``params`` only the defaults mean anything.
     """
 
@@ -55,6 +57,8 @@ class EngineCoreRequest:
     priority: int = 0
     cache_salt: str | None = None
     arrival_time: float = 0.0
+    grammar: str | None = None
+    thinking: Thinking | None = None
     pooling: PoolingParams | None = None
 
 
@@ -76,7 +80,8 @@ class NewSequence:
 
     ``token_ids`` are all tokens known so far (prompt, then generated). ``block_ids`` is its whole block table.
     ``stop_token_ids`` may not be drawn before ``params.min_tokens``: EOS and the caller's, unless ignored.
-    ``limit`` is the longest that it may grow, in tokens with the prompt. With ``pooling`` its last token yields a
+    ``limit`` is the longest that it may grow, in tokens with the prompt. ``grammar`` and ``thinking`` as in the
+    request. With ``pooling`` its last token yields a
     vector where others draw.
     """
 
@@ -89,6 +94,8 @@ class NewSequence:
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     limit: int = 2**31 - 1
+    grammar: str | None = None
+    thinking: Thinking | None = None
     pooling: PoolingParams | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from raylm.errors import InvalidRequestError
 
@@ -14,8 +14,45 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 1024
+MAX_GRAMMAR_CHARS = 2**18
+LARK = "%llguidance {}\n"  # what a grammar begins with that is Lark beyond doubt
 
 PoolingType = Literal["last", "mean", "cls"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What form an answer must have, by exactly one of:
+
+    ``json``: a JSON schema, as an object or as its text; the answer is compact, without white space between values,
+    unless the schema says otherwise (``x-guidance``). ``regex``: a regular expression for the whole answer.
+    ``choice``: one of these strings. ``grammar``: Lark (with a rule ``start``) or GBNF. ``json_object``: any object.
+    ``param`` is the field that errors about it name.
+
+    Raises:
+        InvalidRequestError: it is not exactly one, or too long.
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    param: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        given = [self.json is not None, self.regex is not None, self.choice is not None, self.grammar is not None]
+        if sum(given) + self.json_object != 1:
+            message = f"{self.param} takes exactly one of json, regex, choice, grammar and json_object."
+            raise InvalidRequestError(message, param=self.param)
+        if self.choice is not None and not (0 < len(self.choice) <= MAX_CHOICES and all(self.choice)):
+            message = f"{self.param} takes 1 to {MAX_CHOICES} choices, none of them empty."
+            raise InvalidRequestError(message, param=self.param)
+        longest = max(len(text) for text in (self.regex or "", self.grammar or "", *(self.choice or ())))
+        if longest > MAX_GRAMMAR_CHARS:
+            message = f"{self.param} takes at most {MAX_GRAMMAR_CHARS} characters."
+            raise InvalidRequestError(message, param=self.param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +62,8 @@ class SamplingParams:
     Units: ``max_tokens`` and ``min_tokens`` count generated tokens; ``logit_bias`` adds to logits (clamped to ±100);
     penalties follow OpenAI (presence, frequency: subtracted from logits, counted over generated tokens) and
     CTRL (repetition: divides positive and multiplies negative logits, over prompt and generated tokens).
+    ``structured_outputs`` hold for the answer, behind any thoughts; ``thinking_token_budget`` is the most tokens that a
+    model which thinks may think before it is made to answer.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -50,6 +89,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -67,6 +108,13 @@ class SamplingParams:
         _check(self.min_tokens >= 0, "min_tokens", "must be at least 0")
         _check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens"
+        )
+        budget = self.thinking_token_budget
+        _check(budget is None or budget >= 0, "thinking_token_budget", "must be at least 0")
+        _check(
+            self.structured_outputs is None or not self.ignore_eos,
+            "ignore_eos",
+            "must be false where the form of the answer says when it ends",
         )
         self._check_lists()
 

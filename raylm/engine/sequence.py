@@ -132,6 +132,8 @@ class Sequence:
             seed=sequence_seed(self.state.seed, self.index),
             stop_token_ids=self.state.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
+            grammar=request.grammar,
+            thinking=request.thinking,
             limit=self.limit,
             pooling=request.pooling,
         )

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from raylm.frontend.admission import Admission, Hold
     from raylm.frontend.answer_format import AnswerFormat
     from raylm.frontend.async_llm import AsyncLLM
-    from raylm.frontend.chat_request import ChatPrompt, ChatRequest
+    from raylm.frontend.chat_request import ChatPrompt, ChatRequest, NamedTool, ToolChoice
     from raylm.frontend.discovery import Discovery
     from raylm.frontend.engine_client import EngineClient
     from raylm.frontend.local_engine_client import LocalEngineClient
@@ -30,11 +30,13 @@ __all__ = [
     "EngineClient",
     "Hold",
     "LocalEngineClient",
+    "NamedTool",
     "RayEngineClient",
     "RequestOutput",
     "Router",
     "TokenLogprob",
     "ToolCallDelta",
+    "ToolChoice",
     "aside",
     "join_calls",
 ]
@@ -44,8 +46,6 @@ _HOMES = {
     "Admission": "raylm.frontend.admission",
     "AnswerFormat": "raylm.frontend.answer_format",
     "AsyncLLM": "raylm.frontend.async_llm",
-    "ChatPrompt": "raylm.frontend.chat_request",
-    "ChatRequest": "raylm.frontend.chat_request",
     "aside": "raylm.frontend.offload",
     "Discovery": "raylm.frontend.discovery",
     "EngineClient": "raylm.frontend.engine_client",
@@ -53,7 +53,8 @@ _HOMES = {
     "LocalEngineClient": "raylm.frontend.local_engine_client",
     "RayEngineClient": "raylm.frontend.ray_engine_client",
     "Router": "raylm.frontend.router",
-} | dict.fromkeys(
+} | dict.fromkeys(("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"), "raylm.frontend.chat_request")
+_HOMES |= dict.fromkeys(
     ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"), "raylm.frontend.outputs"
 )
 

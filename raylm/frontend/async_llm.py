@@ -8,13 +8,14 @@ from typing import Any
 
 from raylm.checkpoint import resolve
 from raylm.config import Config
-from raylm.errors import EngineUnavailableError
+from raylm.errors import EngineUnavailableError, UnsupportedFieldError
 from raylm.frontend.admission import Admission, Hold
 from raylm.frontend.answer_format import AnswerFormat
 from raylm.frontend.chat_processor import ChatProcessor
 from raylm.frontend.chat_request import ChatPrompt, ChatRequest
 from raylm.frontend.chat_template import ChatTemplate, check_templates, content_chars
 from raylm.frontend.engine_client import EngineClient
+from raylm.frontend.grammar_compiler import GrammarCompiler
 from raylm.frontend.input_processor import InputProcessor, Limits, sampling_defaults
 from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.output_queue import OutputQueue
@@ -49,7 +50,8 @@ class AsyncLLM:
         self._tokenizer = Tokenizer(checkpoint.path)
         check_templates(self._tokenizer.chat_templates)
         self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
-        self._chat = ChatProcessor(config, self._tokenizer, self._template)
+        self._grammars = GrammarCompiler(checkpoint.path, checkpoint.eos_token_ids)
+        self._chat = ChatProcessor(config, self._tokenizer, self._template, self._grammars)
         self._router = router or Router()
         self._telemetry = Telemetry(self.model_name, self._router.stats)
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids)
@@ -64,6 +66,7 @@ class AsyncLLM:
         """Leave all engines, which ends what is open, and end the threads."""
         await self._router.close()
         self._template.close()
+        self._grammars.close()
         self._tokenizer.close()
 
     @property
@@ -114,6 +117,13 @@ class AsyncLLM:
         """
         arrival_time = time.time() if arrival_time is None else arrival_time
         limits = self._router.limits
+        spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
+        if params.thinking_token_budget is not None and thinking is None:
+            raise UnsupportedFieldError(
+                "'thinking_token_budget' needs a conversation whose answers are told from thoughts.",
+                param="thinking_token_budget",
+            )
+        grammar = await self._grammars.compile(spec) if spec is not None else None
         request = self._input.build(
             await self._token_ids(prompt, limits, prompt_param),
             params,
@@ -124,6 +134,8 @@ class AsyncLLM:
             arrival_time=arrival_time,
             param=prompt_param,
             bad_words=await self._input.bad_words(params.bad_words, limits),
+            grammar=grammar,
+            thinking=thinking,
         )
         engine, queue, hold = self._send(request, answer_format)
         try:

@@ -10,6 +10,7 @@ from raylm.errors import ConfigError, UnsupportedFieldError
 from raylm.frontend.answer_format import AnswerFormat
 from raylm.frontend.chat_request import ChatPrompt, ChatRequest
 from raylm.frontend.chat_template import ChatTemplate
+from raylm.frontend.grammar_compiler import GrammarCompiler
 from raylm.frontend.reasoning_parsers import (
     REASONING_PARSERS,
     ReasoningParser,
@@ -17,6 +18,7 @@ from raylm.frontend.reasoning_parsers import (
     reasoning_parser_class,
 )
 from raylm.frontend.tokenizer import Tokenizer
+from raylm.frontend.tool_forms import ToolForms
 from raylm.frontend.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser, tool_parser_class
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
@@ -31,7 +33,7 @@ class ChatProcessor:
         ConfigError: a configured parser is not known, or does not fit the tokenizer.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate, compiler: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.tool_parser_name = _choose("tool_parser", config.tool_parser, [*TOOL_PARSERS])
@@ -43,6 +45,7 @@ class ChatProcessor:
         self._tool_parser: type[ToolParser] | None = None
         if self.tool_parser_name != "none":
             self._tool_parser = tool_parser_class(self.tool_parser_name)
+            self._tools = ToolForms(self._tool_parser, tokenizer, compiler)
         self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
 
     @property
@@ -62,9 +65,11 @@ class ChatProcessor:
                 "'tools' is not supported: this model's chat template has no form of tool calls that is known here.",
                 param="tools",
             )
+        if params.thinking_token_budget is not None and self._reasoning_parser is None:
+            raise _never_thinks("thinking_token_budget")
         text = await self._template.render(
             request.messages,
-            tools=tools,
+            tools=[_without_strict(tool) for tool in tools] if tools else None,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=self._template_kwargs(request),
@@ -77,6 +82,10 @@ class ChatProcessor:
             tools={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()},
             one_call=not request.parallel_tool_calls,
         )
+        if form.thinking is None:  # nothing is left that a budget could limit
+            params = replace(params, thinking_token_budget=None)
+        if tools:
+            params = replace(params, structured_outputs=await self._tools.form_of(request, tools, params))
         if form.thinking is None and form.tool_parser is None:
             return ChatPrompt(token_ids, params, None)
         return ChatPrompt(token_ids, self._showing_markers(params, form), form)
@@ -86,10 +95,7 @@ class ChatProcessor:
         if effort is None:
             return request.template_kwargs
         if self._reasoning_parser is None:
-            raise UnsupportedFieldError(
-                "'reasoning_effort' is not supported: this model does not think before it answers.",
-                param="reasoning_effort",
-            )
+            raise _never_thinks("reasoning_effort")
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | (request.template_kwargs or {})
 
     def _thinking(self, prompt: list[int], opens_turn: bool) -> Thinking | None:
@@ -124,6 +130,17 @@ class ChatProcessor:
         closing = self._tokenizer.encode_now(parser.closing, add_special_tokens=False)
         self._marks = Thinking(start, end, tuple(closing) if end in closing else (end,), begun=False)
         return parser
+
+
+def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool as a model shall read it: ``strict`` is between caller and server."""
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+
+
+def _never_thinks(param: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"'{param}' is not supported: this model does not think before it answers.", param=param
+    )
 
 
 def _choose(knob: str, asked: str, known: list[str]) -> str:

@@ -9,6 +9,16 @@ from raylm.frontend.answer_format import AnswerFormat
 from raylm.params import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The one tool that the answer must call."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """What a caller asks for the next turn of a conversation, in the terms of OpenAI's chat completions.
@@ -20,7 +30,7 @@ class ChatRequest:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True

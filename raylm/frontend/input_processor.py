@@ -12,7 +12,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from raylm.frontend.offload import aside
 from raylm.frontend.tokenizer import Tokenizer
-from raylm.messages import EngineCoreRequest
+from raylm.messages import EngineCoreRequest, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
 MAX_STOP_CHARS = 2_048
@@ -67,10 +67,13 @@ class InputProcessor:
         arrival_time: float,
         param: str = "prompt",
         bad_words: tuple[tuple[int, ...], ...] = (),
+        grammar: str | None = None,
+        thinking: Thinking | None = None,
     ) -> EngineCoreRequest:
         """Check and complete one request; ``param`` is the field that the prompt came from.
 
-        ``bad_words`` are those of ``params``, tokenized.
+        ``bad_words`` are those of ``params``, tokenized; ``grammar`` is what ``params.structured_outputs`` come to;
+        ``thinking`` tells how answers may begin.
 
         Raises:
             ContextLengthError: prompt and max_tokens do not fit.
@@ -85,13 +88,18 @@ class InputProcessor:
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             params=replace(
-                params, max_tokens=max_tokens, seed=random.getrandbits(63) if params.seed is None else params.seed
+                params,
+                max_tokens=max_tokens,
+                seed=random.getrandbits(63) if params.seed is None else params.seed,
+                structured_outputs=None,
             ),
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=bad_words,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            grammar=grammar,
+            thinking=thinking,
         )
 
     def build_pooling(

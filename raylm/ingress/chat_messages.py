@@ -38,15 +38,15 @@ def template_messages(messages: list[JSONObject]) -> list[JSONObject]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def template_tools(tools: list[JSONObject] | None, tool_choice: object) -> list[JSONObject] | None:
-    """The tools for the chat template; none where ``tool_choice`` forbids calling them.
+def template_tools(tools: list[JSONObject] | None) -> list[JSONObject] | None:
+    """The tools for the chat template.
 
     Raises:
         InvalidRequestError: a tool is not a function with a name; ``param`` is its dotted path.
     """
     for index, tool in enumerate(tools or ()):
         _check_tool(tool, f"tools[{index}]")
-    return None if tool_choice == "none" else tools or None
+    return tools or None
 
 
 def _message(message: JSONObject, path: str) -> JSONObject:
@@ -126,8 +126,6 @@ def _check_tool(tool: JSONObject, path: str) -> None:
     _optional(function, "description", str, "a string", path)
     _optional(function, "parameters", dict, "an object", path)
     _optional(function, "strict", bool, "a boolean", path)
-    if function.get("strict"):
-        raise unsupported(f"{path}.function.strict", "arguments are not constrained; give false.")
 
 
 def _function_object(value: object, path: str, fields: set[str]) -> JSONObject:

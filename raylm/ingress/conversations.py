@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raylm.config import Config
@@ -9,6 +10,7 @@ from raylm.frontend import ChatRequest, aside
 from raylm.ingress.chat_messages import template_messages, template_tools
 from raylm.ingress.models import check_model
 from raylm.ingress.protocol_chat import ChatCompletionRequest
+from raylm.ingress.protocol_structured import tool_choice_of
 from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class Conversations:
         check_model(body.model, self._llm)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
+        params = replace(params, thinking_token_budget=body.thinking_token_budget)
         self._llm.admission.expect(params.n)
         request = await aside(lambda: chat_request(body, any_length=any_length), count_parts(body))
         return params, await self._llm.prepare_chat(request, params)
@@ -107,9 +110,11 @@ def chat_request(body: ChatCompletionRequest, *, any_length: bool = False) -> Ch
     Raises:
         InvalidRequestError: a message or a tool is wrong.
     """
+    tools = template_tools(body.tools)
     return ChatRequest(
         messages=template_messages(body.messages),
-        tools=template_tools(body.tools, body.tool_choice),
+        tools=tools,
+        tool_choice=tool_choice_of(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.generation_prompt,

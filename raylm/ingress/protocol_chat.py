@@ -24,13 +24,12 @@ class ChatCompletionRequest(GenerationBody):
     Without effect on the answer by OpenAI's own definition, so accepted: ``metadata`` (labels of stored answers),
     ``safety_identifier`` and ``user`` (abuse detection), ``prompt_cache_key`` (a hint for routing to caches).
     Accepted only with the value that this server does anyway: ``store`` false, ``modalities`` ["text"],
-    ``service_tier`` auto or default, ``prompt_cache_retention`` in_memory,
-    ``response_format`` {"type": "text"}, ``tool_choice`` auto or none.
+    ``service_tier`` auto or default, ``prompt_cache_retention`` in_memory.
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
         "audio", "documents", "echo", "function_call", "functions", "moderation", "prediction",
-        "prompt_cache_options", "structured_outputs", "thinking_token_budget", "verbosity", "web_search_options",
+        "prompt_cache_options", "verbosity", "web_search_options",
     })  # fmt: skip
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
@@ -42,7 +41,7 @@ class ChatCompletionRequest(GenerationBody):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    response_format: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -81,10 +80,6 @@ class ChatCompletionRequest(GenerationBody):
             raise unsupported("service_tier", "only auto and default are supported.")
         if self.prompt_cache_retention == "24h":
             raise unsupported("prompt_cache_retention", "only in_memory is supported.")
-        if self.response_format is not None:
-            _check_response_format(self.response_format)
-        if self.tool_choice not in (None, "auto", "none"):
-            raise unsupported("tool_choice", "only auto and none are supported.")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -97,10 +92,3 @@ class ChatCompletionRequest(GenerationBody):
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
-
-
-def _check_response_format(chosen: dict[str, Any]) -> None:
-    if chosen.get("type") != "text":
-        raise unsupported("response_format.type", "only text is supported.")
-    if len(chosen) > 1:
-        raise unsupported("response_format", "takes nothing beside its type text.")

@@ -21,7 +21,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationBody):
     """Fields of a completion. ``best_of`` is accepted where it means nothing: equal to ``n``."""
 
-    unserved: ClassVar[frozenset[str]] = frozenset({"suffix", "structured_outputs", "response_format"})
+    unserved: ClassVar[frozenset[str]] = frozenset({"suffix"})
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None

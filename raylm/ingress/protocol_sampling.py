@@ -11,6 +11,7 @@ from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.ingress.envelope import clip
 from raylm.ingress.protocol import Body, RequestId, StringOrStrings, Strings, TokenIds, at_most, unsupported
+from raylm.ingress.protocol_structured import form_of
 from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 _SAME_NAME = (
@@ -69,6 +70,8 @@ class GenerationBody(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     request_id: RequestId | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -115,5 +118,6 @@ class GenerationBody(Body):
         if self.logit_bias is not None:
             clamped = {int(key): max(-_MAX_BIAS, min(_MAX_BIAS, bias)) for key, bias in self.logit_bias.items()}
             given["logit_bias"] = clamped
+        given["structured_outputs"] = form_of(self.response_format, self.structured_outputs)
         given |= {name: value for name, value in overrides.items() if value is not None}
         return SamplingParams(**{**defaults, **given})

@@ -88,7 +88,7 @@ class Tokenize:
         generation_prompt = body.add_generation_prompt
         return await self._llm.render_chat(
             template_messages(body.messages or []),
-            tools=template_tools(body.tools, None),
+            tools=template_tools(body.tools),
             add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs,

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
 from raylm.worker.logits_processors import LogitsProcessor, build_logits_processors
+from raylm.worker.structured_outputs import Grammars, StructuredOutputs
+from raylm.worker.thoughts import ThinkingBudget
 
 IntArray = NDArray[np.integer[Any]]
 
@@ -43,7 +45,13 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device | str
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device | str,
+        grammars: Grammars | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -54,7 +62,11 @@ class InputBatch:
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.limits = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
-        self.processors: tuple[LogitsProcessor[Any], ...] = build_logits_processors(max_num_seqs, vocab_size)
+        self.processors: tuple[LogitsProcessor[Any], ...] = (
+            *build_logits_processors(max_num_seqs, vocab_size),
+            ThinkingBudget(max_num_seqs, vocab_size),
+            StructuredOutputs(max_num_seqs, vocab_size, grammars),
+        )
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 

@@ -62,6 +62,10 @@ class LogitsProcessor(ABC, Generic[State]):
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Take note that each row has got one more generated token."""
 
+    def reason(self, row: int) -> str | None:
+        """Why the row has no token left, if that is this processor's doing alone."""
+        return None
+
     def owned(self, rows: IntArray) -> NDArray[np.int64]:
         """The positions in ``rows`` of the rows it owns."""
         if not self.states:

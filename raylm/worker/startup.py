@@ -30,6 +30,7 @@ from raylm.worker.process_group import join_ranks
 from raylm.worker.profile_run import profile_run
 from raylm.worker.rank_sampler import select_sampler
 from raylm.worker.speculator import create_speculator
+from raylm.worker.structured_outputs import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
         dtype = resolve_dtype(checkpoint, config.dtype, device)
         with loading(checkpoint, device):
             model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization, ranks)
+    grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)
     threads = config.engine.threads or useful_threads(most_threads, weights_bytes)
     torch.set_num_threads(threads)
     if device.type == "cpu":
@@ -91,7 +93,7 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
         kv_caches = allocate(backend, model.attention_specs, num_blocks, size, dtype, device)
         limits = _limits(config, pool.max_model_len)
         vocab_size = model.vocab_size
-        batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device)
+        batch = InputBatch(limits.max_num_seqs, pool.max_model_len, size, vocab_size, device, grammars)
         speculator = create_speculator(limits, pool.max_model_len, config.scheduler.speculative_tokens)
         forward = select_forward(model, backend, kv_caches, limits)
         if with_graphs and isinstance(forward, ModuleForward):

@@ -17,7 +17,7 @@ Positions = NDArray[np.int64]
 
 NOT_FINITE = "the model's logits are not finite"
 OVERFLOW = "the penalties made logits infinite"
-NOTHING_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to draw"
+NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens and the form of the answer together leave no token to draw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,11 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
     for processor, positions in plans:
         processor.apply(logits, positions, rows[positions], batch)
     maxima = BlockMaxima(logits)
-    return StepLogits(maxima, raw, np.cumsum(asking) - 1, _failures(peak, maxima.peak))
+    failed = _failures(peak, maxima.peak)
+    for position in failed:
+        reasons = (processor.reason(int(rows[position])) for processor, _ in plans)
+        failed[position] = next((reason for reason in reasons if reason), failed[position])
+    return StepLogits(maxima, raw, np.cumsum(asking) - 1, failed)
 
 
 def _failures(before: NDArray[np.float32], after: NDArray[np.float32]) -> dict[int, str]:

@@ -106,7 +106,16 @@ GENERATION: dict[str, list[Any]] = SAMPLING | {
     "return_token_ids": BOOLEAN,
     "request_id": REQUEST_ID,
     "user": STRING,
-}
+    "response_format": [
+        *OBJECT, {"type": "xml"}, {}, {"type": "json_schema"}, {"type": "text", "x": 1},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": []}},
+        {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}},
+    ],
+    "structured_outputs": [
+        *OBJECT, {}, {"regex": 5}, {"regex": "a", "json": {}}, {"choice": []}, {"choice": [1]}, {"zzz": 1},
+        {"grammar": []}, {"json": 5},
+    ],
+}  # fmt: skip
 POOLING: dict[str, list[Any]] = {
     "model": STRING,
     "pooling": [*CHOICE, "max"],
@@ -151,10 +160,10 @@ ENDPOINTS: dict[str, Endpoint] = {
             "logprobs": BOOLEAN,
             "top_logprobs": [*INTEGER, -1, 21, 1],
             "tools": TOOLS,
-            "tool_choice": [5, "sometimes", [1], {"type": "nonsense"}],
+            "tool_choice": [5, "sometimes", [1], {"type": "nonsense"}, "required"],
             "parallel_tool_calls": BOOLEAN,
             "reasoning_effort": CHOICE,
-            "response_format": [5, "x", [1], {"type": "xml"}, {}],
+            "thinking_token_budget": [*INTEGER, -1],
             "add_generation_prompt": BOOLEAN,
             "continue_final_message": BOOLEAN,
             "chat_template_kwargs": [*OBJECT, {"messages": []}, {"tokenize": True}, {"_x": 1}],

@@ -109,7 +109,7 @@ class FakeAsyncLLM:
     async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
         token_ids = await self.render_chat(
             request.messages,
-            tools=request.tools,
+            tools=request.tools if request.tool_choice != "none" else None,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=request.template_kwargs,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from raylm.frontend.markers import settled
 from raylm.frontend.outputs import ToolCallDelta
 
 Tools = Mapping[str, Mapping[str, Any]]
+Mark = Callable[[str], str]
 Parsed = tuple[str, list[ToolCallDelta]]
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -51,6 +52,19 @@ class ToolParser(ABC):
     @abstractmethod
     def _call(self) -> bool:
         """The state behind the marker; whether it took anything or went to another state."""
+
+    @classmethod
+    @abstractmethod
+    def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
+        """How a model writes calls, in Lark: (one call, what stands between two, further rules).
+
+        The arguments of the function ``names[i]`` are the rule ``args_i``; ``mark`` gives a marker's own expression.
+        """
+
+    @classmethod
+    def free_text(cls) -> str:
+        """Lark for an answer in which calls may stand, but must be right: of the rules TEXT and calls."""
+        return "TEXT? (calls TEXT?)*"
 
     @property
     def has_calls(self) -> bool:

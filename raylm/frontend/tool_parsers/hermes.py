@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from raylm.frontend.tool_parsers.base import Mark
 from raylm.frontend.tool_parsers.json_calls import JSONCallsParser
 
 END = "</tool_call>"
@@ -15,6 +18,10 @@ class HermesParser(JSONCallsParser):
     @classmethod
     def serves(cls, template: str) -> bool:
         return cls.marker in template
+
+    @classmethod
+    def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
+        return f'{mark(cls.marker)} "\\n" object "\\n" {mark(END)}', '"\\n"', cls.objects(names)
 
     def _call(self) -> bool:
         self._behind = self._closing

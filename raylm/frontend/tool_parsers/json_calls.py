@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
 from raylm.frontend.tool_parsers.base import ToolParser, Tools
 from raylm.frontend.tool_parsers.json_scanner import CallScanner
@@ -16,6 +17,13 @@ class JSONCallsParser(ToolParser):
         self._scanner: CallScanner | None = None
         self._opened = False
         self._behind: Callable[[], bool] = self._text
+
+    @staticmethod
+    def objects(names: Sequence[str], key: str = "arguments") -> str:
+        """Lark of the rule ``object``: one of the functions with its arguments, spaced as templates space JSON."""
+        heads = [f'{{"name": {json.dumps(name)}, "{key}": ' for name in names]
+        each = [f'{json.dumps(head, ensure_ascii=False)} args_{i} "}}"' for i, head in enumerate(heads)]
+        return "object: " + " | ".join(each)
 
     def _begin_object(self) -> bool:
         """Read an object from the front of the buffer."""

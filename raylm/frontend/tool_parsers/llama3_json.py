@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from raylm.frontend.tool_parsers.base import Mark
 from raylm.frontend.tool_parsers.json_calls import JSONCallsParser
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -20,6 +23,14 @@ class Llama3JSONParser(JSONCallsParser):
     @classmethod
     def serves(cls, template: str) -> bool:
         return '"parameters": ' in template and ("python_tag" in template or "ipython" in template)
+
+    @classmethod
+    def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
+        return "object", '"; "', cls.objects(names, "parameters")
+
+    @classmethod
+    def free_text(cls) -> str:
+        return "calls | /[^{](.|\\n)*/"
 
     def _text(self) -> bool:
         """The beginning of the answer, or what follows a call: an object, or content until the end."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from raylm.frontend.tool_parsers.base import Tools, short_id
+import json
+from collections.abc import Sequence
+
+from raylm.frontend.tool_parsers.base import Mark, Tools, short_id
 from raylm.frontend.tool_parsers.json_calls import JSONCallsParser
 from raylm.frontend.tool_parsers.json_scanner import ValueScanner
 
@@ -22,6 +25,15 @@ class MistralParser(JSONCallsParser):
     @classmethod
     def serves(cls, template: str) -> bool:
         return cls.marker in template
+
+    @classmethod
+    def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
+        """The newer form where the vocabulary has a marker for it, else a list of one for each call."""
+        args = mark(_ARGS)
+        if args.startswith('"'):
+            return f'{mark(cls.marker)} "[" object "]"', "", cls.objects(names)
+        each = [f"{json.dumps(name, ensure_ascii=False)} {args} args_{i}" for i, name in enumerate(names)]
+        return f"{mark(cls.marker)} named", "", "named: " + " | ".join(each)
 
     def new_id(self) -> str:
         """Mistral's templates take ids of nine letters and digits only."""

@@ -1,0 +1,118 @@
+"""Whether answers have the form that was asked for: random schemas, expressions, choices and tools, at temperature 1.
+
+    python benchmarks/structured.py                        # 500 of each kind on the embedded model, in this process
+    python benchmarks/structured.py --free --count 50      # the same prompts without the forms: must fail
+    python benchmarks/structured.py --base-url http://localhost:8000/v1 --model my-model
+
+Every JSON answer and every call's arguments are parsed and validated by jsonschema, expressions by Python's re. It
+exits with 1 if one answer is wrong. Answers that max_tokens cut off are counted apart: no form can end them in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.structured_cases import KINDS, case, free
+from raylm.config import Config
+from raylm.engine import EngineCore, LocalExecutor
+from raylm.frontend import AsyncLLM, LocalEngineClient
+from raylm.ingress import build_asgi_app
+from raylm.messages import EngineInfo
+
+
+@asynccontextmanager
+async def in_process(model: str, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the whole server but for Ray, on this event loop."""
+    settings = Config.model_validate({"model": model, "engine": {"executor": "local"}, **config})
+    core = EngineCore(settings, LocalExecutor(settings))
+    llm = AsyncLLM(settings)
+    info = await core.start()
+    running = asyncio.create_task(core.run())
+    llm.add_engine(LocalEngineClient(core, EngineInfo("local", info.max_model_len, info)))
+    transport = httpx.ASGITransport(build_asgi_app(llm, settings))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://raylm/v1", timeout=600) as client:
+            yield client
+    finally:
+        await llm.stop()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await core.shutdown()
+
+
+async def grade(
+    client: httpx.AsyncClient, model: str, kind: str, count: int, *, unbound: bool = False, at_once: int = 32
+) -> tuple[Counter[str], list[str]]:
+    """(how many are right, cut and wrong; what is wrong) of ``count`` cases."""
+    gate, found, faults = asyncio.Semaphore(at_once), Counter[str](), []
+
+    async def one(seed: int) -> None:
+        made = case(kind, seed)
+        made = free(made) if unbound else made
+        async with gate:
+            answer = await client.post("/chat/completions", json={"model": model, **made.body})
+        if answer.status_code != 200:
+            found["wrong"] += 1
+            faults.append(f"{kind} {seed}: {answer.text[:300]}")
+            return
+        (choice,) = answer.json()["choices"]
+        if choice["finish_reason"] == "length":
+            found["cut"] += 1
+        elif fault := made.fault(choice):
+            found["wrong"] += 1
+            faults.append(f"{kind} {seed}: {fault}")
+        else:
+            found["right"] += 1
+
+    await asyncio.gather(*(one(seed) for seed in range(count)))
+    return found, faults
+
+
+async def run(options: argparse.Namespace) -> int:
+    """Print a line for each kind; 1 if anything is wrong."""
+    if options.base_url:
+        server: Any = httpx.AsyncClient(base_url=options.base_url, timeout=600)
+    else:
+        server = in_process(options.model, scheduler={"max_num_seqs": options.at_once})
+    wrong = 0
+    async with server as client:
+        for kind in options.kinds:
+            began = time.perf_counter()
+            found, faults = await grade(
+                client, options.model, kind, options.count, unbound=options.free, at_once=options.at_once
+            )
+            seconds = time.perf_counter() - began
+            print(
+                f"{kind:12} {found['right']:4} right  {found['cut']:3} cut  {found['wrong']:3} wrong  {seconds:6.1f} s"
+            )
+            for fault in faults[: options.show]:
+                print(f"    {fault}")
+            wrong += found["wrong"]
+    return int(wrong > 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--base-url", help="an OpenAI server's, with /v1; by default one in this process")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--free", action="store_true", help="ask without the form")
+    parser.add_argument("--show", type=int, default=3, help="faults to print of each kind")
+    sys.exit(asyncio.run(run(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""GrammarCompiler: checks the forms that callers ask of answers, on threads, within a bound, each form once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raylm.errors import InvalidRequestError
+from raylm.params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+COMPILE_LIMIT_S = 5.0
+MAX_KEPT = 256
+MAX_KEPT_CHARS = 2**17
+_THREADS = 2
+_SHOWN_CHARS = 200
+
+Key = tuple[str, str]
+Verdict = tuple[str, str | None]
+"""A grammar, and why it cannot be used."""
+
+
+class GrammarCompiler:
+    """Turns StructuredOutputs into grammars that a worker can use; llguidance is loaded when first asked for.
+
+    Its own limits bound the work of a compilation, so a thread is never lost; ``COMPILE_LIMIT_S`` bounds the wait.
+    The last ``MAX_KEPT`` verdicts on what has at most ``MAX_KEPT_CHARS`` characters are kept, good and bad ones.
+    """
+
+    def __init__(self, path: Path, eos_token_ids: tuple[int, ...]) -> None:
+        self._path = path
+        self._eos_token_ids = eos_token_ids
+        self._verdicts: OrderedDict[Key, Verdict] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_THREADS, "raylm-grammar")
+
+    async def compile(self, spec: StructuredOutputs) -> str:
+        """The grammar of ``spec``.
+
+        Raises:
+            InvalidRequestError: it is wrong, allows nothing, is not supported, or takes too long; ``spec.param`` is
+                named.
+        """
+        if not self._eos_token_ids:
+            raise _refused(spec, "this model has no token that ends an answer.")
+        key = _key(spec)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = await self._work(spec)
+            self._keep(key, verdict)
+        else:
+            self._verdicts.move_to_end(key)
+        grammar, fault = verdict
+        if fault is not None:
+            raise _refused(spec, fault)
+        return grammar
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _work(self, spec: StructuredOutputs) -> Verdict:
+        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._judge, spec)
+        try:
+            return await asyncio.wait_for(asyncio.shield(compiling), COMPILE_LIMIT_S)
+        except TimeoutError:
+            compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise _refused(spec, f"it was not compiled within {COMPILE_LIMIT_S:g} s.") from None
+
+    def _judge(self, spec: StructuredOutputs) -> Verdict:
+        from raylm.grammar import grammar_of, matcher
+
+        try:
+            grammar = grammar_of(spec)
+        except (ValueError, RecursionError) as error:
+            return "", _clipped(str(error))
+        first = matcher(self._tokenizer, grammar)
+        mask = first.compute_bitmask() if not first.is_error() else b""
+        if first.is_error():
+            return "", _clipped(first.get_error())
+        return grammar, None if any(mask) else "it allows no answer."
+
+    def _keep(self, key: Key, verdict: Verdict) -> None:
+        if len(key[1]) + len(verdict[0]) > MAX_KEPT_CHARS:
+            return
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > MAX_KEPT:
+            self._verdicts.popitem(last=False)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from raylm.grammar import load_tokenizer
+
+        return load_tokenizer(self._path, self._eos_token_ids)
+
+
+def _key(spec: StructuredOutputs) -> Key:
+    if spec.json is not None:
+        return "json", spec.json if isinstance(spec.json, str) else json.dumps(spec.json)
+    if spec.choice is not None:
+        return "choice", json.dumps(spec.choice)
+    if spec.regex is not None:
+        return "regex", spec.regex
+    return "grammar", spec.grammar or ""
+
+
+def _clipped(fault: str) -> str:
+    """A fault in one line of bounded length."""
+    line = " ".join(fault.split("\n<non-verbose")[0].split())
+    return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
+
+
+def _refused(spec: StructuredOutputs, fault: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid value for '{spec.param}': {fault}", param=spec.param)

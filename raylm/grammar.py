@@ -1,0 +1,77 @@
+"""What front end and worker both know of structured outputs: llguidance's form of a grammar, its bounds, its tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from raylm.params import LARK, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+"""No insignificant white space, unless a schema says otherwise."""
+
+
+@cache
+def limits() -> LLParserLimits:
+    """The same in both places: what the front end lets pass costs the worker at most about 0.3 s to make ready.
+
+    A larger step than these allow fails its sequence alone; they are far beyond what schemas in use need.
+    """
+    return LLParserLimits(
+        max_grammar_size=100_000,
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+def load_tokenizer(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int | None = None) -> LLTokenizer:
+    """The checkpoint's tokens as llguidance takes them; 150,000 of them take 0.3 s and 100 MB.
+
+    ``vocab_size`` is the number of logits, by default that of tokens.
+    """
+    return LLTokenizer(str(path / "tokenizer.json"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def grammar_of(spec: StructuredOutputs) -> str:
+    """What a caller asked for as llguidance's grammar; whether it can be used is for ``matcher`` to say.
+
+    Raises:
+        ValueError: it is no JSON, or no grammar of a known kind.
+    """
+    if spec.json_object:
+        return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=COMPACT)
+    if spec.json is not None:
+        text = spec.json if isinstance(spec.json, str) else json.dumps(spec.json)
+        return LLMatcher.grammar_from_json_schema(text, defaults=COMPACT)
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(spec.regex)
+    if spec.choice is not None:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    assert spec.grammar is not None
+    return LLMatcher.grammar_from_lark(_as_lark(spec.grammar))
+
+
+def _as_lark(text: str) -> str:
+    if text.startswith(LARK):
+        return text
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
+
+
+def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher before its first token; one that cannot be used says so by ``is_error``."""
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
