@@ -83,6 +83,10 @@ class Admission:
         """So many sequences got their first token."""
         self._begun.extend([time.monotonic()] * count)
 
+    def rest(self) -> None:
+        """Nobody waits: the pace so far says nothing about the next crowd."""
+        self._begun.clear()
+
     def _check(self, requests: int, tokens: int, own: Hold) -> None:
         others = self.requests - own.requests
         if not others:
@@ -125,6 +129,8 @@ class Hold:
         self._admission.requests += requests - self.requests
         self._admission.tokens += tokens - self.tokens
         self.requests, self.tokens = requests, tokens
+        if not self._admission.requests:
+            self._admission.rest()
 
     def grow(self, requests: int, num_bytes: int) -> None:
         """It is larger than it was let in for.

@@ -16,6 +16,7 @@ from raylm.ingress.envelope import as_known_error, error_event, logger
 from raylm.ingress.json_body import JSONObject, check_head, content_length, read_json_object
 from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 from raylm.ingress.protocol import Body
+from raylm.ingress.turnstile import Turnstile
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
@@ -51,8 +52,16 @@ class JSONEndpoint:
     token has its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
-    def __init__(self, handler: Handler, lifecycle: Lifecycle, admission: Admission, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        lifecycle: Lifecycle,
+        turnstile: Turnstile,
+        admission: Admission,
+        max_body_bytes: int,
+    ) -> None:
         self.handler = handler
+        self._turnstile = turnstile
         self._lifecycle = lifecycle
         self._admission = admission
         self._max_body_bytes = max_body_bytes
@@ -63,6 +72,7 @@ class JSONEndpoint:
         Raises:
             RayLMError: the request was refused or failed; nothing has been sent.
         """
+        await self._turnstile.enter()
         headers = Headers(scope=scope)
         ongoing = self._lifecycle.admit()
         try:

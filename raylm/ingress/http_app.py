@@ -34,6 +34,7 @@ from raylm.ingress.response_store import Responses, ResponseStore
 from raylm.ingress.responses import CreateResponse
 from raylm.ingress.scores import Rerank, Score
 from raylm.ingress.tokenize import Detokenize, Tokenize
+from raylm.ingress.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -51,13 +52,13 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
     """
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
-    unqueued = Admission()
+    unqueued, turnstile = Admission(), Turnstile()
     conversations = Conversations(async_llm, config)
     responses = responses or ResponseStore()
     max_body_bytes = int(config.ingress.max_body_mib * _MIB)
 
     def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:
-        return Route(path, JSONEndpoint(handler, lifecycle, admission, max_body_bytes), methods=["POST"])
+        return Route(path, JSONEndpoint(handler, lifecycle, turnstile, admission, max_body_bytes), methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletions(async_llm, config)),

@@ -61,7 +61,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
-    allowed_token_ids: Annotated[TokenIds | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] = None
     bad_words: Strings | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None

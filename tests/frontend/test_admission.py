@@ -114,10 +114,13 @@ def test_when_to_come_back_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> 
     now = 100.0
     monkeypatch.setattr("raylm.frontend.admission.time.monotonic", lambda: now)
     admission = Admission(max_requests=10)
+    admission.prompt(1, 1).begin([0])
+    now += 1000.0
+    admission.prompt(1, 1)
     for _ in range(4):
         admission.prompt(1, 1).begin([0])
         now += 2.0
-    for _ in range(10):
+    for _ in range(9):
         admission.prompt(1, 1)
     with pytest.raises(OverloadedError) as refused:
         admission.enter(0)

@@ -90,7 +90,7 @@ SAMPLING: dict[str, list[Any]] = {
     "skip_special_tokens": BOOLEAN,
     "spaces_between_special_tokens": BOOLEAN,
     "logit_bias": BIAS,
-    "allowed_token_ids": [*IDS, [10**6]],
+    "allowed_token_ids": [*IDS, [10**6], []],
     "bad_words": [5, {}, True, ["a", 1], [" "], [""], ["x"] * 129, ["x" * 3000]],
     "priority": PRIORITY,
     "cache_salt": SALT,
