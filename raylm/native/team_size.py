@@ -8,27 +8,57 @@ is faster with it. Which holds changes with the machine's other work, so it is t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import exp, log
 
-_SOON, _LATE = 24, 384
+_SOON, _LATE = 32, 512
+_TURNS, _STEPS_A_TURN = 4, 3
 _BETTER, _SLOWER = 0.97, 1.15
-_WEIGHT = 0.25
+_WEIGHT = 0.2
 _FLAT_TOKENS = 16
 
 
 @dataclass(slots=True)
-class _Kind:
-    """Steps of about the same number of tokens: the best size so far, and seconds a unit of work by size."""
+class _Trial:
+    """A size that takes turns with the present one, the present one first.
+
+    The first step of a turn does not count: threads that slept through the turn before have to wake up in it.
+    """
 
     size: int
-    times: dict[int, float] = field(default_factory=dict)
-    steps: int = 0
-    trial: int = 0  # the size that is being tried, 0 for none
+    logs: list[float] = field(default_factory=list)  # of seconds a unit of work, step by step
+
+    @property
+    def tried(self) -> bool:
+        """Whether the next step is one of the size on trial."""
+        return len(self.logs) // _STEPS_A_TURN % 2 == 1
+
+    @property
+    def over(self) -> bool:
+        """Whether all turns were taken."""
+        return len(self.logs) == _TURNS * _STEPS_A_TURN
+
+    @property
+    def ratio(self) -> float:
+        """Times of the size on trial over those of the present one, by their geometric means."""
+        counted = [(at // _STEPS_A_TURN % 2, value) for at, value in enumerate(self.logs) if at % _STEPS_A_TURN]
+        return exp(sum(value if trial else -value for trial, value in counted) * 2 / len(counted))
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Steps of about the same number of tokens."""
+
+    size: int
+    steps: int = 0  # since the last trial
     pause: int = _SOON  # steps from one trial to the next
     down: bool = True  # where the next trial goes
+    usual: float = 0.0  # seconds a unit of work, a moving average
+    expected: float = 0.0  # what it was after the last trial
+    trial: _Trial | None = None
 
 
 class TeamSize:
-    """A hill climb for each kind of step: now and then one step runs with a thread less or more.
+    """A hill climb for each kind of step: now and then a thread less or more takes turns with what was best.
 
     Trials become rare while they lose, and come at once when steps have become slower; so an undisturbed team gives
     away less than a hundredth. ``choose`` and ``observe`` alternate.
@@ -37,40 +67,41 @@ class TeamSize:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._kinds: dict[int, _Kind] = {}
-        self._compared: dict[int, float] = {}
 
     def choose(self, tokens: int) -> int:
         """Threads for a step of so many tokens."""
         kind = self._kind(tokens)
         kind.steps += 1
-        kind.trial = self._neighbour(kind) if kind.steps >= kind.pause else 0
-        return kind.trial or kind.size
+        if kind.trial is None and kind.steps > kind.pause and self._threads > 1:
+            kind.trial = _Trial(self._neighbour(kind))
+        return kind.trial.size if kind.trial is not None and kind.trial.tried else kind.size
 
     def observe(self, tokens: int, seconds: float) -> None:
         """The step that was chosen for took so long."""
-        kind, number = self._kind(tokens), tokens.bit_length()
-        unit = seconds / (tokens + _FLAT_TOKENS)
-        if not kind.trial:
-            last = kind.times.get(kind.size, unit)
-            kind.times[kind.size] = last + _WEIGHT * (unit - last)
-            if kind.times[kind.size] > _SLOWER * self._compared.get(number, unit):
-                kind.pause, self._compared[number] = _SOON, kind.times[kind.size]
+        kind, unit = self._kind(tokens), seconds / (tokens + _FLAT_TOKENS)
+        if kind.trial is not None:
+            kind.trial.logs.append(log(unit))
+            if kind.trial.over:
+                self._decide(kind, kind.trial)
             return
-        best = kind.times.get(kind.size, unit)
-        kind.steps = 0
-        if unit < _BETTER * best:
-            kind.down, kind.size, kind.pause = kind.trial < kind.size, kind.trial, _SOON
-            kind.times[kind.size] = unit
-        else:
-            kind.down, kind.pause = not kind.down, min(2 * kind.pause, _LATE)
-        self._compared[number] = min(unit, best)
+        kind.usual += _WEIGHT * (unit - kind.usual) if kind.usual else unit
+        kind.expected = kind.expected or unit
+        if kind.usual > _SLOWER * kind.expected:
+            kind.pause, kind.expected = _SOON, kind.usual
 
     def _kind(self, tokens: int) -> _Kind:
         return self._kinds.setdefault(tokens.bit_length(), _Kind(self._threads))
 
     def _neighbour(self, kind: _Kind) -> int:
-        """The size to try next: a thread less or more, within what there is."""
-        if self._threads == 1:
-            return 0
+        """The size to try: a thread less or more, within what there is."""
         down = kind.size == self._threads or (kind.down and kind.size > 1)
         return kind.size - 1 if down else kind.size + 1
+
+    def _decide(self, kind: _Kind, trial: _Trial) -> None:
+        kind.trial, kind.steps = None, 0
+        if trial.ratio < _BETTER:
+            kind.down, kind.size, kind.pause = trial.size < kind.size, trial.size, _SOON
+            kind.usual *= trial.ratio
+        else:
+            kind.down, kind.pause = not kind.down, min(2 * kind.pause, _LATE)
+        kind.expected = kind.usual

@@ -50,6 +50,17 @@ def test_an_undisturbed_team_keeps_all_threads(tokens: int, seed: int) -> None:
     assert share(chosen, 4) > 0.98
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_steps_of_one_kind_that_differ_by_half_do_not_mislead_it(seed: int) -> None:
+    noise, size = random.Random(seed), TeamSize(4)
+    chosen = []
+    for _ in range(1500):
+        chosen += steps(
+            size, lambda tokens, threads: free_machine(tokens, threads) * noise.uniform(1, 1.5), 900, 1, noise
+        )
+    assert share(chosen, 4) > 0.9
+
+
 @pytest.mark.parametrize("busy", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_cores_that_others_use_are_left_to_them_and_taken_back(busy: int, seed: int) -> None:
