@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.errors import InvalidRequestError
-from raylm.messages import NewSequence
+from raylm.messages import NewSequence, Thinking
 from raylm.params import SamplingParams
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 
@@ -113,9 +113,12 @@ def test_misuse_is_named() -> None:
 def test_a_freed_row_forgets_what_its_sequence_asked() -> None:
     batch = InputBatch(1, LENGTH, BLOCK, VOCAB, "cpu")
     rare = {"presence_penalty": 1.0, "logit_bias": {1: 1.0}, "allowed_token_ids": (1, 2), "min_tokens": 2}
-    params = SamplingParams(**rare)  # type: ignore[arg-type]
-    row = batch.add(NewSequence(1, [1], 1, [0], params, 0, stop_token_ids=(2,), bad_words_token_ids=((3,),)))
-    assert all(processor.owned(np.array([row])).tolist() == [0] for processor in batch.processors)
+    params = SamplingParams(**rare, thinking_token_budget=3)  # type: ignore[arg-type]
+    more = {"bad_words_token_ids": ((3,),), "thinking": Thinking(4, 5, (5,), begun=True)}
+    row = batch.add(NewSequence(1, [1], 1, [0], params, 0, stop_token_ids=(2,), **more))  # type: ignore[arg-type]
+    *asked, forms = batch.processors  # forms need a tokenizer: their own tests free rows of them
+    assert not forms.states
+    assert all(processor.owned(np.array([row])).tolist() == [0] for processor in asked)
     batch.remove(1)
     assert batch.add(new_sequence(2, [1], [0])) == row
     assert all(processor.owned(np.array([row])).size == 0 for processor in batch.processors)
