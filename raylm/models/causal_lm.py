@@ -21,13 +21,15 @@ class CausalLM(nn.Module, ABC):
 
     ``quantization`` says in words how its linear layers are quantized, None where none are. ``shards`` says by name
     which part of a checkpoint's tensor this rank holds; of those not named it holds all. ``capturable`` says whether
-    ``forward`` is the same operations whatever the tokens are, as a CUDA graph must be.
+    ``forward`` is the same operations whatever the tokens are, as a CUDA graph must be; ``torch_multiplies`` whether
+    large weights are left to torch, whichever kernels there are.
     """
 
     vocab_size: int
     attention_specs: list[AttentionSpec]
     quantization: str | None = None
     capturable: bool = True
+    torch_multiplies: bool = False
     shards: Mapping[str, Shard] = MappingProxyType({})
 
     @classmethod

@@ -74,16 +74,22 @@ class UniversalForCausalLM(CausalLM):
         Raises:
             ConfigError: something would, named.
         """
-        large = self.modeling.causal.config.hidden_size**2 // 2  # no norm, no router
+        name = next(self._left_to_torch(), None)
+        self.torch_multiplies = name is not None
+        if name is not None and self.quantization is not None:
+            raise ConfigError(
+                f"quantization: {name} of {self.checkpoint.path} is no linear layer, and would stay as it is; "
+                f"{type(self.modeling.causal).__name__} is not served quantized."
+            )
+
+    def _left_to_torch(self) -> Iterator[str]:
+        """Large weights that are no linear layer of ours: neither norms nor routers."""
+        large = self.modeling.causal.config.hidden_size**2 // 2
         for path, module in self.named_modules():
-            if self.quantization is None or isinstance(module, (Weighted, nn.Embedding)):
-                continue
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.numel() >= large:
-                    raise ConfigError(
-                        f"quantization: {path}.{name} of {self.checkpoint.path} is no linear layer, and would stay as "
-                        f"it is; {type(self.modeling.causal).__name__} is not served quantized."
-                    )
+            if not isinstance(module, (Weighted, nn.Embedding)):
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.numel() >= large:
+                        yield f"{path}.{name}"
 
     def targets(self) -> dict[str, Tensor]:
         return {name: target for name, target in self._weights() if name not in self.redundant}

@@ -98,8 +98,9 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
         forward = select_forward(model, backend, kv_caches, limits)
         if with_graphs and isinstance(forward, ModuleForward):
             forward = GraphForward(forward, limits, pool.num_blocks, device, CudaCapture())
-        # What is left to torch beside a native forward pass is small: waking its threads takes longer.
-        torch.set_num_threads(threads if isinstance(forward, ModuleForward) else 1)
+        # What is left to torch beside native products and attention is small: waking its threads takes longer.
+        is_native = backend.name == "cpu" and not model.torch_multiplies
+        torch.set_num_threads(threads if isinstance(forward, ModuleForward) and not is_native else 1)
         feed = create_feed(limits, device, alone=ranks.size == 1 and not config.scheduler.speculative_tokens)
         runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator, sampler, feed)
     if isinstance(forward, GraphForward):
