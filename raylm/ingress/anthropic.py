@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from raylm.frontend import aside
 from raylm.ingress.anthropic_blocks import Events, MessageBlocks
 from raylm.ingress.conversations import Conversations
 from raylm.ingress.endpoint import Answer, Chunks
 from raylm.ingress.generation import Usage, check_finished, finish_reason
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.protocol_anthropic import PARAM_NAMES, CountTokensRequest, MessagesRequest
+from raylm.ingress.protocol_chat import ChatCompletionRequest
 from raylm.ingress.renaming import renamed
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class CreateMessage:
         body = self.body.parse(data)
         message_id = f"msg_{uuid.uuid4().hex}"
         with renamed(PARAM_NAMES):
-            _, outputs = await self._conversations.start(body.as_chat(), message_id, time.time())
+            _, outputs = await self._conversations.start(await _as_chat(body), message_id, time.time())
         message = Message(message_id, body.model)
         if body.stream:
             return _encode(message.events(outputs))
@@ -64,7 +66,7 @@ class CountTokens:
         """{input_tokens}: of the prompt that the same request to /v1/messages would come to."""
         body = self.body.parse(data)
         with renamed(PARAM_NAMES):
-            return orjson.dumps({"input_tokens": await self._conversations.count(body.as_chat())})
+            return orjson.dumps({"input_tokens": await self._conversations.count(await _as_chat(body))})
 
 
 class Message:
@@ -134,6 +136,13 @@ class Message:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         }
+
+
+async def _as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
+    contents = (message.get("content") for message in body.messages)
+    return await aside(
+        body.as_chat, len(body.messages) + sum(len(content) for content in contents if isinstance(content, list))
+    )
 
 
 async def _encode(items: AsyncGenerator[Events, None]) -> Chunks:

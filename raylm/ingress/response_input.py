@@ -43,6 +43,14 @@ def input_items(value: object) -> list[JSONObject]:
     return [_item(item, f"input[{index}]") for index, item in enumerate(value)]
 
 
+def count_input(value: object) -> int:
+    """Items and their parts: what is to be walked through."""
+    if not isinstance(value, list):
+        return 1
+    contents = (item.get("content") for item in value if isinstance(item, dict))
+    return len(value) + sum(len(content) for content in contents if isinstance(content, list))
+
+
 def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
     """Checked items as chat messages; thoughts, text and calls that follow each other are one assistant's turn."""
     messages: list[JSONObject] = []

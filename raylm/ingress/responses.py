@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from raylm.errors import NotFoundError
+from raylm.frontend import aside
 from raylm.ingress.conversations import Conversations
 from raylm.ingress.endpoint import Answer, Chunks
 from raylm.ingress.envelope import logger
@@ -21,7 +22,7 @@ from raylm.ingress.logprobs import TokenTexts
 from raylm.ingress.models import check_model
 from raylm.ingress.protocol_responses import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.renaming import renamed
-from raylm.ingress.response_input import chat_messages, input_items
+from raylm.ingress.response_input import chat_messages, count_input, input_items
 from raylm.ingress.response_items import ResponseItems
 from raylm.ingress.response_job import ResponseJob
 from raylm.ingress.response_store import Responses
@@ -29,6 +30,8 @@ from raylm.ingress.response_store import Responses
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
     from raylm.ingress.generation import Outputs
+
+_BYTES_A_THING = 64  # of JSON, about
 
 
 class CreateResponse:
@@ -53,7 +56,7 @@ class CreateResponse:
         body = self.body.parse(data)
         body.check()
         check_model(body.model, self._llm)
-        items = input_items(body.input)
+        items = await aside(lambda: input_items(body.input), count_input(body.input))
         history = await self._history(body.previous_response_id)
         # Ids are unguessable: whoever knows one may read the response.
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -74,7 +77,7 @@ class CreateResponse:
     ) -> tuple[ResponseJob, Outputs]:
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         with renamed(PARAM_NAMES):
-            chat = body.as_chat(head + chat_messages(items))
+            chat = await aside(lambda: body.as_chat(head + chat_messages(items)), len(items))
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
             params, outputs = await self._conversations.start(chat, response_id, time.time())
@@ -89,13 +92,15 @@ class CreateResponse:
         if found is None:
             message = "The response that 'previous_response_id' names was not found; it may have been too long ago."
             raise NotFoundError(message, param="previous_response_id")
-        record: JSONObject = orjson.loads(found)
+        record: JSONObject = await aside(lambda: orjson.loads(found), len(found) // _BYTES_A_THING)
         return [*record["history"], *record["input"], *record["response"]["output"]]
 
     async def _keep(self, job: ResponseJob, record: JSONObject) -> None:
         response = job.response()
         if response["store"]:
-            await self._store.put(job.id, orjson.dumps(record | {"response": response}))
+            things = len(record["history"]) + len(record["input"]) + len(response["output"])
+            kept = await aside(lambda: orjson.dumps(record | {"response": response}), things)
+            await self._store.put(job.id, kept)
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> Chunks:
         number = 0
