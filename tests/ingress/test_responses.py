@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,14 +13,16 @@ import orjson
 import pytest
 from starlette.applications import Starlette
 
+from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.frontend import AnswerFormat
 from raylm.frontend.reasoning_parsers import reasoning_parser_class
 from raylm.frontend.tool_parsers import tool_parser_class
-from raylm.ingress.response_store import ResponseStore
+from raylm.ingress import build_asgi_app
+from raylm.ingress.response_store import ResponseStore, SharedResponses
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
-from tests.ingress.harness import served, until
+from tests.ingress.harness import client_of, served, until
 from tests.ingress.test_openai_schema import check
 from tests.ingress.test_refusals import error_of
 
@@ -318,6 +321,32 @@ async def test_the_store_is_bounded() -> None:
     assert [name for name in "abc" if await small.get(name)] == ["b", "c"]
     await small.put("c", record(900))
     assert [name for name in "abc" if await small.get(name)] == ["c"]
+
+
+class Handle:
+    """A DeploymentHandle to an object in this process."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._target, name))
+
+
+async def test_replicas_share_what_is_stored(llm: FakeAsyncLLM) -> None:
+    store = Handle(ResponseStore())
+    apps = [build_asgi_app(llm, Config(), SharedResponses(store)) for _ in range(2)]  # type: ignore[arg-type]
+    async with client_of(apps[0]) as one, client_of(apps[1]) as other:
+        first = await create(one)
+        assert (await other.get(f"{PATH}/{first['id']}")).json() == first
+        assert (await create(other, previous_response_id=first["id"]))["status"] == "completed"
+        llm.gate = asyncio.Event()
+        background = await create(one, background=True)
+        await until(lambda: len(llm.calls) == 3)
+        assert (await other.post(f"{PATH}/{background['id']}/cancel")).json()["status"] == "cancelled"
+        await until(lambda: llm.calls[2].ended == "aborted")
+        assert (await other.delete(f"{PATH}/{first['id']}")).json()["deleted"]
+        error_of(await one.get(f"{PATH}/{first['id']}"), 404)
 
 
 @pytest.fixture
