@@ -23,6 +23,7 @@ EXTENSIONS = (
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids",
     "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "logit_bias", "allowed_token_ids", "bad_words", "priority", "cache_salt", "chat_template_kwargs",
+    "structured_outputs", "thinking_token_budget",
 )  # fmt: skip
 # A chat completion's names of fields, and what they are called here; for errors.
 PARAM_NAMES = {
@@ -90,6 +91,8 @@ class ResponsesRequest(Body):
     priority: Any = None
     cache_salt: Any = None
     chat_template_kwargs: Any = None
+    structured_outputs: Any = None
+    thinking_token_budget: Any = None
 
     def check(self) -> None:
         """Refuse combinations and values that are not served.

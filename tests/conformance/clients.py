@@ -58,6 +58,25 @@ def openai_tools(url: str) -> None:
     assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("get_weather", {"city": "Rome"})
 
 
+def openai_structured(url: str) -> None:
+    """Calls that must come, by any name and by one; parse() into a pydantic model, by chat and by responses."""
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        name: str
+        people: int
+
+    api = _openai(url)
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        answer = api.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, tool_choice=choice, seed=1)
+        for call in answer.choices[0].message.tool_calls:
+            assert isinstance(json.loads(call.function.arguments)["city"], str)
+    parsed = api.chat.completions.parse(model=MODEL, messages=ASK, response_format=City, seed=1)
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    assert isinstance(api.responses.parse(model=MODEL, input=QUESTION, text_format=City).output_parsed, City)
+
+
 def openai_responses(url: str) -> None:
     """Whole, streamed, chained, with a tool, in the background, deleted."""
     import openai
@@ -177,7 +196,7 @@ def litellm_calls(url: str) -> None:
 
 
 CHECKS: dict[str, list[Callable[[str], None]]] = {
-    "openai": [openai_chat, openai_tools, openai_responses, openai_rest],
+    "openai": [openai_chat, openai_tools, openai_structured, openai_responses, openai_rest],
     "anthropic": [anthropic_messages],
     "langchain_openai": [langchain_chat],
     "litellm": [litellm_calls],
