@@ -219,6 +219,8 @@ ENDPOINTS: dict[str, Endpoint] = {
             "service_tier": CHOICE,
             "request_id": REQUEST_ID,
             "chat_template_kwargs": [*OBJECT, {"messages": []}],
+            "structured_outputs": GENERATION["structured_outputs"],
+            "thinking_token_budget": [*INTEGER, -1],
         },
         ("model", "input"),
         {"max_output_tokens": ("input",)},
