@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 
-from raylm.errors import InvalidRequestError
 from raylm.ingress.envelope import clip
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.protocol import json_name, unsupported
+from raylm.ingress.protocol import check_fields, json_name, string_field, unsupported, wrong
 
 # ``cache_control`` is a hint: equal beginnings are cached without it. ``citations`` are of documents, which there are
 # none of.
@@ -35,8 +32,8 @@ def chat_messages(messages: list[JSONObject]) -> list[JSONObject]:
         role = message.get("role")
         if not isinstance(role, str) or role not in _BLOCKS:
             shown = f"'{clip(role, 30)}'" if isinstance(role, str) else json_name(role)
-            raise _wrong(f"{path}.role", f"expected user or assistant, but got {shown}")
-        _check_fields(message, {"role", "content"}, path)
+            raise wrong(f"{path}.role", f"expected user or assistant, but got {shown}")
+        check_fields(message, {"role", "content"}, path)
         blocks = _blocks(message.get("content"), f"{path}.content", _BLOCKS[role])
         found += _turn(blocks) if role == "assistant" else _questions(blocks)
     return found
@@ -67,10 +64,10 @@ def _tool(tool: JSONObject, path: str) -> JSONObject:
     if kind not in (None, "custom"):
         shown = f"'{clip(kind, 40)}'" if isinstance(kind, str) else json_name(kind)
         raise unsupported(f"{path}.type", f"{shown} is not supported; only custom tools are.")
-    _check_fields(tool, _TOOL_FIELDS, path)
+    check_fields(tool, _TOOL_FIELDS, path)
     if not isinstance(tool.get("input_schema"), dict):
-        raise _wrong(f"{path}.input_schema", f"expected an object, but got {json_name(tool.get('input_schema'))}")
-    function = {"name": _string(tool, "name", path), "parameters": tool["input_schema"]}
+        raise wrong(f"{path}.input_schema", f"expected an object, but got {json_name(tool.get('input_schema'))}")
+    function = {"name": string_field(tool, "name", path), "parameters": tool["input_schema"]}
     for name in ("description", "strict"):
         if tool.get(name) is not None:
             function[name] = tool[name]
@@ -106,26 +103,26 @@ def _blocks(content: object, path: str, kinds: tuple[str, ...]) -> list[JSONObje
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _wrong(path, f"expected a string or an array of blocks, but got {json_name(content)}")
+        raise wrong(path, f"expected a string or an array of blocks, but got {json_name(content)}")
     if not content:
-        raise _wrong(path, "expected at least one block")
+        raise wrong(path, "expected at least one block")
     return [_block(block, f"{path}[{index}]", kinds) for index, block in enumerate(content)]
 
 
 def _block(block: object, path: str, kinds: tuple[str, ...]) -> JSONObject:
     if not isinstance(block, dict):
-        raise _wrong(path, f"expected an object, but got {json_name(block)}")
+        raise wrong(path, f"expected an object, but got {json_name(block)}")
     kind = block.get("type")
     if kind not in kinds:
         shown = f"'{clip(kind, 30)}'" if isinstance(kind, str) else json_name(kind)
         raise unsupported(f"{path}.type", f"blocks of type {shown} are not supported here; {', '.join(kinds)} are.")
-    _check_fields(block, _FIELDS[kind], path)
+    check_fields(block, _FIELDS[kind], path)
     if kind == "tool_result":
-        return {"type": kind, "tool_use_id": _string(block, "tool_use_id", path), "content": _result(block, path)}
+        return {"type": kind, "tool_use_id": string_field(block, "tool_use_id", path), "content": _result(block, path)}
     if kind == "tool_use" and not isinstance(block.get("input"), dict):
-        raise _wrong(f"{path}.input", f"expected an object, but got {json_name(block.get('input'))}")
+        raise wrong(f"{path}.input", f"expected an object, but got {json_name(block.get('input'))}")
     for name in {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "name")}[kind]:
-        _string(block, name, path)
+        string_field(block, name, path)
     return block
 
 
@@ -135,19 +132,3 @@ def _result(block: JSONObject, path: str) -> str:
     texts = [] if content in (None, []) else _blocks(content, f"{path}.content", ("text",))
     text = "\n".join(part["text"] for part in texts)
     return f"Error: {text}" if block.get("is_error") else text
-
-
-def _check_fields(holder: JSONObject, known: set[str], path: str) -> None:
-    for name in holder.keys() - known:
-        raise unsupported(f"{path}.{clip(name, 64)}", "this field is not supported.")
-
-
-def _string(holder: JSONObject, name: str, path: str) -> str:
-    value: Any = holder.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{path}.{name}", f"expected a string, but got {json_name(value)}")
-    return value
-
-
-def _wrong(param: str, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)

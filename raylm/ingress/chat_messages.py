@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import orjson
 
-from raylm.errors import InvalidRequestError, UnsupportedFieldError
+from raylm.errors import UnsupportedFieldError
 from raylm.ingress.envelope import clip
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.protocol import json_name, unsupported
+from raylm.ingress.protocol import json_name, string_field, unsupported, wrong
 
 _TEMPLATE_ROLE = {
     "developer": "system",  # OpenAI's newer name for it; chat templates know only the older one
@@ -54,7 +51,7 @@ def _message(message: JSONObject, path: str) -> JSONObject:
     if not isinstance(role, str) or role not in _TEMPLATE_ROLE:
         known = ", ".join(_TEMPLATE_ROLE)
         shown = f"'{clip(role, 30)}'" if isinstance(role, str) else json_name(role)
-        raise _wrong(f"{path}.role", f"expected one of {known}, but got {shown}")
+        raise wrong(f"{path}.role", f"expected one of {known}, but got {shown}")
     _check_fields(message, _FIELDS[role], path)
     calls, content = message.get("tool_calls"), message.get("content")
     content = "" if content is None and calls else content
@@ -63,9 +60,9 @@ def _message(message: JSONObject, path: str) -> JSONObject:
         rendered["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls")
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
-            rendered[name] = _string(message, name, path)
+            rendered[name] = string_field(message, name, path)
     if role == "tool":
-        _string(message, "tool_call_id", path)
+        string_field(message, "tool_call_id", path)
     return rendered
 
 
@@ -81,25 +78,25 @@ def _content(content: object, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(path, f"expected a string or an array of text parts, but got {json_name(content)}")
+        raise wrong(path, f"expected a string or an array of text parts, but got {json_name(content)}")
     if not content:
-        raise _wrong(path, "expected at least one part")
+        raise wrong(path, "expected at least one part")
     return "\n".join(_text_part(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
 def _text_part(part: object, path: str) -> str:
     if not isinstance(part, dict):
-        raise _wrong(path, f"expected an object, but got {json_name(part)}")
-    kind = _string(part, "type", path)
+        raise wrong(path, f"expected an object, but got {json_name(part)}")
+    kind = string_field(part, "type", path)
     if kind != "text":
         raise unsupported(f"{path}.type", f"parts of type '{clip(kind, 30)}' are not supported; only text is.")
     _check_fields(part, {"type", "text"}, path)
-    return _string(part, "text", path)
+    return string_field(part, "text", path)
 
 
 def _tool_calls(calls: object, path: str) -> list[JSONObject]:
     if not isinstance(calls, list):
-        raise _wrong(path, f"expected an array, but got {json_name(calls)}")
+        raise wrong(path, f"expected an array, but got {json_name(calls)}")
     return [_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -108,21 +105,21 @@ def _tool_call(call: object, path: str) -> JSONObject:
     function: JSONObject = call["function"]
     _check_fields(function, {"name", "arguments"}, f"{path}.function")
     where = f"{path}.function.arguments"
-    arguments = _string(function, "arguments", f"{path}.function")
+    arguments = string_field(function, "arguments", f"{path}.function")
     try:
         parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
-        raise _wrong(where, "expected a string that holds a JSON object") from None
+        raise wrong(where, "expected a string that holds a JSON object") from None
     if not isinstance(parsed, dict):
-        raise _wrong(where, f"expected a string that holds a JSON object, but it holds {json_name(parsed)}")
-    name = _string(function, "name", f"{path}.function")
-    return {"type": "function", "id": _string(call, "id", path), "function": {"name": name, "arguments": parsed}}
+        raise wrong(where, f"expected a string that holds a JSON object, but it holds {json_name(parsed)}")
+    name = string_field(function, "name", f"{path}.function")
+    return {"type": "function", "id": string_field(call, "id", path), "function": {"name": name, "arguments": parsed}}
 
 
 def _check_tool(tool: JSONObject, path: str) -> None:
     function = _function_object(tool, path, {"type", "function"})["function"]
     _check_fields(function, {"name", "description", "parameters", "strict"}, f"{path}.function")
-    _string(function, "name", f"{path}.function")
+    string_field(function, "name", f"{path}.function")
     _optional(function, "description", str, "a string", path)
     _optional(function, "parameters", dict, "an object", path)
     _optional(function, "strict", bool, "a boolean", path)
@@ -131,28 +128,17 @@ def _check_tool(tool: JSONObject, path: str) -> None:
 def _function_object(value: object, path: str, fields: set[str]) -> JSONObject:
     """``value`` as {"type": "function", "function": {"name": …}, …}."""
     if not isinstance(value, dict):
-        raise _wrong(path, f"expected an object, but got {json_name(value)}")
-    kind = _string(value, "type", path)
+        raise wrong(path, f"expected an object, but got {json_name(value)}")
+    kind = string_field(value, "type", path)
     if kind != "function":
         raise unsupported(f"{path}.type", f"'{clip(kind, 30)}' is not supported; only function is.")
     _check_fields(value, fields, path)
     if not isinstance(value.get("function"), dict):
-        raise _wrong(f"{path}.function", f"expected an object, but got {json_name(value.get('function'))}")
-    return value
-
-
-def _string(holder: Mapping[str, Any], name: str, path: str) -> str:
-    value = holder.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{path}.{name}", f"expected a string, but got {json_name(value)}")
+        raise wrong(f"{path}.function", f"expected an object, but got {json_name(value.get('function'))}")
     return value
 
 
 def _optional(function: JSONObject, name: str, kind: type, expected: str, path: str) -> None:
     value = function.get(name)
     if value is not None and not isinstance(value, kind):
-        raise _wrong(f"{path}.function.{name}", f"expected {expected}, but got {json_name(value)}")
-
-
-def _wrong(param: str, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)
+        raise wrong(f"{path}.function.{name}", f"expected {expected}, but got {json_name(value)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -101,6 +101,33 @@ class Body(BaseModel):
 def unsupported(param: str, what: str) -> UnsupportedFieldError:
     """The refusal of a value that OpenAI's specification allows and this server does not serve."""
     return UnsupportedFieldError(f"'{param}': {what}", param=param)
+
+
+def wrong(param: str, rule: str) -> InvalidRequestError:
+    """The refusal of a value that no server could take."""
+    return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)
+
+
+def string_field(holder: Mapping[str, Any], name: str, path: str) -> str:
+    """The string ``name`` of an object that stands at ``path`` of the body.
+
+    Raises:
+        InvalidRequestError: it is missing, or no string.
+    """
+    value = holder.get(name)
+    if not isinstance(value, str):
+        raise wrong(f"{path}.{name}", f"expected a string, but got {json_name(value)}")
+    return value
+
+
+def check_fields(holder: Mapping[str, Any], known: Set[str], path: str) -> None:
+    """Refuse what an object at ``path`` of the body has besides its ``known`` fields.
+
+    Raises:
+        UnsupportedFieldError: naming the first of them.
+    """
+    for name in holder.keys() - known:
+        raise unsupported(f"{path}.{clip(name, _MAX_NAME)}", "this field is not supported.")
 
 
 def dotted(path: tuple[int | str, ...]) -> str:

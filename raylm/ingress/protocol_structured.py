@@ -7,7 +7,7 @@ from typing import Any
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend import NamedTool, ToolChoice
 from raylm.ingress.envelope import clip
-from raylm.ingress.protocol import json_name, unsupported
+from raylm.ingress.protocol import json_name, unsupported, wrong
 from raylm.params import StructuredOutputs
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -45,7 +45,7 @@ def tool_choice_of(value: object, tools: list[dict[str, Any]] | None) -> ToolCho
         return "none" if value == "none" else "auto"
     if value != "required" and not isinstance(value, dict):
         shown = f"'{clip(value, 30)}'" if isinstance(value, str) else json_name(value)
-        raise _wrong("tool_choice", f"expected none, auto, required or a function, but got {shown}")
+        raise wrong("tool_choice", f"expected none, auto, required or a function, but got {shown}")
     if not tools:
         raise InvalidRequestError("'tool_choice' needs 'tools'.", param="tool_choice")
     if value == "required":
@@ -53,7 +53,7 @@ def tool_choice_of(value: object, tools: list[dict[str, Any]] | None) -> ToolCho
     assert isinstance(value, dict)
     name = _named_function(value)
     if name not in {tool["function"]["name"] for tool in tools}:
-        raise _wrong("tool_choice.function.name", f"there is no tool '{clip(name, 64)}'")
+        raise wrong("tool_choice.function.name", f"there is no tool '{clip(name, 64)}'")
     return NamedTool(name)
 
 
@@ -63,10 +63,10 @@ def _named_function(value: dict[str, Any]) -> str:
     _check_keys(value, {"type", "function"}, "tool_choice")
     function = value.get("function")
     if not isinstance(function, dict):
-        raise _wrong("tool_choice.function", f"expected an object, but got {json_name(function)}")
+        raise wrong("tool_choice.function", f"expected an object, but got {json_name(function)}")
     _check_keys(function, {"name"}, "tool_choice.function")
     if not isinstance(function.get("name"), str):
-        raise _wrong("tool_choice.function.name", f"expected a string, but got {json_name(function.get('name'))}")
+        raise wrong("tool_choice.function.name", f"expected a string, but got {json_name(function.get('name'))}")
     return str(function["name"])
 
 
@@ -81,18 +81,18 @@ def _response_format(chosen: dict[str, Any]) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True, param="response_format")
     named, path = chosen.get("json_schema"), "response_format.json_schema"
     if not isinstance(named, dict):
-        raise _wrong(path, f"expected an object, but got {json_name(named)}")
+        raise wrong(path, f"expected an object, but got {json_name(named)}")
     _check_keys(named, {"name", "description", "schema", "strict"}, path)
     if not isinstance(named.get("name"), str):
-        raise _wrong(f"{path}.name", f"expected a string, but got {json_name(named.get('name'))}")
+        raise wrong(f"{path}.name", f"expected a string, but got {json_name(named.get('name'))}")
     for name, type_, expected in (("description", str, "a string"), ("strict", bool, "a boolean")):
         if named.get(name) is not None and not isinstance(named[name], type_):
-            raise _wrong(f"{path}.{name}", f"expected {expected}, but got {json_name(named[name])}")
+            raise wrong(f"{path}.{name}", f"expected {expected}, but got {json_name(named[name])}")
     schema = named.get("schema")
     if schema is None:
         return StructuredOutputs(json_object=True, param=f"{path}.schema")
     if not isinstance(schema, dict):
-        raise _wrong(f"{path}.schema", f"expected an object, but got {json_name(schema)}")
+        raise wrong(f"{path}.schema", f"expected an object, but got {json_name(schema)}")
     return StructuredOutputs(json=schema, param=f"{path}.schema")
 
 
@@ -103,10 +103,10 @@ def _structured_outputs(asked: dict[str, Any]) -> StructuredOutputs:
         del given["json_object"]
     for name, value in given.items():
         if not isinstance(value, _KINDS[name]):
-            raise _wrong(f"structured_outputs.{name}", f"its type is not right: {json_name(value)}")
+            raise wrong(f"structured_outputs.{name}", f"its type is not right: {json_name(value)}")
     if "choice" in given:
         if not all(isinstance(choice, str) for choice in given["choice"]):
-            raise _wrong("structured_outputs.choice", "expected an array of strings")
+            raise wrong("structured_outputs.choice", "expected an array of strings")
         given["choice"] = tuple(given["choice"])
     param = f"structured_outputs.{next(iter(given))}" if len(given) == 1 else "structured_outputs"
     return StructuredOutputs(**given, param=param)
@@ -116,7 +116,3 @@ def _check_keys(value: dict[str, Any], known: set[str], path: str) -> None:
     for name in value.keys() - known:
         where = f"{path}.{clip(name, 64)}"
         raise UnsupportedFieldError(f"Unrecognized field: '{where}'.", param=where)
-
-
-def _wrong(param: str, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)

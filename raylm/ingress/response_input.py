@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
 
-from raylm.errors import InvalidRequestError
 from raylm.ingress.envelope import clip
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.protocol import json_name, unsupported
+from raylm.ingress.protocol import check_fields, json_name, string_field, unsupported, wrong
 from raylm.ingress.protocol_responses import MAX_ITEMS
 
 _ROLES = ("user", "system", "developer", "assistant")
@@ -37,9 +35,9 @@ def input_items(value: object) -> list[JSONObject]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
-        raise _wrong("input", f"expected a string or an array of items, but got {json_name(value)}")
+        raise wrong("input", f"expected a string or an array of items, but got {json_name(value)}")
     if not 1 <= len(value) <= MAX_ITEMS:
-        raise _wrong("input", f"expected between 1 and {MAX_ITEMS} items")
+        raise wrong("input", f"expected between 1 and {MAX_ITEMS} items")
     return [_item(item, f"input[{index}]") for index, item in enumerate(value)]
 
 
@@ -85,16 +83,15 @@ def _joined(parts: list[JSONObject]) -> str:
 
 def _item(item: object, path: str) -> JSONObject:
     if not isinstance(item, dict):
-        raise _wrong(path, f"expected an object, but got {json_name(item)}")
+        raise wrong(path, f"expected an object, but got {json_name(item)}")
     kind = item.get("type", "message")
     if not isinstance(kind, str) or kind not in _FIELDS:
         shown = f"'{clip(kind, 40)}'" if isinstance(kind, str) else json_name(kind)
         raise unsupported(f"{path}.type", f"items of type {shown} are not supported; {', '.join(_FIELDS)} are.")
-    for name in item.keys() - _FIELDS[kind]:
-        raise unsupported(f"{path}.{clip(name, 64)}", "this field is not supported.")
+    check_fields(item, _FIELDS[kind], path)
     item_id = item.get("id")
     if item_id is not None and not isinstance(item_id, str):
-        raise _wrong(f"{path}.id", f"expected a string, but got {json_name(item_id)}")
+        raise wrong(f"{path}.id", f"expected a string, but got {json_name(item_id)}")
     head = {"id": item_id or new_id(kind), "type": kind, "status": "completed"}
     return head | _READ[kind](item, path)
 
@@ -103,19 +100,19 @@ def _message(item: JSONObject, path: str) -> JSONObject:
     role = item.get("role")
     if role not in _ROLES:
         shown = f"'{clip(role, 30)}'" if isinstance(role, str) else json_name(role)
-        raise _wrong(f"{path}.role", f"expected one of {', '.join(_ROLES)}, but got {shown}")
+        raise wrong(f"{path}.role", f"expected one of {', '.join(_ROLES)}, but got {shown}")
     kind = "output_text" if role == "assistant" else "input_text"
     return {"role": role, "content": _parts(item.get("content"), f"{path}.content", kind)}
 
 
 def _function_call(item: JSONObject, path: str) -> JSONObject:
-    return {name: _string(item, name, path) for name in ("call_id", "name", "arguments")}
+    return {name: string_field(item, name, path) for name in ("call_id", "name", "arguments")}
 
 
 def _function_call_output(item: JSONObject, path: str) -> JSONObject:
     output = item.get("output")
     text = output if isinstance(output, str) else _joined(_parts(output, f"{path}.output", "input_text"))
-    return {"call_id": _string(item, "call_id", path), "output": text}
+    return {"call_id": string_field(item, "call_id", path), "output": text}
 
 
 def _reasoning(item: JSONObject, path: str) -> JSONObject:
@@ -144,35 +141,23 @@ def _parts(value: object, path: str, kind: str) -> list[JSONObject]:
     if isinstance(value, str):
         return [_text(kind, value)]
     if not isinstance(value, list) or not value:
-        raise _wrong(path, f"expected a string or an array of text parts, but got {json_name(value)}")
+        raise wrong(path, f"expected a string or an array of text parts, but got {json_name(value)}")
     return [_part(part, f"{path}[{index}]", kind) for index, part in enumerate(value)]
 
 
 def _part(part: object, path: str, kind: str) -> JSONObject:
     if not isinstance(part, dict):
-        raise _wrong(path, f"expected an object, but got {json_name(part)}")
+        raise wrong(path, f"expected an object, but got {json_name(part)}")
     given = part.get("type")
     if given == "refusal":
-        return {"type": "refusal", "refusal": _string(part, "refusal", path)}
+        return {"type": "refusal", "refusal": string_field(part, "refusal", path)}
     if given not in _TEXT_PARTS:
         shown = f"'{clip(given, 30)}'" if isinstance(given, str) else json_name(given)
         raise unsupported(f"{path}.type", f"parts of type {shown} are not supported; only text is.")
-    for name in part.keys() - {"type", "text", "annotations", "logprobs"}:
-        raise unsupported(f"{path}.{clip(name, 64)}", "this field is not supported.")
-    return _text(kind, _string(part, "text", path))
+    check_fields(part, {"type", "text", "annotations", "logprobs"}, path)
+    return _text(kind, string_field(part, "text", path))
 
 
 def _text(kind: str, text: str) -> JSONObject:
     part: JSONObject = {"type": kind, "text": text}
     return part | {"annotations": [], "logprobs": []} if kind == "output_text" else part
-
-
-def _string(holder: JSONObject, name: str, path: str) -> str:
-    value: Any = holder.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{path}.{name}", f"expected a string, but got {json_name(value)}")
-    return value
-
-
-def _wrong(param: str, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)
