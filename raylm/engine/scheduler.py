@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from bisect import insort
 from collections import defaultdict
@@ -17,7 +16,7 @@ from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
-from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
+from raylm.errors import RayLMError
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -88,19 +87,9 @@ class Scheduler:
             InvalidRequestError: the prompt is empty.
             RayLMError: the key is taken.
         """
-        length, params = len(request.prompt_token_ids), request.params
-        # A vector stands behind the prompt as a token would, without a place of its own.
-        room = self.max_model_len - length + (request.pooling is not None)
-        self._check_servable(client_id, request, room)
-        state = RequestState(
-            client_id=client_id,
-            request=request,
-            arrival=next(self._arrivals),
-            seed=random.getrandbits(63) if params.seed is None else params.seed,
-            limit=length + min(room, params.max_tokens or room),
-            num_unforked=params.n - 1,
-            stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
-        )
+        if (client_id, request.key) in self._requests:
+            raise RayLMError(f"A request with the key {request.key} is open already.")
+        state = RequestState.create(client_id, request, next(self._arrivals), self.max_model_len)
         self._requests[client_id, request.key] = state
         self._enqueue(state.sequence(next(self._ids), 0))
 
@@ -121,18 +110,6 @@ class Scheduler:
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
         """(client, key) of the open requests, of one client or of all."""
         return [name for name in self._requests if client_id is None or name[0] == client_id]
-
-    def _check_servable(self, client_id: str, request: EngineCoreRequest, room: int) -> None:
-        length = len(request.prompt_token_ids)
-        if room <= 0:
-            raise ContextLengthError(
-                f"The prompt has {length} tokens; with one to generate, at most {self.max_model_len} fit.",
-                param="prompt",
-            )
-        if length == 0:
-            raise InvalidRequestError("The prompt has no tokens.", param="prompt")
-        if (client_id, request.key) in self._requests:
-            raise RayLMError(f"A request with the key {request.key} is open already.")
 
     # ---------------------------------------------------------------- schedule
 

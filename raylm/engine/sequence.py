@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.messages import EngineCoreRequest, Logprobs, NewSequence
 
 _U64 = 2**64
@@ -37,6 +39,32 @@ class RequestState:
     num_unforked: int
     stop_token_ids: tuple[int, ...] = ()
     open: list[Sequence] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, client_id: str, request: EngineCoreRequest, arrival: int, max_model_len: int) -> RequestState:
+        """The state of a new request; what it leaves open, its seed and its limit, is settled here.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for a token.
+            InvalidRequestError: the prompt is empty.
+        """
+        length, params = len(request.prompt_token_ids), request.params
+        # A vector stands behind the prompt as a token would, without a place of its own.
+        room = max_model_len - length + (request.pooling is not None)
+        if room <= 0:
+            message = f"The prompt has {length} tokens; with one to generate, at most {max_model_len} fit."
+            raise ContextLengthError(message, param="prompt")
+        if length == 0:
+            raise InvalidRequestError("The prompt has no tokens.", param="prompt")
+        return cls(
+            client_id=client_id,
+            request=request,
+            arrival=arrival,
+            seed=random.getrandbits(63) if params.seed is None else params.seed,
+            limit=length + min(room, params.max_tokens or room),
+            num_unforked=params.n - 1,
+            stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
+        )
 
     def sequence(self, seq_id: int, index: int) -> Sequence:
         """Open the sequence ``index`` of this request."""
