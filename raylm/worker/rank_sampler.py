@@ -14,12 +14,16 @@ from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampler import IntArray, Sampler, SamplerOutput
 
 
-class LeadingSampler(Sampler):
-    """Rank 0's: draws, and tells."""
+class _RankSampler(Sampler):
+    """A Sampler that is one of several."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self._ranks = ranks
+
+
+class LeadingSampler(_RankSampler):
+    """Rank 0's: draws, and tells."""
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None
@@ -30,12 +34,8 @@ class LeadingSampler(Sampler):
         return drawn
 
 
-class FollowingSampler(Sampler):
+class FollowingSampler(_RankSampler):
     """Another rank's: has no logits of its own, and hears what was drawn."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._ranks = ranks
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None

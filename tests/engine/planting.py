@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from tests.engine.test_scheduler_properties import live
 
 Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
 LIVES = 600
 
 
@@ -19,12 +21,22 @@ def wrap(patch: Patch, owner: type, name: str, change: Callable[..., Any]) -> No
     patch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
 
+def faults_of(module: str) -> list[Plant]:
+    """The functions of a module that plant a fault: those that take a patch and return nothing."""
+    annotations = {"patch": "Patch", "return": "None"}
+    found = [
+        value for value in vars(sys.modules[module]).values() if getattr(value, "__annotations__", 0) == annotations
+    ]
+    assert found, f"no function of {module} plants a fault"
+    return found
+
+
 def lives() -> int:
     """The same random lives for every fault; returns how many sequences ended in them."""
     return sum(len(live(seed, length=70).answers) for seed in range(LIVES))
 
 
-def caught(plant: Callable[[Patch], None], patch: Patch) -> bool:
+def caught(plant: Plant, patch: Patch) -> bool:
     """Whether the lives catch a fault."""
     plant(patch)
     try:

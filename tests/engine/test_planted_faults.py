@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -17,7 +16,7 @@ from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence, Status
 from raylm.engine.step_plan import StepPlan
 from raylm.messages import SchedulerOutput
-from tests.engine.planting import LIVES, Patch, caught, lives, wrap
+from tests.engine.planting import LIVES, Patch, Plant, caught, faults_of, lives, wrap
 
 # -------------------------------------------------------------------- blocks
 
@@ -351,59 +350,8 @@ def logprobs_of_a_neighbour(patch: Patch) -> None:
     patch.setattr(ClientNews, "columns", columns)
 
 
-FAULTS = [
-    a_partial_block_is_published,
-    a_block_is_published_before_it_is_computed,
-    unknown_tokens_are_published,
-    the_salt_is_left_out,
-    the_parent_is_left_out,
-    a_reset_does_not_reach_who_runs,
-    a_reset_does_not_reach_who_has_no_full_block_yet,
-    nothing_is_left_to_compute,
-    an_evicted_block_is_still_found,
-    sharing_takes_no_reference,
-    a_shared_block_stays_in_the_free_list,
-    the_last_block_is_not_released,
-    a_block_is_released_while_others_hold_it,
-    the_pool_gives_more_than_it_has,
-    cached_free_blocks_are_counted_as_free,
-    the_new_block_comes_one_token_late,
-    new_blocks_are_not_sent,
-    one_token_too_many_in_a_step,
-    one_sequence_too_many_in_a_step,
-    waiting_before_running,
-    whoever_fits_is_served,
-    priority_is_ignored,
-    the_highest_class_is_preempted,
-    a_scheduled_sequence_is_preempted,
-    a_sequence_resumes_with_an_unseen_token,
-    a_sequence_resumes_without_what_it_generated,
-    a_preempted_sequence_counts_as_computed,
-    the_worker_is_not_told_who_left,
-    a_sequence_draws_in_the_middle_of_its_prompt,
-    one_token_more_than_asked_for,
-    one_token_less_than_asked_for,
-    steps_are_scheduled_beyond_the_last_token,
-    min_tokens_is_ignored,
-    ignore_eos_is_ignored,
-    an_aborted_sequence_keeps_its_blocks,
-    an_abort_forgets_who_waits,
-    siblings_are_forgotten,
-    siblings_share_a_seed,
-    a_seed_changes_with_preemption,
-    prompt_logprobs_from_the_cache,
-    prompt_logprobs_twice_after_preemption,
-    logprobs_of_a_neighbour,
-]
-
-
-def test_every_fault_of_this_file_is_listed() -> None:
-    annotations = {"patch": "Patch", "return": "None"}
-    assert [value for value in globals().values() if getattr(value, "__annotations__", None) == annotations] == FAULTS
-
-
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("plant", faults_of(__name__), ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_caught(plant: Plant, monkeypatch: Patch) -> None:
     assert caught(plant, monkeypatch)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence, Status
-from tests.engine.planting import Patch, caught, wrap
+from tests.engine.planting import Patch, Plant, caught, faults_of, wrap
 
 
 def accepted_guesses_are_not_counted(patch: Patch) -> None:
@@ -51,22 +50,6 @@ def the_worker_is_not_told_the_limit(patch: Patch) -> None:
     wrap(patch, Sequence, "as_new", lambda original, self, block_ids: replace(original(self, block_ids), limit=10**6))
 
 
-FAULTS = [
-    accepted_guesses_are_not_counted,
-    a_rejected_guess_counts_as_computed,
-    blocks_are_reserved_for_one_token_a_step,
-    blocks_are_reserved_for_one_step_in_flight,
-    guesses_preempt_others,
-    tokens_behind_an_end_are_delivered,
-    the_worker_is_not_told_the_limit,
-]
-
-
-def test_every_fault_of_this_file_is_listed() -> None:
-    annotations = {"patch": "Patch", "return": "None"}
-    assert [value for value in globals().values() if getattr(value, "__annotations__", None) == annotations] == FAULTS
-
-
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("plant", faults_of(__name__), ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_caught(plant: Plant, monkeypatch: Patch) -> None:
     assert caught(plant, monkeypatch)

@@ -44,6 +44,17 @@ def events(text: str) -> list[Any]:
     return found
 
 
+def typed_events(text: str) -> list[dict[str, Any]]:
+    """The data of each event of a stream whose events have names, parsed; a name is its data's type."""
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        event = orjson.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until ``condition`` holds."""
     async with asyncio.timeout(10):

@@ -8,13 +8,12 @@ from typing import Any
 
 import anthropic
 import httpx
-import orjson
 import pytest
 from starlette.applications import Starlette
 
 from raylm.errors import EngineDiedError
 from tests.ingress.fake_llm import FakeAsyncLLM
-from tests.ingress.harness import served
+from tests.ingress.harness import served, typed_events
 from tests.ingress.test_responses import think_and_call
 
 MODEL = "org/fake-model"
@@ -33,13 +32,7 @@ async def create(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 async def stream(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:
     answer = await client.post(PATH, json=BODY | fields | {"stream": True})
     assert answer.status_code == 200, answer.text
-    found = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = orjson.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        found.append(event)
-    return found
+    return typed_events(answer.text)
 
 
 def error_of(answer: httpx.Response, status: int = 400) -> dict[str, str]:

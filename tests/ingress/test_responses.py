@@ -22,7 +22,7 @@ from raylm.ingress import build_asgi_app
 from raylm.ingress.response_store import ResponseStore, SharedResponses
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
-from tests.ingress.harness import client_of, served, until
+from tests.ingress.harness import client_of, served, typed_events, until
 from tests.ingress.test_openai_schema import check
 from tests.ingress.test_refusals import error_of
 
@@ -41,13 +41,9 @@ async def create(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 async def stream(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:
     answer = await client.post(PATH, json=BODY | fields | {"stream": True})
     assert answer.status_code == 200, answer.text
-    found = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = orjson.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    found = typed_events(answer.text)
+    for event in found:
         check(event, "ResponseStreamEvent")
-        found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
