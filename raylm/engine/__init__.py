@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raylm.lazy import front_door
 
 if TYPE_CHECKING:
     from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT, NAMESPACE, create_engine_core, engine_core_prefix
@@ -54,8 +55,4 @@ _HOMES = {
     "prepare_process": "raylm.engine.ray_executor",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'raylm.engine' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = front_door(__name__, _HOMES)

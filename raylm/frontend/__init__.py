@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raylm.lazy import front_door
 
 if TYPE_CHECKING:
     from raylm.frontend.admission import Admission, Hold
@@ -58,8 +59,4 @@ _HOMES |= dict.fromkeys(
     ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"), "raylm.frontend.outputs"
 )
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'raylm.frontend' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = front_door(__name__, _HOMES)

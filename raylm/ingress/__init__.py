@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raylm.lazy import front_door
 
 if TYPE_CHECKING:
     from raylm.ingress.http_app import build_asgi_app
@@ -23,8 +24,4 @@ _HOMES = {
     "serve_middlewares": "raylm.ingress.serve_answers",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'raylm.ingress' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = front_door(__name__, _HOMES)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
+from raylm.lazy import member
 from raylm.models.causal_lm import CausalLM
 
 UNIVERSAL = "raylm.models.universal:UniversalForCausalLM"
@@ -91,6 +90,5 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
             f"model: the architecture {', '.join(map(str, named)) or '(none named)'} of {checkpoint.path} is not "
             f"supported; supported: {', '.join(sorted(ARCHITECTURES))}."
         )
-    module, _, cls = ARCHITECTURES[named[0]].partition(":")
-    found: type[CausalLM] = getattr(import_module(module), cls)
+    found: type[CausalLM] = member(ARCHITECTURES[named[0]])
     return found

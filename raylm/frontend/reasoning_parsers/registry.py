@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from raylm.frontend.reasoning_parsers.base import ReasoningParser
+from raylm.lazy import member
 
 REASONING_PARSERS = {
     "think": "raylm.frontend.reasoning_parsers.think:ThinkParser",
@@ -15,8 +14,7 @@ REASONING_PARSERS = {
 
 def reasoning_parser_class(name: str) -> type[ReasoningParser]:
     """The parser of this name."""
-    module, _, cls = REASONING_PARSERS[name].partition(":")
-    found: type[ReasoningParser] = getattr(import_module(module), cls)
+    found: type[ReasoningParser] = member(REASONING_PARSERS[name])
     return found
 
 

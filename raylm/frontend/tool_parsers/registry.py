@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from raylm.frontend.tool_parsers.base import ToolParser
+from raylm.lazy import member
 
 TOOL_PARSERS = {
     "qwen3_coder": "raylm.frontend.tool_parsers.qwen3_coder:Qwen3CoderParser",
@@ -16,8 +15,7 @@ TOOL_PARSERS = {
 
 def tool_parser_class(name: str) -> type[ToolParser]:
     """The parser of this name."""
-    module, _, cls = TOOL_PARSERS[name].partition(":")
-    found: type[ToolParser] = getattr(import_module(module), cls)
+    found: type[ToolParser] = member(TOOL_PARSERS[name])
     return found
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib import import_module
 
 import torch
 
 from raylm.errors import ConfigError
+from raylm.lazy import member
 from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AnyBackend
 
@@ -23,8 +23,7 @@ BACKENDS = {
 
 def backend_class(name: str) -> type[AnyBackend]:
     """The backend of this name."""
-    module, _, cls = BACKENDS[name].partition(":")
-    found: type[AnyBackend] = getattr(import_module(module), cls)
+    found: type[AnyBackend] = member(BACKENDS[name])
     return found
 
 
