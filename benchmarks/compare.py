@@ -42,6 +42,7 @@ from raylm.checkpoint import resolve
 QUICK = {"repeats": 1, "concurrency": [1, 8, 32], "minutes": 7.0, "timeout": 100.0}
 WHOLE = {"repeats": 3, "concurrency": [1, 8, 32, 64], "minutes": 240.0, "timeout": 900.0}
 STEP_BATCHES = (1, 8, 32)
+SETTLE_S = 1.0  # threads of the engine before may spin for a while before they sleep
 LOADS = ["steps", *OFFLINE, "HTTP"]
 IDLE_CORES, IDLE_S = 0.1, 2.0
 OFFLINE_SHARE = 0.6
@@ -163,6 +164,7 @@ class Comparison:
         for attempt in range(self.args.retries + 1):
             prompts = Prompts(self._words, f"{place.workload} {place.clients} {place.peer} {place.repeat} {attempt}")
             engine.begin()
+            time.sleep(SETTLE_S)
             try:
                 with meter() as used:
                     figures = run(prompts)
