@@ -16,7 +16,7 @@ from raylm.frontend.chat_request import ChatPrompt, ChatRequest
 from raylm.frontend.chat_template import ChatTemplate, check_templates, content_chars
 from raylm.frontend.engine_client import EngineClient
 from raylm.frontend.grammar_compiler import GrammarCompiler
-from raylm.frontend.input_processor import InputProcessor, Limits, sampling_defaults
+from raylm.frontend.input_processor import InputProcessor, Limits, default_max_tokens, sampling_defaults
 from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import RequestOutput
@@ -45,6 +45,7 @@ class AsyncLLM:
         self.model_name = config.model_name
         self.admission = admission or Admission()
         self.sampling_defaults: dict[str, Any] = sampling_defaults(checkpoint)
+        self.default_max_tokens = default_max_tokens(checkpoint)
         self.pooling_defaults: PoolingDefaults = pooling_defaults(checkpoint)
         self._longest = config.max_model_len or checkpoint.max_position_embeddings
         self._tokenizer = Tokenizer(checkpoint.path)
@@ -54,7 +55,7 @@ class AsyncLLM:
         self._chat = ChatProcessor(config, self._tokenizer, self._template, self._grammars)
         self._router = router or Router()
         self._telemetry = Telemetry(self.model_name, self._router.stats)
-        self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids)
+        self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
         self._router.bind(self._outputs.process, self._outputs.fail)
 

@@ -32,9 +32,12 @@ class Limits:
 class InputProcessor:
     """Owns the numbering of requests; keeps nothing of any of them."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], default_max_tokens: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._default_max_tokens = default_max_tokens
         self._keys = count(1)
 
     def check_text(self, text: str, limits: Limits, param: str) -> None:
@@ -82,7 +85,7 @@ class InputProcessor:
         self._check_prompt(prompt_token_ids, limits, param)
         check_length(len(prompt_token_ids), params.max_tokens, limits, param)
         self._check_params(params, limits, cache_salt)
-        max_tokens = params.max_tokens or limits.max_model_len - len(prompt_token_ids)
+        max_tokens = params.max_tokens or self._max_tokens(limits.max_model_len - len(prompt_token_ids), params)
         return EngineCoreRequest(
             key=next(self._keys),
             request_id=request_id,
@@ -101,6 +104,12 @@ class InputProcessor:
             grammar=grammar,
             thinking=thinking,
         )
+
+    def _max_tokens(self, room: int, params: SamplingParams) -> int:
+        """What holds where the caller says nothing: a default gives way to the context, and to ``min_tokens``."""
+        if self._default_max_tokens is None:
+            return room
+        return min(room, max(self._default_max_tokens, params.min_tokens))
 
     def build_pooling(
         self,
@@ -206,6 +215,18 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     except (InvalidRequestError, TypeError) as error:
         raise ConfigError(f"model: generation_config.json holds a bad value: {error}") from error
     return defaults
+
+
+def default_max_tokens(checkpoint: Checkpoint) -> int | None:
+    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers for which nobody asks.
+
+    Raises:
+        ConfigError: it is no positive integer.
+    """
+    found = checkpoint.generation_config.get("max_new_tokens")
+    if found is None or (type(found) is int and found >= 1):
+        return found
+    raise ConfigError("model: generation_config.json holds a bad value: max_new_tokens must be at least 1.")
 
 
 def _check_cache_salt(cache_salt: str | None) -> None:

@@ -79,9 +79,10 @@ class Completions:
     def _params(self, body: CompletionRequest) -> SamplingParams:
         """Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that nobody is shown."""
         wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
-        defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **self._llm.sampling_defaults}
         limit = max(body.max_tokens, 1) if body.max_tokens is not None else None
-        params = body.sampling(defaults, max_tokens=limit, logprobs=body.logprobs)
+        if limit is None and self._llm.default_max_tokens is None:
+            limit = DEFAULT_MAX_TOKENS
+        params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.logprobs)
         return replace(params, prompt_logprobs=max(wanted, default=None))
 
     async def _job(self, prompt: Prompt, body: CompletionRequest) -> _Job:

@@ -10,7 +10,7 @@ import pytest
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
-from raylm.frontend.input_processor import InputProcessor, Limits, sampling_defaults
+from raylm.frontend.input_processor import InputProcessor, Limits, default_max_tokens, sampling_defaults
 from raylm.frontend.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest
 from raylm.params import SamplingParams
@@ -113,3 +113,22 @@ def test_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:
     file.write_text(json.dumps({"temperature": -1}))
     with pytest.raises(ConfigError, match=r"generation_config\.json.*temperature"):
         sampling_defaults(Checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "9"])
+def test_the_length_of_answers_comes_from_the_checkpoint(tmp_path: Path, wrong: object) -> None:
+    assert default_max_tokens(Checkpoint(tmp_path)) is None
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"max_new_tokens": 2048}))
+    assert default_max_tokens(Checkpoint(tmp_path)) == 2048
+    file.write_text(json.dumps({"max_new_tokens": wrong}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json.*max_new_tokens"):
+        default_max_tokens(Checkpoint(tmp_path))
+
+
+def test_a_default_length_gives_way(tokenizer: Tokenizer) -> None:
+    processor = InputProcessor(tokenizer, (2,), default_max_tokens=30)
+    assert build(processor, [5] * 40).params.max_tokens == 30
+    assert build(processor, [5] * 40, max_tokens=60).params.max_tokens == 60
+    assert build(processor, [5] * 40, min_tokens=33).params.max_tokens == 33
+    assert build(processor, [5] * 90).params.max_tokens == 10

@@ -45,6 +45,7 @@ class FakeAsyncLLM:
     gate: asyncio.Event | None = None  # awaited before each output after ``open_outputs`` of them
     open_outputs: int = 1
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    default_max_tokens: int | None = None
     pooling_defaults: PoolingDefaults = field(default_factory=lambda: PoolingDefaults("last", 4))
     embedded: list[tuple[list[int], PoolingParams]] = field(default_factory=list)
     max_model_len: int = 4096

@@ -77,10 +77,10 @@ async def test_usage_sums_over_prompts_and_choices(client: httpx.AsyncClient) ->
 
 async def test_default_length_is_openais(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     await post(client)
-    llm.sampling_defaults = {"max_tokens": 40}
+    llm.default_max_tokens = 40  # the checkpoint's, which generate knows
     await post(client)
     await post(client, max_tokens=5)
-    assert [call.params.max_tokens for call in llm.calls] == [16, 40, 5]
+    assert [call.params.max_tokens for call in llm.calls] == [16, None, 5]
 
 
 async def test_echo_of_text_and_of_ids(client: httpx.AsyncClient) -> None:
