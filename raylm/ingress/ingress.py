@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
+from raylm.ingress.handle_calls import check_messages, check_options, check_pooling, check_prompt
 from raylm.ingress.http_app import build_asgi_app
 from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.response_store import SharedResponses
@@ -69,22 +70,25 @@ class Ingress:
         prompt: str | list[int],
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         cache_salt: str | None = None,
         prompt_param: str = "prompt",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt (text or token ids); call it with ``handle.options(stream=True)``.
 
-        Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``.
+        Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``. A
+        ``priority`` is refused where the server does not schedule by it.
 
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
+        check_prompt(prompt)
+        check_options(self._config, params, cache_salt, priority)
         outputs = self._llm.generate(
             prompt,
             params or SamplingParams(**self._llm.sampling_defaults),
             request_id=f"handle-{uuid.uuid4()}",
-            priority=priority,
+            priority=priority or 0,
             cache_salt=cache_salt,
             prompt_param=prompt_param,
         )
@@ -106,10 +110,12 @@ class Ingress:
         *,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the next turn of a conversation; as ``generate``, over the checkpoint's chat template."""
+        check_messages(messages, tools, template_kwargs)
+        check_options(self._config, params, cache_salt, priority)
         self._llm.admission.check(sum(len(str(message)) for message in messages))
         prompt = await self._llm.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
         outputs = self.generate(prompt, params, priority=priority, cache_salt=cache_salt, prompt_param="messages")
@@ -125,6 +131,8 @@ class Ingress:
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
+        check_prompt(prompt)
+        check_pooling(self._config, params, cache_salt)
         chosen = params or PoolingParams(pooling=self._llm.pooling_defaults.pooling)
         outputs = self._llm.embed(prompt, chosen, request_id=f"handle-{uuid.uuid4()}", cache_salt=cache_salt)
         ongoing = self._lifecycle.admit()

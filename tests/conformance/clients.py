@@ -58,6 +58,27 @@ def openai_tools(url: str) -> None:
     assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("get_weather", {"city": "Rome"})
 
 
+def openai_parallel_tools(url: str) -> None:
+    """Calls that must come: several only where they may, each with an id of its own, the same when streamed."""
+    api = _openai(url)
+    ask: Any = [{"role": "user", "content": "What is the weather in Rome and in Paris?"}]
+    most = 0
+    for parallel in (True, False):
+        for seed in range(4):
+            common: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": parallel, "seed": seed}
+            whole = api.chat.completions.create(model=MODEL, messages=ask, **common)
+            with api.chat.completions.stream(model=MODEL, messages=ask, **common) as stream:
+                streamed = stream.get_final_completion()
+            calls, again = (answer.choices[0].message.tool_calls for answer in (whole, streamed))
+            assert whole.choices[0].finish_reason == streamed.choices[0].finish_reason == "tool_calls"
+            assert [call.function.arguments for call in calls] == [call.function.arguments for call in again]
+            assert len({call.id for call in calls}) == len(calls) >= 1
+            assert all(isinstance(json.loads(call.function.arguments)["city"], str) for call in calls)
+            assert parallel or len(calls) == 1
+            most = max(most, len(calls))
+    assert most > 1
+
+
 def openai_structured(url: str) -> None:
     """Calls that must come, by any name and by one; parse() into a pydantic model, by chat and by responses."""
     from pydantic import BaseModel
@@ -196,7 +217,7 @@ def litellm_calls(url: str) -> None:
 
 
 CHECKS: dict[str, list[Callable[[str], None]]] = {
-    "openai": [openai_chat, openai_tools, openai_structured, openai_responses, openai_rest],
+    "openai": [openai_chat, openai_tools, openai_parallel_tools, openai_structured, openai_responses, openai_rest],
     "anthropic": [anthropic_messages],
     "langchain_openai": [langchain_chat],
     "litellm": [litellm_calls],
