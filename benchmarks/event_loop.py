@@ -29,7 +29,15 @@ import uvicorn
 from raylm.config import Config
 from raylm.frontend import AsyncLLM, EngineClient
 from raylm.ingress import build_asgi_app
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats, Logprobs, WorkerInfo
+from raylm.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    EngineStats,
+    Logprobs,
+    LoRAAdapter,
+    WorkerInfo,
+)
 
 CONTEXT = 131_072
 VOCABULARY = 3_000
@@ -59,6 +67,12 @@ class InstantEngine(EngineClient):
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         """There is nothing to stop."""
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        """There is no model."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """There is no model."""
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         """The steps."""

@@ -29,6 +29,14 @@ class NotingExecutor(ModelExecutor):
         self.noted.append((time.perf_counter(), time.process_time(), output))
         return output
 
+    async def load_adapter(self, adapter: int, path: str) -> None:
+        """As the inner one."""
+        await self._inner.load_adapter(adapter, path)
+
+    async def unload_adapter(self, adapter: int) -> None:
+        """As the inner one."""
+        await self._inner.unload_adapter(adapter)
+
     async def shutdown(self) -> None:
         """As the inner one."""
         await self._inner.shutdown()

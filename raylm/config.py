@@ -96,6 +96,16 @@ class EngineConfig(_Frozen):
         return self
 
 
+class LoRAConfig(_Frozen):
+    """LoRA adapters, loaded and unloaded over the API."""
+
+    root: str | None = Field(
+        None, min_length=1, description="Directory below which adapters may be loaded from; without it there are none."
+    )
+    max_adapters: int = Field(8, ge=1, le=256, description="Most adapters of each engine at once.")
+    max_rank: int = Field(64, ge=1, le=64, description="Highest rank of an adapter.")
+
+
 class IngressConfig(_Frozen):
     """The HTTP side."""
 
@@ -154,6 +164,7 @@ class Config(_Frozen):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
+    lora: LoRAConfig = LoRAConfig()
     ingress: IngressConfig = IngressConfig()
 
     @model_validator(mode="after")
@@ -163,6 +174,8 @@ class Config(_Frozen):
                 "scheduler.speculative_tokens: how many tokens are guessed depends on how long a rank's steps take; "
                 "it must be 0 with engine.tensor_parallel_size over 1"
             )
+        if self.engine.tensor_parallel_size > 1 and self.lora.root is not None:
+            raise ValueError("lora.root: adapters are not served with engine.tensor_parallel_size over 1")
         return self
 
     @property

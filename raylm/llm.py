@@ -18,12 +18,13 @@ from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor
 from raylm.errors import ConfigError, EngineDiedError, InvalidRequestError, RayLMError
 from raylm.frontend import AsyncLLM, CompletionDelta, LocalEngineClient, TokenLogprob
-from raylm.messages import EngineInfo, FinishReason, WorkerInfo
+from raylm.messages import EngineInfo, FinishReason, LoRAAdapter, WorkerInfo
 from raylm.params import PoolingParams, SamplingParams
 
 T = TypeVar("T")
 Prompt = str | list[int]
 Conversation = list[dict[str, Any]]
+_Job = tuple[Prompt, SamplingParams, str | None]
 
 _MOST_OPEN_FACTOR = 4  # requests open per sequence of a step: enough to keep the batch full, few enough to stay cheap
 
@@ -94,18 +95,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapters: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[GenerationResult]:
         """Generate for one prompt or many, texts or token ids; results are in the prompts' order.
 
-        ``params`` is one for all or one each, by default the checkpoint's own wishes. ``progress`` shows a bar.
+        ``params`` is one for all or one each, by default the checkpoint's own wishes; so are ``adapters``, the names of
+        LoRA adapters that were loaded, by default none. ``progress`` shows a bar.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing of the call is returned then.
             EngineDiedError: the engine failed.
         """
         listed = _as_prompts(prompts)
-        return self._call(self._engine.run(listed, self._params(params, len(listed)), progress))
+        jobs = _jobs(listed, self._params(params, len(listed)), adapters)
+        return self._call(self._engine.run(jobs, progress))
 
     def chat(
         self,
@@ -116,6 +120,7 @@ class LLM:
         template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        adapters: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[GenerationResult]:
         """Answer one conversation or many, by the checkpoint's chat template.
@@ -137,7 +142,8 @@ class LLM:
                 template_kwargs=template_kwargs,
             )
         )
-        return self._call(self._engine.run(prompts, self._params(params, len(prompts)), progress))
+        jobs = _jobs(prompts, self._params(params, len(prompts)), adapters)
+        return self._call(self._engine.run(jobs, progress))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None, *, progress: bool = True
@@ -154,6 +160,22 @@ class LLM:
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
         return self._call(self._engine.async_llm.tokenize(text, add_special_tokens=add_special_tokens))
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter in PEFT's format from a directory below ``lora.root``; ``adapters`` may then name it.
+
+        Raises:
+            InvalidRequestError: it cannot be served, or the name is taken.
+        """
+        self._call(self._engine.async_llm.adapters.load(LoRAAdapter(name, path)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Let go of a LoRA adapter; what still generates with it fails.
+
+        Raises:
+            NotFoundError: it is not loaded.
+        """
+        self._call(self._engine.async_llm.adapters.unload(name))
 
     def close(self) -> None:
         """End the engine and its threads; safe to call twice, and done at the latest when the interpreter ends."""
@@ -214,14 +236,12 @@ class _LocalEngine:
         """Token ids of each conversation."""
         return [await self.async_llm.render_chat(conversation, **options) for conversation in conversations]
 
-    async def run(self, prompts: list[Prompt], params: list[SamplingParams], progress: bool) -> list[GenerationResult]:
+    async def run(self, jobs: list[_Job], progress: bool) -> list[GenerationResult]:
         """All prompts at once, as many open as keeps the batch full; the first error ends them all."""
         gate = self._gate()
-        with tqdm(total=len(prompts), disable=not progress, unit="prompt", dynamic_ncols=True) as bar:
+        with tqdm(total=len(jobs), disable=not progress, unit="prompt", dynamic_ncols=True) as bar:
             meter = _Meter(bar)
-            return await _all(
-                self._one(gate, meter, prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)
-            )
+            return await _all(self._one(gate, meter, *job) for job in jobs)
 
     async def embed(self, prompts: list[Prompt], params: PoolingParams, progress: bool) -> list[memoryview[float]]:
         """As ``run``, for vectors."""
@@ -250,10 +270,11 @@ class _LocalEngine:
         return memoryview(output.vector or b"").cast("f")
 
     async def _one(
-        self, gate: asyncio.Semaphore, meter: _Meter, prompt: Prompt, params: SamplingParams
+        self, gate: asyncio.Semaphore, meter: _Meter, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> GenerationResult:
         gathered = _Gathered([CompletionDelta(index) for index in range(params.n)])
-        async with gate, aclosing(self.async_llm.generate(prompt, params, request_id=uuid.uuid4().hex)) as outputs:
+        stream = self.async_llm.generate(prompt, params, request_id=uuid.uuid4().hex, adapter=adapter)
+        async with gate, aclosing(stream) as outputs:
             async for output in outputs:
                 for delta in output.deltas:
                     gathered.add(delta)
@@ -332,6 +353,16 @@ def _local_config(model: str, given: dict[str, Any]) -> Config:
     if engine.get("tensor_parallel_size", 1) != 1:
         raise ConfigError("engine.tensor_parallel_size: LLM runs in one process, and each rank needs its own.")
     return Config(model=model, engine=engine, **given)
+
+
+def _jobs(
+    prompts: list[Prompt], params: list[SamplingParams], adapters: str | Sequence[str | None] | None
+) -> list[_Job]:
+    """Each prompt with its parameters and adapter."""
+    named = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
+    if len(named) != len(prompts):
+        raise InvalidRequestError(f"adapters holds {len(named)} entries for {len(prompts)} prompts.", param="adapters")
+    return list(zip(prompts, params, named, strict=True))
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

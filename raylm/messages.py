@@ -37,6 +37,14 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAAdapter:
+    """An adapter as clients know it: ``name`` stands in `model`, ``path`` is where it was asked to be loaded from."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
     """One request as AsyncLLM hands it to an engine: tokenized, validated, every default resolved.
 
@@ -45,7 +53,8 @@ class EngineCoreRequest:
     A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is what
     ``params.structured_outputs`` mean to llguidance; ``thinking`` says how thoughts, for which it does not hold, are
     told from the answer. With ``pooling`` the prompt is computed and
-    answered by a vector; no token is drawn, and of ``params`` only the defaults mean anything.
+    answered by a vector; no token is drawn, and of ``params`` only the defaults mean anything. ``adapter`` is the name
+    of a LoRA adapter, None for the base model.
     """
 
     key: int
@@ -60,6 +69,7 @@ class EngineCoreRequest:
     grammar: str | None = None
     thinking: Thinking | None = None
     pooling: PoolingParams | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +91,8 @@ class NewSequence:
     ``token_ids`` are all tokens known so far (prompt, then generated). ``block_ids`` is its whole block table.
     ``stop_token_ids`` may not be drawn before ``params.min_tokens``: EOS and the caller's, unless ignored.
     ``limit`` is the longest that it may grow, in tokens with the prompt. ``grammar`` and ``thinking`` as in the
-    request. With ``pooling`` its last token yields a
-    vector where others draw.
+    request. With ``pooling`` its last token yields a vector where others draw. ``adapter`` is the number that its LoRA
+    adapter was loaded under, 0 for the base model.
     """
 
     seq_id: int
@@ -97,6 +107,7 @@ class NewSequence:
     grammar: str | None = None
     thinking: Thinking | None = None
     pooling: PoolingParams | None = None
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +212,7 @@ class EngineCoreOutputs:
     stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens served by the prefix cache); ``logprobs``
     over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error), the request is over.
     ``pooled``: (key, vector as float32 bytes), the request is over too.
+    ``adapters`` are all that the engine has, None where that is no news.
     ``created`` is the time of the newest entry in seconds since the epoch.
     """
 
@@ -216,6 +228,7 @@ class EngineCoreOutputs:
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     errors: list[tuple[int, RayLMError]] = field(default_factory=list)
     pooled: list[tuple[int, bytes]] = field(default_factory=list)
+    adapters: tuple[LoRAAdapter, ...] | None = None
     created: float = 0.0
 
 

@@ -15,7 +15,7 @@ from random import Random
 
 from raylm.config import Config
 from raylm.engine import ModelExecutor
-from raylm.errors import EngineDiedError
+from raylm.errors import EngineDiedError, InvalidRequestError
 from raylm.messages import Logprobs, ModelRunnerOutput, NewSequence, SchedulerOutput, WorkerInfo
 from raylm.params import SamplingParams
 
@@ -37,14 +37,19 @@ class FakeModel:
             return self.eos_token_id
         return 1 + hash((fold, position, seed)) % (self.vocab_size - 1)
 
-    def continuation(self, prompt: list[int], seed: int, count: int) -> list[int]:
+    def continuation(self, prompt: list[int], seed: int, count: int, adapter: str = "") -> list[int]:
         """The first ``count`` tokens after a prompt, EOS or not: the reference that knows of no blocks and no batch."""
-        fold, tokens = 0, list(prompt)
+        fold, tokens = begin(adapter), list(prompt)
         for position in range(len(prompt) + count - 1):
             fold = read(fold, write(fold, tokens[position], position))
             if position >= len(prompt) - 1:
                 tokens.append(self.next_token(fold, seed, position + 1))
         return tokens[len(prompt) :]
+
+
+def begin(adapter: str) -> int:
+    """What the fold of a sequence begins with, by the path of its adapter: every KV entry depends on it."""
+    return hash(adapter) if adapter else 0
 
 
 def write(fold: int, token: int, position: int) -> Entry:
@@ -86,6 +91,7 @@ class FakeWorker:
     model: FakeModel = field(default_factory=FakeModel)
     kv: dict[tuple[int, int], Entry] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
+    adapters: dict[int, str] = field(default_factory=lambda: {0: ""})
     last_step: int = 0
     tokens_computed: int = 0
     tokens_accepted: int = 0
@@ -116,6 +122,17 @@ class FakeWorker:
             weights_bytes=0,
             kv_cache_bytes=0,
         )
+
+    def load_adapter(self, adapter: int, path: str) -> None:
+        """Take it in; a path that begins with "bad" is refused."""
+        if path.startswith("bad"):
+            raise InvalidRequestError(f"The adapter {path!r} cannot be served.", param="lora_path")
+        assert adapter not in self.adapters, "a number is given twice"
+        self.adapters[adapter] = path
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Let go of it; a step that uses it later fails."""
+        del self.adapters[adapter]
 
     def shutdown(self) -> None:
         """Nothing to let go of."""
@@ -236,7 +253,7 @@ class FakeWorker:
             f"{end} of at most {longest} tokens, the last is never computed"
         )
         assert end <= len(row.block_ids) * self.block_size, "the block table is too short"
-        fold = 0
+        fold = begin(self.adapters[row.new.adapter])
         for position in range(end):
             slot = (row.block_ids[position // self.block_size], position % self.block_size)
             if position >= computed:
@@ -293,6 +310,15 @@ class FakeExecutor(ModelExecutor):
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         result = None if self._dead else self.worker.execute(plan)
         return asyncio.ensure_future(self._give(result))
+
+    async def load_adapter(self, adapter: int, path: str) -> None:
+        """Load it after a moment, in which others get their turn."""
+        await asyncio.sleep(self._delay_s)
+        self.worker.load_adapter(adapter, path)
+
+    async def unload_adapter(self, adapter: int) -> None:
+        """Let go of it now."""
+        self.worker.unload_adapter(adapter)
 
     def die(self) -> None:
         """Lose the worker."""

@@ -19,7 +19,7 @@ from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import prepare_process
 from raylm.engine.tensor_parallel_executor import create_executor
 from raylm.errors import EngineDiedError
-from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo
+from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, LoRAAdapter
 
 logger = logging.getLogger("raylm.engine")
 
@@ -92,6 +92,14 @@ class EngineCoreActor:
         self._core.add(client_id, batch.adds)
         self._core.abort(client_id, batch.aborts)
         self._core.stop(client_id, batch.stops)
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        """Load a LoRA adapter; all clients hear of it."""
+        await self._core.load_adapter(adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take a LoRA adapter out of use."""
+        await self._core.unload_adapter(name)
 
 
 def _executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:

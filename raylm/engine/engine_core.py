@@ -8,15 +8,17 @@ from collections import deque
 from dataclasses import replace
 
 from raylm.config import Config
+from raylm.engine.adapter_table import AdapterTable
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.scheduler import Scheduler
-from raylm.errors import EngineDiedError, EngineUnavailableError, RayLMError
+from raylm.errors import EngineDiedError, EngineUnavailableError, ModelNotFoundError, RayLMError
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineStats,
+    LoRAAdapter,
     ModelRunnerOutput,
     SchedulerOutput,
     WorkerInfo,
@@ -38,6 +40,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._work = asyncio.Event()
         self._died_of: EngineDiedError | None = None
+        self._adapters = AdapterTable(config.lora)
 
     async def start(self) -> WorkerInfo:
         """Start the workers and make the scheduler for what they found.
@@ -59,7 +62,7 @@ class EngineCore:
     # ---------------------------------------------------------------- clients
 
     def connect(self, client_id: str) -> Outbox:
-        """Open a client's outbox; its first message, without entries, is there at once.
+        """Open a client's outbox; its first message, the adapters there are, is there at once.
 
         A client that connects again starts anew: what it had open ends.
 
@@ -69,7 +72,7 @@ class EngineCore:
         self._check_alive()
         self.drop_client(client_id)
         outbox = self._outboxes[client_id] = Outbox()
-        outbox.put(_only(self.scheduler.stats()))
+        outbox.put(self._told_adapters())
         return outbox
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
@@ -95,7 +98,7 @@ class EngineCore:
         errors: list[tuple[int, RayLMError]] = []
         for request in requests:
             try:
-                self.scheduler.add(client_id, request)
+                self.scheduler.add(client_id, request, self._adapters.number(request.adapter))
             except RayLMError as error:
                 errors.append((request.key, error))
         if errors:
@@ -115,6 +118,55 @@ class EngineCore:
             self.scheduler.stop(client_id, key, index)
         if sequences and client_id in self._outboxes:
             self._outboxes[client_id].tell(_only(self.scheduler.stats()))
+
+    # ---------------------------------------------------------------- adapters
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        """Load a LoRA adapter, and tell every client; nothing happens if exactly this one is there.
+
+        Raises:
+            InvalidRequestError: it cannot be served, or its name is taken; OverloadedError if all places are.
+            EngineDiedError: the engine is gone.
+        """
+        self._check_alive()
+        number = self._adapters.begin(adapter)
+        if number is None:
+            return
+        try:
+            await self._executor.load_adapter(number, adapter.path)
+        except BaseException:
+            self._adapters.end(adapter, None)
+            raise
+        self._adapters.end(adapter, number)
+        self._tell_adapters()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take a LoRA adapter out of use, which ends the requests that use it; nothing happens if there is none.
+
+        Raises:
+            EngineDiedError: the engine is gone.
+        """
+        self._check_alive()
+        number = self._adapters.remove(name)
+        if number is None:
+            return
+        self._tell_adapters()
+        gone = ModelNotFoundError(
+            f"The LoRA adapter '{name}' was unloaded while it served this request.", param="model"
+        )
+        for client_id, key in self.scheduler.requests_of(number):
+            self.scheduler.abort(client_id, key)
+            self._outboxes[client_id].put(_only(self.scheduler.stats(), [(key, gone)]))
+        if self._in_flight:
+            await asyncio.wait([result for _, result in self._in_flight])
+        await self._executor.unload_adapter(number)
+
+    def _tell_adapters(self) -> None:
+        for outbox in self._outboxes.values():
+            outbox.put(self._told_adapters())
+
+    def _told_adapters(self) -> EngineCoreOutputs:
+        return replace(_only(self.scheduler.stats()), adapters=self._adapters.adapters)
 
     # ---------------------------------------------------------------- steps
 

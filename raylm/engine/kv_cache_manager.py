@@ -45,8 +45,8 @@ class BlockHasher(ABC):
 class ChainedHasher(BlockHasher):
     """SHA-256 over (parent's hash, tokens): equal hashes mean equal prefixes, and none can be forged.
 
-    The chain begins with what else the content depends on: the request's cache salt, and how often the cache was
-    reset. Token ids are below 2**32.
+    The chain begins with what else the content depends on: the request's cache salt, the loading of its LoRA adapter,
+    and how often the cache was reset. Token ids are below 2**32.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -55,7 +55,7 @@ class ChainedHasher(BlockHasher):
         self._epoch = 0
 
     def root(self, seq: Sequence) -> bytes:
-        return sha256(repr((self._epoch, seq.state.request.cache_salt)).encode()).digest()
+        return sha256(repr((self._epoch, seq.state.adapter, seq.state.request.cache_salt)).encode()).digest()
 
     def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
         size = self._block_size

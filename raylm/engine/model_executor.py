@@ -37,6 +37,19 @@ class ModelExecutor(ABC):
         """
 
     @abstractmethod
+    async def load_adapter(self, adapter: int, path: str) -> None:
+        """Let the workers load a LoRA adapter under a number; steps go on meanwhile where they can.
+
+        Raises:
+            InvalidRequestError: it cannot be served; says why.
+            EngineDiedError: a worker is gone.
+        """
+
+    @abstractmethod
+    async def unload_adapter(self, adapter: int) -> None:
+        """Let the workers forget an adapter that no step in flight uses."""
+
+    @abstractmethod
     async def shutdown(self) -> None:
         """End the workers; safe to call twice and after a failed start."""
 
@@ -49,6 +62,12 @@ class WorkerInterface(Protocol):
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
+
+    def load_adapter(self, adapter: int, path: str) -> None:
+        """Load a LoRA adapter under a number."""
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Let go of it."""
 
     def shutdown(self) -> None:
         """Let go of what it holds."""
@@ -78,6 +97,20 @@ class LocalExecutor(ModelExecutor):
         """Queue the step on the worker's thread."""
         return asyncio.get_running_loop().run_in_executor(self._thread, self._execute, plan)
 
+    async def load_adapter(self, adapter: int, path: str) -> None:
+        """Between two steps, as there is one thread."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._living.load_adapter, adapter, path)
+
+    async def unload_adapter(self, adapter: int) -> None:
+        """Between two steps."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._living.unload_adapter, adapter)
+
+    @property
+    def _living(self) -> WorkerInterface:
+        if self._died_of is not None or self._worker is None:
+            raise EngineDiedError("The worker is gone.") from self._died_of
+        return self._worker
+
     async def shutdown(self) -> None:
         """Let the step that runs end, drop those that wait, and join the thread."""
         if self._worker is not None:
@@ -90,10 +123,9 @@ class LocalExecutor(ModelExecutor):
         return self._worker.start()
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        if self._died_of is not None or self._worker is None:
-            raise EngineDiedError("The worker is gone.") from self._died_of
+        worker = self._living
         try:
-            return self._worker.execute(plan)
+            return worker.execute(plan)
         except Exception as error:
             self._died_of = error
             raise EngineDiedError(f"The worker failed: {type(error).__name__}: {error}") from error

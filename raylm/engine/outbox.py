@@ -113,7 +113,9 @@ def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutput
     held.prompt_logprobs.extend(fresh.prompt_logprobs)
     held.errors.extend(fresh.errors)
     held.pooled.extend(fresh.pooled)
-    return replace(held, stats=fresh.stats, logprobs=logprobs, created=max(held.created, fresh.created))
+    adapters = held.adapters if fresh.adapters is None else fresh.adapters
+    created = max(held.created, fresh.created)
+    return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, created=created)
 
 
 def select_logprobs(logprobs: Logprobs, positions: list[int]) -> Logprobs | None:

@@ -18,7 +18,7 @@ from raylm.engine.model_executor import ModelExecutor
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
-WORKER_THREADS = 4  # one computes, one waits for its turn, one packs its result, one says that it is alive
+WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one says it is alive, one loads adapters
 
 
 def prepare_process() -> None:
@@ -76,6 +76,14 @@ class WorkerActor:
     def ping(self) -> None:
         """Give a sign of life, between two steps."""
 
+    def load_adapter(self, adapter: int, path: str) -> None:
+        """Load a LoRA adapter, beside the steps."""
+        self._worker.load_adapter(adapter, path)
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Let go of it."""
+        self._worker.unload_adapter(adapter)
+
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; the next one has its turn once this one is on its way."""
         with self._turns.wait_for(plan.step):
@@ -117,6 +125,20 @@ class RayExecutor(ModelExecutor):
     async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
         try:
             return await ref
+        except RayError as error:
+            raise as_raylm_error(error) from error
+
+    async def load_adapter(self, adapter: int, path: str) -> None:
+        """On the one worker there is: with several, adapters are refused at the start."""
+        try:
+            await self._workers[0].load_adapter.remote(adapter, path)
+        except RayError as error:
+            raise as_raylm_error(error) from error
+
+    async def unload_adapter(self, adapter: int) -> None:
+        """As ``load_adapter``."""
+        try:
+            await self._workers[0].unload_adapter.remote(adapter)
         except RayError as error:
             raise as_raylm_error(error) from error
 

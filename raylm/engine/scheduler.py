@@ -79,7 +79,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, client_id: str, request: EngineCoreRequest) -> None:
+    def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0) -> None:
         """Let the first sequence of a request wait; the others start when it has computed the prompt they share.
 
         Raises:
@@ -89,7 +89,7 @@ class Scheduler:
         """
         if (client_id, request.key) in self._requests:
             raise RayLMError(f"A request with the key {request.key} is open already.")
-        state = RequestState.create(client_id, request, next(self._arrivals), self.max_model_len)
+        state = RequestState.create(client_id, request, next(self._arrivals), self.max_model_len, adapter)
         self._requests[client_id, request.key] = state
         self._enqueue(state.sequence(next(self._ids), 0))
 
@@ -110,6 +110,10 @@ class Scheduler:
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
         """(client, key) of the open requests, of one client or of all."""
         return [name for name in self._requests if client_id is None or name[0] == client_id]
+
+    def requests_of(self, adapter: int) -> list[tuple[str, int]]:
+        """(client, key) of the open requests that use a LoRA adapter."""
+        return [name for name, state in self._requests.items() if state.adapter == adapter]
 
     # ---------------------------------------------------------------- schedule
 

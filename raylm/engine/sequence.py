@@ -28,7 +28,8 @@ class RequestState:
     """One request in the engine: its order of arrival, its seed, and which of its sequences are still open.
 
     ``limit`` is the longest that its sequences may grow, in tokens with the prompt. ``num_unforked`` sequences are
-    not made yet: they start when the first one has computed the prompt that they share.
+    not made yet: they start when the first one has computed the prompt that they share. ``adapter`` is the number of
+    its LoRA adapter, 0 for the base model.
     """
 
     client_id: str
@@ -38,10 +39,13 @@ class RequestState:
     limit: int
     num_unforked: int
     stop_token_ids: tuple[int, ...] = ()
+    adapter: int = 0
     open: list[Sequence] = field(default_factory=list)
 
     @classmethod
-    def create(cls, client_id: str, request: EngineCoreRequest, arrival: int, max_model_len: int) -> RequestState:
+    def create(
+        cls, client_id: str, request: EngineCoreRequest, arrival: int, max_model_len: int, adapter: int = 0
+    ) -> RequestState:
         """The state of a new request; what it leaves open, its seed and its limit, is settled here.
 
         Raises:
@@ -64,6 +68,7 @@ class RequestState:
             limit=length + min(room, params.max_tokens or room),
             num_unforked=params.n - 1,
             stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
+            adapter=adapter,
         )
 
     def sequence(self, seq_id: int, index: int) -> Sequence:
@@ -164,6 +169,7 @@ class Sequence:
             thinking=request.thinking,
             limit=self.limit,
             pooling=request.pooling,
+            adapter=self.state.adapter,
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
+    from raylm.frontend.adapters import AdapterDirectory
     from raylm.frontend.admission import Admission, Hold
     from raylm.frontend.answer_format import AnswerFormat
     from raylm.frontend.async_llm import AsyncLLM
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LARGE",
+    "AdapterDirectory",
     "Admission",
     "AnswerFormat",
     "AsyncLLM",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     "LARGE": "raylm.frontend.offload",
+    "AdapterDirectory": "raylm.frontend.adapters",
     "Admission": "raylm.frontend.admission",
     "AnswerFormat": "raylm.frontend.answer_format",
     "AsyncLLM": "raylm.frontend.async_llm",

@@ -9,6 +9,7 @@ from typing import Any
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError, UnsupportedFieldError
+from raylm.frontend.adapters import AdapterDirectory
 from raylm.frontend.admission import Admission, Hold
 from raylm.frontend.answer_format import AnswerFormat
 from raylm.frontend.chat_processor import ChatProcessor
@@ -76,6 +77,11 @@ class AsyncLLM:
         return self._router.is_ready
 
     @property
+    def adapters(self) -> AdapterDirectory:
+        """The LoRA adapters that requests may name, and how they are loaded and unloaded."""
+        return self._router.adapters
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens that every ready engine takes; without one, what configuration and model say.
 
@@ -103,16 +109,18 @@ class AsyncLLM:
         arrival_time: float | None = None,
         prompt_param: str = "prompt",
         answer_format: AnswerFormat | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt; nothing happens before the first item is asked for.
 
         Closing the generator, or cancelling who waits for it, aborts the request. What the caller has not read is
         merged, so reading slowly is safe. ``arrival_time`` is in seconds since the epoch, by default now;
         ``prompt_param`` is the field that errors about the prompt name. With an ``answer_format`` (of
-        ``prepare_chat``) thoughts and tool calls are told from the text.
+        ``prepare_chat``) thoughts and tool calls are told from the text. ``adapter`` names a LoRA adapter.
 
         Raises:
             InvalidRequestError: a field is wrong; ContextLengthError if prompt and answer do not fit.
+            ModelNotFoundError: there is no such adapter.
             OverloadedError: too many wait already.
             EngineUnavailableError: no engine is ready; EngineDiedError if it was lost meanwhile.
         """
@@ -137,6 +145,7 @@ class AsyncLLM:
             bad_words=await self._input.bad_words(params.bad_words, limits),
             grammar=grammar,
             thinking=thinking,
+            adapter=adapter,
         )
         engine, queue, hold = self._send(request, answer_format)
         try:
@@ -160,6 +169,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         prompt_param: str = "input",
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Compute one prompt and pool its hidden states; the only output holds the vector. Else as ``generate``."""
         arrival_time = time.time() if arrival_time is None else arrival_time
@@ -174,6 +184,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             arrival_time=arrival_time,
             param=prompt_param,
+            adapter=adapter,
         )
         engine, queue, hold = self._send(request)
         try:
@@ -191,7 +202,7 @@ class AsyncLLM:
     def _send(
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
     ) -> tuple[RoutedEngine, OutputQueue, Hold]:
-        engine = self._router.pick(request.prompt_token_ids, request.cache_salt)
+        engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
         hold = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
         queue = self._outputs.open(request, form)
         engine.open_keys.add(request.key)

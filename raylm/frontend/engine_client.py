@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
 
 
 class EngineClient(ABC):
-    """One ready engine. What it is told is only put into a local queue: that never blocks and never raises."""
+    """One ready engine. Requests are only put into a local queue: that never blocks and never raises."""
 
     info: EngineInfo
 
@@ -24,6 +24,22 @@ class EngineClient(ABC):
     @abstractmethod
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         """Give up single sequences, as (key, index); unknown and finished ones are ignored."""
+
+    @abstractmethod
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        """Let the engine load a LoRA adapter; returns when requests may use it.
+
+        Raises:
+            RayLMError: it cannot.
+        """
+
+    @abstractmethod
+    async def unload_adapter(self, name: str) -> None:
+        """Let the engine take an adapter out of use; unknown ones are ignored.
+
+        Raises:
+            EngineDiedError: the engine is gone.
+        """
 
     @abstractmethod
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:

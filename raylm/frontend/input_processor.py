@@ -72,6 +72,7 @@ class InputProcessor:
         bad_words: tuple[tuple[int, ...], ...] = (),
         grammar: str | None = None,
         thinking: Thinking | None = None,
+        adapter: str | None = None,
     ) -> EngineCoreRequest:
         """Check and complete one request; ``param`` is the field that the prompt came from.
 
@@ -103,6 +104,7 @@ class InputProcessor:
             arrival_time=arrival_time,
             grammar=grammar,
             thinking=thinking,
+            adapter=adapter,
         )
 
     def _max_tokens(self, room: int, params: SamplingParams) -> int:
@@ -122,6 +124,7 @@ class InputProcessor:
         cache_salt: str | None,
         arrival_time: float,
         param: str = "input",
+        adapter: str | None = None,
     ) -> EngineCoreRequest:
         """Check and complete one request for a vector.
 
@@ -145,6 +148,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            adapter=adapter,
             pooling=params,
         )
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from raylm.engine import EngineCore
 from raylm.errors import RayLMError
 from raylm.frontend.engine_client import EngineClient
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
 
 
 class LocalEngineClient(EngineClient):
@@ -37,6 +37,14 @@ class LocalEngineClient(EngineClient):
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         """Give up single sequences."""
         self._core.stop(self._client_id, sequences)
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        """Ask the core."""
+        await self._core.load_adapter(adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Ask the core."""
+        await self._core.unload_adapter(name)
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         """The stream, which ends only with the engine.

@@ -11,11 +11,12 @@ from ray import ObjectRefGenerator
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from raylm.engine import MAX_OUTPUTS_IN_FLIGHT
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error
 from raylm.errors import EngineDiedError
 from raylm.frontend.engine_client import EngineClient
-from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo
+from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
 
+_Question = tuple[str, object, asyncio.Future[None]]
 _LOST = "The engine that served this request was lost; sending it again is safe."
 
 
@@ -37,7 +38,9 @@ class RayEngineClient(EngineClient):
         self._stream: ObjectRefGenerator = core.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
         ).remote(self._client_id)
-        self._sender: asyncio.Task[None] | None = None
+        self._first: EngineCoreOutputs | None = None
+        self._questions: asyncio.Queue[_Question] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def connect(cls, core: ActorHandle) -> RayEngineClient:
@@ -48,10 +51,10 @@ class RayEngineClient(EngineClient):
         """
         try:
             client = cls(core, await core.info.remote())
-            await (await anext(client._stream))
+            client._first = await (await anext(client._stream))
         except RayError as error:
             raise EngineDiedError("The engine ended before it was ready.") from error
-        client._sender = asyncio.create_task(client._send())
+        client._tasks = [asyncio.create_task(client._send()), asyncio.create_task(client._ask_all())]
         return client
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -81,8 +84,36 @@ class RayEngineClient(EngineClient):
             except RayError:
                 return
 
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        """Ask the engine, and wait for its answer."""
+        await self._ask("load_adapter", adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Ask the engine, and wait for its answer."""
+        await self._ask("unload_adapter", name)
+
+    async def _ask(self, method: str, argument: object) -> None:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._questions.put_nowait((method, argument, answer))
+        await answer
+
+    async def _ask_all(self) -> None:
+        """Ask one question after the other, as a task that no request's end cancels."""
+        while True:
+            method, argument, answer = await self._questions.get()
+            error: Exception | None = EngineDiedError(_LOST)
+            try:
+                await getattr(self._core, method).remote(argument)
+                error = None
+            except RayError as failure:
+                error = as_raylm_error(failure)
+            finally:
+                _give(answer, error)
+
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         """The stream; every item is one or more scheduler steps."""
+        if self._first is not None:
+            yield self._first
         try:
             async for ref in self._stream:
                 yield await ref
@@ -92,6 +123,18 @@ class RayEngineClient(EngineClient):
 
     async def close(self) -> None:
         """Leave the engine, which ends this client's requests; dropping the stream alone would leave it running."""
-        if self._sender is not None:
-            self._sender.cancel()
+        for task in self._tasks:
+            task.cancel()
+        while not self._questions.empty():
+            _give(self._questions.get_nowait()[2], EngineDiedError(_LOST))
         ray.cancel(self._stream)
+
+
+def _give(answer: asyncio.Future[None], error: Exception | None) -> None:
+    """Answer, unless nobody waits any more."""
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(None)
+    else:
+        answer.set_exception(error)

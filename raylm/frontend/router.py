@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from raylm.errors import EngineDiedError, EngineUnavailableError, RayLMError
+from raylm.frontend.adapters import AdapterDirectory
 from raylm.frontend.engine_client import EngineClient
 from raylm.frontend.input_processor import Limits
 from raylm.messages import EngineCoreOutputs, EngineStats
@@ -49,6 +50,7 @@ class Router:
         self._deliver: Deliver | None = None
         self._fail: Fail | None = None
         self._farewells: set[asyncio.Task[None]] = set()
+        self.adapters = AdapterDirectory()
 
     def bind(self, deliver: Deliver, fail: Fail) -> None:
         """Say where outputs go; called once, before the first engine is added."""
@@ -96,24 +98,29 @@ class Router:
             await self.remove(engine_id)
         await asyncio.gather(*self._farewells)
 
-    def pick(self, prompt_token_ids: list[int], cache_salt: str | None) -> RoutedEngine:
+    def pick(self, prompt_token_ids: list[int], cache_salt: str | None, adapter: str | None = None) -> RoutedEngine:
         """The least loaded engine; among those about as free, the one that has seen most of the prompt's beginning.
 
         Raises:
-            EngineUnavailableError: no engine is ready.
+            EngineUnavailableError: no engine is ready, or none with the ``adapter`` yet.
+            ModelNotFoundError: there is no such adapter.
         """
         self._check_ready()
-        best = min(self._engines.values(), key=lambda engine: engine.load)
-        if len(self._engines) == 1:
+        engines = self._engines
+        if adapter is not None:
+            able = self.adapters.engines_with(adapter)
+            engines = {engine_id: engine for engine_id, engine in engines.items() if engine_id in able}
+        best = min(engines.values(), key=lambda engine: engine.load)
+        if len(engines) == 1:
             return best
-        hashes = list(_prefix_hashes(prompt_token_ids, cache_salt))
-        chosen = self._seen_by(hashes, len(best.open_keys) + NEAR) or best
+        hashes = list(_prefix_hashes(prompt_token_ids, (cache_salt, adapter)))
+        chosen = self._seen_by(hashes, engines, len(best.open_keys) + NEAR) or best
         self._remember(hashes, chosen.client.info.engine_id)
         return chosen
 
-    def _seen_by(self, hashes: list[int], most_open: int) -> RoutedEngine | None:
+    def _seen_by(self, hashes: list[int], engines: dict[str, RoutedEngine], most_open: int) -> RoutedEngine | None:
         for value in reversed(hashes):
-            engine = self._engines.get(self._prefixes.get(value, ""))
+            engine = engines.get(self._prefixes.get(value, ""))
             if engine is not None and len(engine.open_keys) <= most_open:
                 return engine
         return None
@@ -131,6 +138,8 @@ class Router:
         try:
             async for outputs in engine.client.outputs():
                 engine.stats = outputs.stats
+                if outputs.adapters is not None:
+                    self.adapters.heard(engine.client, outputs.adapters)
                 if stops := deliver(outputs):
                     engine.client.stop(stops)
         except EngineDiedError as error:
@@ -148,6 +157,7 @@ class Router:
         engine_id = engine.client.info.engine_id
         if self._engines.get(engine_id) is engine:
             del self._engines[engine_id]
+            self.adapters.leave(engine_id)
         assert self._fail is not None
         self._fail(list(engine.open_keys), error)
 
@@ -162,9 +172,9 @@ class Router:
             raise EngineUnavailableError("No engine is ready; try again shortly.")
 
 
-def _prefix_hashes(token_ids: list[int], cache_salt: str | None) -> Iterator[int]:
-    """One hash for each whole chunk of the prompt's beginning, each over all chunks up to it."""
-    value = hash(cache_salt)
+def _prefix_hashes(token_ids: list[int], content: tuple[str | None, ...]) -> Iterator[int]:
+    """One hash for each whole chunk of the prompt's beginning, each over all chunks up to it, and what else counts."""
+    value = hash(content)
     for end in range(CHUNK_TOKENS, min(len(token_ids), MAX_CHUNKS * CHUNK_TOKENS) + 1, CHUNK_TOKENS):
         value = hash((value, *token_ids[end - CHUNK_TOKENS : end]))
         yield value

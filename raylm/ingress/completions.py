@@ -53,7 +53,7 @@ class Completions:
         arrival_time = time.time()
         body = self.body.parse(data)
         body.check(self._config)
-        check_model(body.model, self._llm)
+        adapter = check_model(body.model, self._llm)
         options = body.options
         params = self._params(body)
         prompts = await aside(body.prompts, count_items(body.prompt))
@@ -64,6 +64,7 @@ class Completions:
             "priority": body.priority or 0,
             "cache_salt": body.cache_salt,
             "arrival_time": arrival_time,
+            "adapter": adapter,
         }
         outputs: list[Outputs] = [
             self._llm.generate(job.prompt, params, request_id=f"{name}-{place}", **common)

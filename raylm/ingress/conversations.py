@@ -46,6 +46,7 @@ class Conversations:
             arrival_time=arrival_time,
             prompt_param="messages",
             answer_format=prompt.answer_format,
+            adapter=check_model(body.model, self._llm),
         )
         return params, outputs
 

@@ -52,6 +52,7 @@ class Embedder:
                 cache_salt=body.cache_salt,
                 arrival_time=arrival_time,
                 prompt_param=param,
+                adapter=check_model(body.model, self._llm),
             )
             for place, (prompt, param) in enumerate(inputs)
         ]

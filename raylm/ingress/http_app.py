@@ -14,6 +14,7 @@ from starlette.routing import Route
 from raylm.config import Config, IngressConfig
 from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError
 from raylm.frontend import Admission
+from raylm.ingress.adapters import LoadAdapter, UnloadAdapter
 from raylm.ingress.anthropic import CountTokens, CreateMessage
 from raylm.ingress.chat import ChatCompletions
 from raylm.ingress.completions import Completions
@@ -72,6 +73,8 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
         *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         post("/tokenize", Tokenize(async_llm), unqueued),
         post("/detokenize", Detokenize(async_llm), unqueued),
+        post("/v1/load_lora_adapter", LoadAdapter(async_llm), unqueued),
+        post("/v1/unload_lora_adapter", UnloadAdapter(async_llm), unqueued),
         *model_routes(async_llm),
         *health_routes(async_llm, lifecycle, http_metrics),
         openapi_route(),

@@ -73,11 +73,13 @@ class Ingress:
         priority: int | None = None,
         cache_salt: str | None = None,
         prompt_param: str = "prompt",
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt (text or token ids); call it with ``handle.options(stream=True)``.
 
         Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``. A
-        ``priority`` is refused where the server does not schedule by it.
+        ``priority`` is refused where the server does not schedule by it. ``adapter``
+        names a LoRA adapter that was loaded.
 
         Raises:
             RayLMError: what HTTP clients would get as an error.
@@ -91,6 +93,7 @@ class Ingress:
             priority=priority or 0,
             cache_salt=cache_salt,
             prompt_param=prompt_param,
+            adapter=adapter,
         )
         ongoing, finished = self._lifecycle.admit(), False
         try:

@@ -22,7 +22,8 @@ class CausalLM(nn.Module, ABC):
     ``quantization`` says in words how its linear layers are quantized, None where none are. ``shards`` says by name
     which part of a checkpoint's tensor this rank holds; of those not named it holds all. ``capturable`` says whether
     ``forward`` is the same operations whatever the tokens are, as a CUDA graph must be; ``torch_multiplies`` whether
-    large weights are left to torch, whichever kernels there are.
+    large weights are left to torch, whichever kernels there are; ``adaptable`` whether LoRA adapters fit: its linear
+    layers are named and shaped as in the Llama family.
     """
 
     vocab_size: int
@@ -30,6 +31,7 @@ class CausalLM(nn.Module, ABC):
     quantization: str | None = None
     capturable: bool = True
     torch_multiplies: bool = False
+    adaptable: bool = False
     shards: Mapping[str, Shard] = MappingProxyType({})
 
     @classmethod

@@ -96,6 +96,8 @@ class Decoder(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """A decoder with its language-model head; the other families differ by a few switches of its configuration."""
 
+    adaptable = True
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config

@@ -12,6 +12,7 @@ from raylm.native.kernels import (
     use_threads,
 )
 from raylm.native.memory import huge_empty
+from raylm.native.packed_adapter import PackedAdapter
 from raylm.native.packed_weight import Int4Weight, Int8Weight, Weight, round_int4
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NativeDecoder",
     "NativeError",
     "NativeLinear",
+    "PackedAdapter",
     "Weight",
     "huge_empty",
     "kernels",

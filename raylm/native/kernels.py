@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -151,6 +152,20 @@ class NativeAttention:
         return out
 
 
+class _AdapterRun(Protocol):
+    """Tokens ``start`` .. ``start + count`` of a step, and the adapter that changes them."""
+
+    @property
+    def adapter(self) -> Any:
+        """A PackedAdapter."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+
 class NativeDecoder:
     """A compact decoder whose whole step is one call."""
 
@@ -161,8 +176,16 @@ class NativeDecoder:
         self._team, self._size = native.team, TeamSize(native.team.threads)
         self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
 
-    def step(self, input_ids: Tensor, batch: lib.Batch, pools: Sequence[Tensor]) -> Tensor:
-        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); ``pools`` has one pool a layer."""
+    def step(
+        self, input_ids: Tensor, batch: lib.Batch, pools: Sequence[Tensor], adapters: Sequence[_AdapterRun] = ()
+    ) -> Tensor:
+        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); ``pools`` has one pool a layer.
+
+        ``adapters`` change runs of tokens that do not overlap.
+        """
+        runs = (lib.AdapterRun * len(adapters))(
+            *(lib.AdapterRun(run.adapter.sites, run.start, run.count) for run in adapters)
+        )
         hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
         addresses = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
         with self._native.lock:
@@ -170,7 +193,7 @@ class NativeDecoder:
             started = time.perf_counter()
             self._native.library.raylm_decoder_step(
                 self._kind, self._handle, byref(batch), input_ids.data_ptr(), addresses, pools[0].shape[1],
-                hidden.data_ptr(),
+                hidden.data_ptr(), runs, len(runs),
             )  # fmt: skip
             self._size.observe(len(input_ids), time.perf_counter() - started)
         return hidden

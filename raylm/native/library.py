@@ -96,6 +96,29 @@ class Model(Structure):
     ]
 
 
+class LowRankPart(Structure):
+    """What an adapter adds to some columns of a linear layer; see src/low_rank.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("up", Linear), ("column", c_int32), ("rank_at", c_int32)]
+
+
+class LowRank(Structure):
+    """What an adapter adds to a linear layer; see src/low_rank.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("down", Linear),
+        ("parts", c_int32),
+        ("unused", c_int32),
+        ("part", LowRankPart * 3),
+    ]
+
+
+class AdapterRun(Structure):
+    """Tokens of a step that an adapter changes; see src/low_rank.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("sites", POINTER(LowRank)), ("start", c_int32), ("count", c_int32)]
+
+
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "raylm_team_new": (c_void_p, [c_int]),
     "raylm_team_use": (None, [c_void_p, c_int]),
@@ -109,7 +132,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "raylm_decoder_new": (c_void_p, [c_void_p, c_int, POINTER(Model)]),
     "raylm_decoder_free": (None, [c_int, c_void_p]),
-    "raylm_decoder_step": (None, [c_int, c_void_p, POINTER(Batch), c_void_p, POINTER(c_void_p), c_int64, c_void_p]),
+    "raylm_decoder_step": (
+        None,
+        [c_int, c_void_p, POINTER(Batch), c_void_p, POINTER(c_void_p), c_int64, c_void_p, POINTER(AdapterRun), c_int],
+    ),
     "raylm_decoder_logits": (None, [c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64]),
     "raylm_decoder_seconds": (POINTER(c_double), [c_int, c_void_p]),
 }
@@ -131,4 +157,19 @@ def open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-__all__ = ["BFLOAT16", "FLOAT32", "INT4", "INT8", "LANES", "Batch", "Heads", "Layer", "Linear", "Model", "open_library"]
+__all__ = [
+    "BFLOAT16",
+    "FLOAT32",
+    "INT4",
+    "INT8",
+    "LANES",
+    "AdapterRun",
+    "Batch",
+    "Heads",
+    "Layer",
+    "Linear",
+    "LowRank",
+    "LowRankPart",
+    "Model",
+    "open_library",
+]

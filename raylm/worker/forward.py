@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from raylm.models import AttentionSpec, CausalLM
-from raylm.native import NativeDecoder
+from raylm.models import AttentionSpec, CausalLM, LowRank, LowRankLayers, ModuleAdapter, pack_native
+from raylm.native import NativeDecoder, PackedAdapter
 from raylm.worker.attention import AnyBackend, StepLimits
 from raylm.worker.attention.cpu import CpuBackend
 from raylm.worker.input_buffers import StepInputs
@@ -25,6 +25,14 @@ class Forward(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states -> float32 logits (rows, vocab_size), in memory of their own."""
 
+    @abstractmethod
+    def serve_adapters(self) -> None:
+        """Called once, before the first step, if steps may have adapters."""
+
+    @abstractmethod
+    def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter | PackedAdapter:
+        """An adapter, by the names of its modules, in the form that ``hidden`` reads; may be called beside a step."""
+
     def seconds(self) -> dict[str, float]:
         """Where the time of all steps went, as far as it is known."""
         return {}
@@ -35,8 +43,18 @@ class ModuleForward(Forward):
 
     def __init__(self, model: CausalLM, backend: AnyBackend, kv_caches: Sequence[Tensor]) -> None:
         self._model, self._backend, self._kv_caches = model, backend, list(kv_caches)
+        self._low_rank: LowRankLayers | None = None
+
+    def serve_adapters(self) -> None:
+        self._low_rank = LowRankLayers(self._model, self._kv_caches[0].dtype, self._kv_caches[0].device)
+
+    def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter:
+        assert self._low_rank is not None
+        return self._low_rank.pack(weights)
 
     def hidden(self, inputs: StepInputs) -> Tensor:
+        if self._low_rank is not None:
+            self._low_rank.runs = inputs.adapters
         step = self._backend.prepare(inputs.metadata)
 
         def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -51,12 +69,21 @@ class ModuleForward(Forward):
 class NativeForward(Forward):
     """All layers in one native call."""
 
-    def __init__(self, decoder: NativeDecoder, backend: CpuBackend, kv_caches: Sequence[Tensor]) -> None:
-        self._decoder, self._backend, self._kv_caches = decoder, backend, list(kv_caches)
+    def __init__(
+        self, model: CausalLM, decoder: NativeDecoder, backend: CpuBackend, kv_caches: Sequence[Tensor]
+    ) -> None:
+        self._model, self._decoder = model, decoder
+        self._backend, self._kv_caches = backend, list(kv_caches)
+
+    def serve_adapters(self) -> None:
+        """The decoder is ready for them."""
+
+    def pack(self, weights: Mapping[str, LowRank]) -> PackedAdapter:
+        return pack_native(self._model, self._kv_caches[0].dtype, weights)
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         batch = self._backend.batch(inputs.metadata, inputs.positions)
-        return self._decoder.step(inputs.input_ids, batch, self._kv_caches)
+        return self._decoder.step(inputs.input_ids, batch, self._kv_caches, inputs.adapters)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)
@@ -73,5 +100,5 @@ def select_forward(
     if isinstance(attention, CpuBackend):
         decoder = model.native_decoder(limits.max_num_tokens)
         if decoder is not None:
-            return NativeForward(decoder, attention, kv_caches)
+            return NativeForward(model, decoder, attention, kv_caches)
     return ModuleForward(model, attention, kv_caches)

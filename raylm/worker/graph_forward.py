@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from raylm.models import LowRank, ModuleAdapter
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.attention.ladder import rung, rungs, table_width
 from raylm.worker.forward import Forward, ModuleForward
@@ -115,7 +116,7 @@ class DecodeBuffers:
 
 
 class GraphForward(Forward):
-    """Steps that only decode are one launch; others go layer by layer through ``eager``.
+    """Steps that only decode are one launch; others, and those with adapters, go layer by layer through ``eager``.
 
     There is a graph for each size of a ladder of batches and each width of a ladder of block tables. Those with the
     narrowest tables are captured by ``capture_at_start``, others when the first step needs them. A graph for which
@@ -141,10 +142,16 @@ class GraphForward(Forward):
         for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
             self._graph(*key)
 
+    def serve_adapters(self) -> None:
+        self.eager.serve_adapters()
+
+    def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter:
+        return self.eager.pack(weights)
+
     def hidden(self, inputs: StepInputs) -> Tensor:
         meta = inputs.metadata
         count = len(meta.seq_lens_host)
-        if meta.num_decodes < count:
+        if meta.num_decodes < count or inputs.adapters:
             return self.eager.hidden(inputs)
         size, width = rung(count), self._width(int(meta.seq_lens_host.max()))
         graph = self._graph(size, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raylm.models import AdapterRun
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.step_rows import StepRows
@@ -33,11 +35,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, flattened: ``input_ids`` and ``positions`` (tokens,) int64, and where the tokens lie."""
+    """One step, flattened: ``input_ids`` and ``positions`` (tokens,) int64, where they lie, and their adapters."""
 
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
+    adapters: Sequence[AdapterRun] = ()
 
 
 class InputBuffers:
@@ -53,7 +56,7 @@ class InputBuffers:
         self._seq_lens = Column((seqs,), torch.int32, device)
         self._query_start_loc = Column((seqs + 1,), torch.int32, device)
 
-    def build(self, step: StepRows, batch: InputBatch) -> StepInputs:
+    def build(self, step: StepRows, batch: InputBatch, adapters: Sequence[AdapterRun] = ()) -> StepInputs:
         """Lay out the tokens of a step; guesses stand in the batch behind the known tokens.
 
         Raises:
@@ -66,7 +69,7 @@ class InputBuffers:
         self._seq_lens.host[: len(rows)] = computed + counts
         self._block_tables.host[: len(rows)] = batch.block_tables[rows]
         self._lay_tokens(np.repeat(computed - starts[:-1], counts), np.repeat(rows, counts), batch)
-        return self._upload(len(rows), int(counts.sum()), int((counts == 1).sum()))
+        return self._upload(len(rows), int(counts.sum()), int((counts == 1).sum()), adapters)
 
     def _lay_tokens(self, shifts: NDArray[np.int64], token_rows: NDArray[np.int64], batch: InputBatch) -> None:
         total, size = len(token_rows), self._limits.block_size
@@ -86,7 +89,7 @@ class InputBuffers:
         if (np.diff(counts > 1) & (counts[1:] == 1)).any():
             raise RuntimeError("a step must hold sequences with one token first")
 
-    def _upload(self, seqs: int, tokens: int, decodes: int) -> StepInputs:
+    def _upload(self, seqs: int, tokens: int, decodes: int, adapters: Sequence[AdapterRun]) -> StepInputs:
         return StepInputs(
             self._input_ids.upload(tokens),
             self._positions.upload(tokens),
@@ -99,4 +102,5 @@ class InputBuffers:
                 seq_lens_host=self._seq_lens.host[:seqs],
                 query_start_loc_host=self._query_start_loc.host[: seqs + 1],
             ),
+            adapters,
         )

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
+from raylm.models import AdapterRun
 from raylm.worker.device_feed import Feed, NoFeed
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
+from raylm.worker.lora import Adapters, NoAdapters
 from raylm.worker.pooler import Pooler
 from raylm.worker.sampler import Sampler, SamplerOutput
 from raylm.worker.speculator import NoSpeculation, Speculator
@@ -35,12 +37,14 @@ class ModelRunner:
         speculator: Speculator | None = None,
         sampler: Sampler | None = None,
         feed: Feed | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.forward = forward
         self.batch = batch
         self.buffers = buffers
         self.sampler = sampler or Sampler()
         self.speculator = speculator or NoSpeculation()
+        self.adapters = adapters or NoAdapters()
         self.pooler = Pooler()
         self.feed = feed or NoFeed()
         self._prompt_logprobs: dict[int, int] = {}
@@ -62,16 +66,21 @@ class ModelRunner:
         """
         started = time.perf_counter()
         step = self.speculator.lay_out(self.pooler.claim(StepRows.of(plan, self._apply(plan))), self.batch)
-        if step.seq_ids and not self._prompt_logprobs and self.feed.takes(step, self.batch):
+        step = self.adapters.arrange(step)
+        adapters = self.adapters.runs(step)
+        plain = not self._prompt_logprobs and not adapters
+        if step.seq_ids and plain and self.feed.takes(step, self.batch):
             return self.feed.launch(plan.step, step, self.batch, self.forward).output
         self.feed.settle(self.batch)
-        output = self._run(plan, step, started)
+        output = self._run(plan, step, adapters, started)
         return lambda: output
 
-    def _run(self, plan: SchedulerOutput, step: StepRows, started: float) -> ModelRunnerOutput:
+    def _run(
+        self, plan: SchedulerOutput, step: StepRows, adapters: Sequence[AdapterRun], started: float
+    ) -> ModelRunnerOutput:
         if not step.seq_ids:
             return ModelRunnerOutput(plan.step, [], [], [], step_s=time.perf_counter() - started)
-        inputs = self.buffers.build(step, self.batch)
+        inputs = self.buffers.build(step, self.batch, adapters)
         forward_started = time.perf_counter()
         hidden = self.forward.hidden(inputs)
         draws = DrawRows.of(step)
@@ -107,6 +116,7 @@ class ModelRunner:
             row = self.batch.add(new)
             self.speculator.add(row)
             self.feed.add(row)
+            self.adapters.add(row, new)
             self.pooler.add(new)
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[new.seq_id] = new.params.prompt_logprobs

@@ -23,6 +23,7 @@ from raylm.worker.host import available_cores
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate, block_bytes, free_memory, size_pool
+from raylm.worker.lora import create_adapters
 from raylm.worker.meeting import Meeting
 from raylm.worker.memory import largest_step, loading
 from raylm.worker.model_runner import ModelRunner
@@ -102,7 +103,8 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
         is_native = backend.name == "cpu" and not model.torch_multiplies
         torch.set_num_threads(threads if isinstance(forward, ModuleForward) and not is_native else 1)
         feed = create_feed(limits, device, alone=ranks.size == 1 and not config.scheduler.speculative_tokens)
-        runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator, sampler, feed)
+        adapters = create_adapters(config.lora, model, forward, limits.max_num_seqs)
+        runner = ModelRunner(forward, batch, InputBuffers(limits, device), speculator, sampler, feed, adapters)
     if isinstance(forward, GraphForward):
         with stages("capture CUDA graphs"):
             forward.capture_at_start()

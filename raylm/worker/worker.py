@@ -69,9 +69,25 @@ class Worker:
         Raises:
             RuntimeError: the worker is not running, or the plan contradicts what it holds.
         """
+        return self._started_runner.launch(plan)
+
+    def load_adapter(self, adapter: int, path: str) -> None:
+        """Load the LoRA adapter in the directory ``path`` under a number; may run beside a step.
+
+        Raises:
+            InvalidRequestError: it cannot be served; says why.
+        """
+        self._started_runner.adapters.load(adapter, path)
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Let go of an adapter; no step that was handed over, or will be, may use it."""
+        self._started_runner.adapters.unload(adapter)
+
+    @property
+    def _started_runner(self) -> ModelRunner:
         if self._runner is None:
             raise RuntimeError("the worker has not been started, or was shut down")
-        return self._runner.launch(plan)
+        return self._runner
 
     def shutdown(self) -> None:
         """Let go of weights and KV tensors; safe to call twice."""

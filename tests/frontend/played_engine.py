@@ -8,7 +8,15 @@ from typing import Any
 
 from raylm.errors import EngineDiedError
 from raylm.frontend import EngineClient
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats, FinishReason, WorkerInfo
+from raylm.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    LoRAAdapter,
+    WorkerInfo,
+)
 
 Entry = tuple[int, int, list[int], FinishReason | None]
 
@@ -41,6 +49,8 @@ class PlayedEngine(EngineClient):
         self.aborted: list[int] = []
         self.stopped: list[tuple[int, int]] = []
         self.closed = False
+        self.loaded: list[LoRAAdapter] = []
+        self.refusal: Exception | None = None
         self._said: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -51,6 +61,14 @@ class PlayedEngine(EngineClient):
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         self.stopped.extend(sequences)
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.loaded.append(adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        self.loaded = [adapter for adapter in self.loaded if adapter.name != name]
 
     def say(self, *entries: Entry, **columns: Any) -> None:
         """Send one message."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
-from raylm.frontend import Admission, AnswerFormat, ChatPrompt, ChatRequest
+from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.pooling import PoolingDefaults
 from raylm.params import PoolingParams, SamplingParams
@@ -31,6 +31,7 @@ class Call:
     priority: int
     cache_salt: str | None
     prompt_param: str = "prompt"
+    adapter: str | None = None
     ended: str = "open"  # then "finished", "failed" or "aborted"
 
 
@@ -53,6 +54,7 @@ class FakeAsyncLLM:
     is_ready: bool = True
     admission: Admission = field(default_factory=Admission)
     answer_format: AnswerFormat | None = None
+    adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     calls: list[Call] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
 
@@ -95,6 +97,7 @@ class FakeAsyncLLM:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         prompt_param: str = "input",
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The first byte is the angle, in steps of 1/256 of a quarter turn: near bytes are near vectors."""
         self.pooling_defaults.check(params)
@@ -128,8 +131,9 @@ class FakeAsyncLLM:
         arrival_time: float | None = None,
         prompt_param: str = "prompt",
         answer_format: AnswerFormat | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        call = Call(prompt, params, request_id, priority, cache_salt, prompt_param)
+        call = Call(prompt, params, request_id, priority, cache_salt, prompt_param, adapter)
         self.calls.append(call)
         try:
             readers = [answer_format.reader() for _ in range(params.n)] if answer_format else []

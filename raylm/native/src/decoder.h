@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "low_rank.h"
 
 namespace raylm {
 
@@ -57,8 +58,11 @@ class Decoder {
   }
 
   // One step. `pools` has one pool a layer: keys and values of `blocks` blocks; `hidden` [tokens][hidden] is the result.
-  void step(const Batch& batch, const int64_t* ids, void* const* pools, int64_t blocks, T* hidden) {
+  void step(const Batch& batch, const int64_t* ids, void* const* pools, int64_t blocks, T* hidden,
+            const Adapters& adapters) {
     space_.plan_for(batch, m_.heads);
+    low_rank_.plan_for(adapters);
+    if (low_rank_.any()) gate_up_.resize(std::max(gate_up_.size(), size_t(batch.tokens) * 2 * m_.inner));
     const size_t half = size_t(blocks) * m_.heads.kv_heads * m_.heads.head_dim * batch.block_size;
     team_.run([&](int thread) {
       clock_start(thread);
@@ -67,7 +71,7 @@ class Decoder {
       mark(thread, kElementwise);
       for (int i = 0; i < m_.layers; i++) {
         T* keys = static_cast<T*>(pools[i]);
-        walk(batch, m_.layer[i], keys, keys + half, thread);
+        walk(batch, i, keys, keys + half, thread);
         const bool last = i + 1 == m_.layers;
         norm(batch.tokens, last ? m_.last_norm : m_.layer[i + 1].input_norm, last ? hidden : normed_.data());
         mark(thread, kElementwise);
@@ -89,10 +93,12 @@ class Decoder {
  private:
   int qkv_width() const { return (m_.heads.heads + 2 * m_.heads.kv_heads) * m_.heads.head_dim; }
 
-  void walk(const Batch& batch, const Layer& layer, T* keys, T* values, int thread) {
+  void walk(const Batch& batch, int number, T* keys, T* values, int thread) {
+    const Layer& layer = m_.layer[number];
     Heads heads = m_.heads;
     heads.window = layer.window;
     linear<Into::kStore>(team_, layer.qkv, normed_.data(), batch.tokens, quantized_, Target<T>{qkv_.data(), qkv_width()});
+    low_rank_.add(team_, kSites * number + kQkv, normed_.data(), m_.hidden, Target<T>{qkv_.data(), qkv_width()});
     mark(thread, kLinear);
     rotate_and_write(batch, layer, keys, values);
     mark(thread, kElementwise);
@@ -101,12 +107,32 @@ class Decoder {
         .run(team_, thread);
     mark(thread, kAttention);
     linear<Into::kAdd>(team_, layer.output, attended_.data(), batch.tokens, quantized_, Target<float>{x_.data(), m_.hidden});
+    low_rank_.add(team_, kSites * number + kOutput, attended_.data(), m_.heads.heads * m_.heads.head_dim,
+                  Target<float>{x_.data(), m_.hidden});
     mark(thread, kLinear);
     norm(batch.tokens, layer.post_norm, normed_.data());
     mark(thread, kElementwise);
-    linear<Into::kGate>(team_, layer.gate_up, normed_.data(), batch.tokens, quantized_, Target<T>{gated_.data(), m_.inner});
+    gate_and_up(batch, layer.gate_up, number);
     linear<Into::kAdd>(team_, layer.down, gated_.data(), batch.tokens, quantized_, Target<float>{x_.data(), m_.hidden});
+    low_rank_.add(team_, kSites * number + kDown, gated_.data(), m_.inner, Target<float>{x_.data(), m_.hidden});
     mark(thread, kLinear);
+  }
+
+  // With adapters the gate waits for what they add; in floats, so that nothing changes for the rows without one.
+  void gate_and_up(const Batch& batch, const Linear& weight, int number) {
+    if (!low_rank_.any()) {
+      linear<Into::kGate>(team_, weight, normed_.data(), batch.tokens, quantized_, Target<T>{gated_.data(), m_.inner});
+      return;
+    }
+    const Target<float> whole{gate_up_.data(), 2 * m_.inner};
+    linear<Into::kStore>(team_, weight, normed_.data(), batch.tokens, quantized_, whole);
+    low_rank_.add(team_, kSites * number + kGateUp, normed_.data(), m_.hidden, whole);
+    team_.each(batch.tokens, [&](int token) {
+      const float* gate = whole.out + token * whole.stride;
+      T* out = &gated_[size_t(token) * m_.inner];
+      for (int d = 0; d < m_.inner; d += kLanes)
+        store_narrow(out + d, Silu::of(load<f32x16>(gate + d)) * load<f32x16>(gate + m_.inner + d));
+    });
   }
 
   // Token ids -> the residual stream; positions -> cosines and sines.
@@ -210,9 +236,10 @@ class Decoder {
   Team& team_;
   const Model m_;
   AttentionSpace<T> space_;
-  std::vector<float> x_, angles_;
+  std::vector<float> x_, angles_, gate_up_;
   std::vector<T> normed_, qkv_, attended_, gated_;
   Quantized quantized_;
+  LowRankProducts<T> low_rank_;
   std::chrono::steady_clock::time_point last_;
   double seconds_[kParts] = {};
 };

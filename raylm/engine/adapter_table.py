@@ -1,0 +1,79 @@
+"""AdapterTable: which LoRA adapters an engine has, by name, and the numbers that its worker knows them by."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from raylm.config import LoRAConfig
+from raylm.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from raylm.messages import LoRAAdapter
+
+BASE = 0  # the number of the base model
+
+
+class AdapterTable:
+    """A number belongs to one loading: another adapter under the same name shares nothing with the one before it."""
+
+    def __init__(self, config: LoRAConfig) -> None:
+        self._most = config.max_adapters
+        self._served = config.root is not None
+        self._numbers: dict[LoRAAdapter, int] = {}
+        self._loading: set[LoRAAdapter] = set()
+        self._next = count(BASE + 1)
+
+    @property
+    def adapters(self) -> tuple[LoRAAdapter, ...]:
+        """All that may be used."""
+        return tuple(self._numbers)
+
+    def number(self, name: str | None) -> int:
+        """The number of an adapter, that of the base model without a name.
+
+        Raises:
+            ModelNotFoundError: there is none of this name.
+        """
+        if name is None:
+            return BASE
+        adapter = self.find(name)
+        if adapter is None:
+            raise ModelNotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="model")
+        return self._numbers[adapter]
+
+    def find(self, name: str) -> LoRAAdapter | None:
+        """The adapter of this name, if it is loaded."""
+        return next((adapter for adapter in self._numbers if adapter.name == name), None)
+
+    def begin(self, adapter: LoRAAdapter) -> int | None:
+        """Take a place for an adapter that is to be loaded, and return its number; None if it is there already.
+
+        Raises:
+            InvalidRequestError: no adapters are served, or the name stands for another one.
+            OverloadedError: all places are taken, or it is being loaded.
+        """
+        if not self._served:
+            raise InvalidRequestError("This server serves no LoRA adapters: lora.root is not set.", param="lora_path")
+        if adapter in self._numbers:
+            return None
+        if any(other.name == adapter.name for other in (*self._numbers, *self._loading)):
+            raise InvalidRequestError(
+                f"A LoRA adapter '{adapter.name}' is loaded already, or being loaded; unload it first.",
+                param="lora_name",
+            )
+        if len(self._numbers) + len(self._loading) >= self._most:
+            raise OverloadedError(
+                f"{self._most} LoRA adapters are loaded, which is lora.max_adapters; unload one first.",
+                param="lora_name",
+            )
+        self._loading.add(adapter)
+        return next(self._next)
+
+    def end(self, adapter: LoRAAdapter, number: int | None) -> None:
+        """The loading has ended: under this number, or without success."""
+        self._loading.discard(adapter)
+        if number is not None:
+            self._numbers[adapter] = number
+
+    def remove(self, name: str) -> int | None:
+        """Take an adapter out of use, and return its number; None if there is none of this name."""
+        adapter = self.find(name)
+        return None if adapter is None else self._numbers.pop(adapter)

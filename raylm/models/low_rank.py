@@ -1,0 +1,111 @@
+"""Adapters in the forms that a forward pass reads: for torch modules, and packed for the native decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raylm.models.adapter_files import LowRank
+from raylm.models.causal_lm import CausalLM
+from raylm.models.linear import Linear, LinearKernel
+from raylm.models.quantization import HEAD, linear_layers
+from raylm.native import PackedAdapter
+
+Weights = Mapping[str, LowRank]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRun:
+    """Consecutive tokens of a step, ``start`` .. ``start + count``, that one adapter changes, in its packed form."""
+
+    adapter: ModuleAdapter | PackedAdapter
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleAdapter:
+    """For each linear layer (down, up): a fused layer has the concatenated adapters of its parts, None without one."""
+
+    pairs: list[tuple[Tensor, Tensor] | None]
+
+
+def adaptable_layers(model: CausalLM) -> list[tuple[str, Linear]]:
+    """The linear layers that adapters may change, in the model's order: all but the head."""
+    return [(prefix, layer) for prefix, layer in linear_layers(model) if HEAD not in layer.parts]
+
+
+def adaptable_shapes(model: CausalLM) -> dict[str, tuple[int, int]]:
+    """(out, in) of the modules that adapters may change, by the checkpoint's names."""
+    return {
+        f"{prefix}{part}": (rows, layer.in_features)
+        for prefix, layer in adaptable_layers(model)
+        for part, rows in layer.parts.items()
+    }
+
+
+class LowRankLayers:
+    """Adds low-rank products to the linear layers of a model; ``runs`` says to which tokens of the next pass.
+
+    Made after whatever else reads the layers' kernels.
+    """
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
+        self.runs: Sequence[AdapterRun] = ()
+        self._layers = adaptable_layers(model)
+        self._dtype, self._device = dtype, device
+        for at, (_, layer) in enumerate(self._layers):
+            assert layer.kernel is not None, "adapters are served before the weights are loaded"
+            layer.kernel = _LowRankKernel(layer.kernel, self, at)
+
+    def pack(self, weights: Weights) -> ModuleAdapter:
+        """Bring an adapter to the device, in the type of the model."""
+        pairs = [_fused(prefix, layer, weights) for prefix, layer in self._layers]
+        return ModuleAdapter([pair and (self._at_home(pair[0]), self._at_home(pair[1])) for pair in pairs])
+
+    def _at_home(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype)
+
+
+class _LowRankKernel:
+    """A layer's own kernel, and then what the adapters of the step add to their rows."""
+
+    def __init__(self, base: LinearKernel, owner: LowRankLayers, at: int) -> None:
+        self._base, self._owner, self._at = base, owner, at
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self._base(x)
+        for run in self._owner.runs:
+            assert isinstance(run.adapter, ModuleAdapter)
+            pair = run.adapter.pairs[self._at]
+            if pair is not None:
+                rows = slice(run.start, run.start + run.count)
+                out[rows] += F.linear(F.linear(x[rows], pair[0]), pair[1])
+        return out
+
+
+def _fused(prefix: str, layer: Linear, weights: Weights) -> tuple[Tensor, Tensor] | None:
+    """The adapters of a layer's parts as one: what each reads stacked, what each writes in its own rows and columns."""
+    found = {part: weights[f"{prefix}{part}"] for part in layer.parts if f"{prefix}{part}" in weights}
+    if not found:
+        return None
+    ups = [found[part].up if part in found else torch.zeros(rows, 0) for part, rows in layer.parts.items()]
+    return torch.cat([pair.down.float() for pair in found.values()]), torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+
+
+def pack_native(model: CausalLM, dtype: torch.dtype, weights: Weights) -> PackedAdapter:
+    """An adapter as the native decoder reads it."""
+    layers: list[list[tuple[int, Tensor, Tensor]]] = []
+    for prefix, layer in adaptable_layers(model):
+        parts, column = [], 0
+        for part, rows in layer.parts.items():
+            pair = weights.get(f"{prefix}{part}")
+            if pair is not None:
+                parts.append((column, pair.down.to(dtype), pair.up.to(dtype)))
+            column += rows
+        layers.append(parts)
+    return PackedAdapter(layers)

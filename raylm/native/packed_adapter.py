@@ -1,0 +1,60 @@
+"""A LoRA adapter packed for the native decoder: per linear layer one product down, and one up for each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raylm.native import library as lib
+from raylm.native.packed_weight import KINDS
+
+SITES = 4  # of a decoder layer: qkv, output, gate and up, down
+Parts = Sequence[tuple[int, Tensor, Tensor]]
+
+
+class PackedAdapter:
+    """``layers`` holds, for the four sites of each decoder layer in turn, (first column, down, up) of their parts.
+
+    ``down`` is (rank, in) and ``up`` (columns, rank), both of the decoder's type. Ranks are filled up with zeros to a
+    multiple of 16.
+    """
+
+    def __init__(self, layers: Sequence[Parts]) -> None:
+        self._kept: list[Tensor] = []
+        self.sites = (lib.LowRank * len(layers))(*map(self._site, layers))
+        self.width = max(site.down.columns for site in self.sites)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(tensor.nbytes for tensor in self._kept)
+
+    def _site(self, parts: Parts) -> lib.LowRank:
+        site, rank_at = lib.LowRank(), 0
+        if not parts:
+            return site
+        downs = [_filled(down, rows=-len(down) % lib.LANES) for _, down, _ in parts]
+        site.down, site.parts = self._pack(torch.cat(downs)), len(parts)
+        for place, ((column, _, up), down) in enumerate(zip(parts, downs, strict=True)):
+            packed = self._pack(_filled(up, columns=len(down) - up.shape[1]))
+            site.part[place] = lib.LowRankPart(up=packed, column=column, rank_at=rank_at)
+            rank_at += len(down)
+        return site
+
+    def _pack(self, weight: Tensor) -> lib.Linear:
+        """As raylm_pack does it, but without the team, which may be in the middle of a step."""
+        rows = _filled(weight, rows=-len(weight) % lib.LANES)
+        words = rows.contiguous().view(torch.int32)
+        units = words.shape[1]
+        packed = words.view(-1, lib.LANES, units).transpose(1, 2).contiguous()
+        self._kept.append(packed)
+        return lib.Linear(
+            kind=KINDS[weight.dtype], columns=len(rows), depth=weight.shape[1], units=units, packed=packed.data_ptr()
+        )
+
+
+def _filled(weight: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+    return F.pad(weight, (0, columns, 0, rows))
