@@ -25,7 +25,7 @@ def make_adapter(checkpoint: Path, path: Path, *, seed: int = 0, scale: float = 
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
     with quiet():
         adapted.save_pretrained(path)
     return path

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from raylm.ingress.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from raylm.ingress.protocol import Body
 from raylm.ingress.protocol_anthropic import CountTokensRequest, MessagesRequest
 from raylm.ingress.protocol_chat import ChatCompletionRequest
@@ -286,6 +287,18 @@ ENDPOINTS: dict[str, Endpoint] = {
             "continue_final_message": BOOLEAN,
             "chat_template_kwargs": [*OBJECT, {"messages": []}],
         },
+    ),
+    "/v1/load_lora_adapter": Endpoint(
+        LoadAdapterRequest,
+        {"lora_name": "mine", "lora_path": "mine"},
+        {"lora_name": [*STRING, "", "a b", "x" * 129], "lora_path": [*STRING, "", "x" * 4097, "../..", "/etc", "a\0b"]},
+        ("lora_name", "lora_path"),
+    ),
+    "/v1/unload_lora_adapter": Endpoint(
+        UnloadAdapterRequest,
+        {"lora_name": "mine"},
+        {"lora_name": [*STRING, "", "a b", "x" * 129, "never-loaded"]},
+        ("lora_name",),
     ),
     "/detokenize": Endpoint(
         DetokenizeRequest, {"tokens": [300]}, {"model": STRING, "tokens": [*IDS, [10**6]]}, ("tokens",)

@@ -1,0 +1,116 @@
+"""AdapterDirectory: what a replica knows of its engines' adapters, and what engines that join are given."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError
+from raylm.frontend import AdapterDirectory, Router
+from raylm.messages import LoRAAdapter
+from tests.frontend.played_engine import PlayedEngine
+
+ONE, TWO = LoRAAdapter("one", "path/one"), LoRAAdapter("two", "path/two")
+
+
+def joined(directory: AdapterDirectory, *names: str) -> list[PlayedEngine]:
+    engines = [PlayedEngine(name) for name in names]
+    for engine in engines:
+        directory.heard(engine, ())
+    return engines
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_an_adapter_is_loaded_into_every_engine_and_unloaded_from_every_one() -> None:
+    directory = AdapterDirectory()
+    engines = joined(directory, "a", "b")
+    await directory.load(ONE)
+    assert [engine.loaded for engine in engines] == [[ONE], [ONE]]
+    assert directory.engines_with("one") == {"a", "b"}
+    with pytest.raises(InvalidRequestError, match="'one' is loaded already"):
+        await directory.load(LoRAAdapter("one", "else"))
+    await directory.unload("one")
+    assert [engine.loaded for engine in engines] == [[], []]
+    with pytest.raises(NotFoundError, match="'one' is not loaded") as refused:
+        await directory.unload("one")
+    assert refused.value.param == "lora_name"
+
+
+async def test_what_one_engine_refuses_is_in_none() -> None:
+    directory = AdapterDirectory()
+    engines = joined(directory, "a", "b")
+    engines[1].refusal = InvalidRequestError("It cannot be served.", param="lora_path")
+    with pytest.raises(InvalidRequestError, match="It cannot be served"):
+        await directory.load(ONE)
+    assert [engine.loaded for engine in engines] == [[], []]
+    assert directory.known == {}
+
+
+async def test_what_another_replica_loaded_is_learned_and_forgotten() -> None:
+    directory = AdapterDirectory()
+    a, b = joined(directory, "a", "b")
+    directory.heard(a, (ONE,))
+    assert directory.engines_with("one") == {"a"}
+    directory.heard(b, (ONE, TWO))
+    assert directory.known == {"one": ONE, "two": TWO}
+    directory.heard(a, ())
+    assert directory.known == {"two": TWO}
+    await settle()
+    assert a.loaded == [], "an engine that is not new is told nothing"
+
+
+async def test_an_engine_that_takes_the_place_of_a_lost_one_gets_its_adapters() -> None:
+    directory = AdapterDirectory()
+    (a,) = joined(directory, "a")
+    await directory.load(ONE)
+    directory.leave(a.info.engine_id)
+    with pytest.raises(EngineUnavailableError, match="'one' is being loaded again"):
+        directory.engines_with("one")
+    (b,) = joined(directory, "b")
+    await settle()
+    assert b.loaded == [ONE]
+    directory.heard(b, (ONE,))
+    assert directory.engines_with("one") == {"b"}
+
+
+async def test_an_adapter_that_cannot_be_restored_is_lost_by_name() -> None:
+    directory = AdapterDirectory()
+    (a,) = joined(directory, "a")
+    await directory.load(ONE)
+    directory.leave(a.info.engine_id)
+    b = PlayedEngine("b")
+    b.refusal = InvalidRequestError("Its files are gone.", param="lora_path")
+    directory.heard(b, ())
+    await settle()
+    with pytest.raises(ModelNotFoundError, match="'one' was lost: Its files are gone"):
+        directory.engines_with("one")
+    b.refusal = None
+    await directory.load(ONE)
+    assert directory.engines_with("one") == {"b"}
+
+
+async def test_nothing_is_loaded_without_an_engine() -> None:
+    with pytest.raises(EngineUnavailableError):
+        await AdapterDirectory().load(ONE)
+
+
+async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
+    router = Router()
+    router.bind(lambda outputs: [], lambda keys, error: None)
+    a, b = PlayedEngine("a"), PlayedEngine("b")
+    for engine in (a, b):
+        router.add(engine)
+        engine.say(adapters=(TWO,) if engine is b else ())
+    await settle()
+    assert {router.pick([n], None, "two").client.info.engine_id for n in range(8)} == {"b"}
+    with pytest.raises(ModelNotFoundError):
+        router.pick([1], None, "one")
+    await router.remove("b")
+    with pytest.raises(EngineUnavailableError):
+        router.pick([1], None, "two")
+    await router.close()
