@@ -97,8 +97,9 @@ class Decoder {
     const Layer& layer = m_.layer[number];
     Heads heads = m_.heads;
     heads.window = layer.window;
+    low_rank_.begin(team_, layer.qkv, kSites * number + kQkv, normed_.data(), m_.hidden);
     linear<Into::kStore>(team_, layer.qkv, normed_.data(), batch.tokens, quantized_, Target<T>{qkv_.data(), qkv_width()});
-    low_rank_.add(team_, kSites * number + kQkv, normed_.data(), m_.hidden, Target<T>{qkv_.data(), qkv_width()});
+    low_rank_.finish(team_, kSites * number + kQkv, Target<T>{qkv_.data(), qkv_width()});
     mark(thread, kLinear);
     rotate_and_write(batch, layer, keys, values);
     mark(thread, kElementwise);
@@ -106,15 +107,16 @@ class Decoder {
                  reinterpret_cast<const uint32_t*>(values), attended_.data(), space_)
         .run(team_, thread);
     mark(thread, kAttention);
+    low_rank_.begin(team_, layer.output, kSites * number + kOutput, attended_.data(), m_.heads.heads * m_.heads.head_dim);
     linear<Into::kAdd>(team_, layer.output, attended_.data(), batch.tokens, quantized_, Target<float>{x_.data(), m_.hidden});
-    low_rank_.add(team_, kSites * number + kOutput, attended_.data(), m_.heads.heads * m_.heads.head_dim,
-                  Target<float>{x_.data(), m_.hidden});
+    low_rank_.finish(team_, kSites * number + kOutput, Target<float>{x_.data(), m_.hidden});
     mark(thread, kLinear);
     norm(batch.tokens, layer.post_norm, normed_.data());
     mark(thread, kElementwise);
     gate_and_up(batch, layer.gate_up, number);
+    low_rank_.begin(team_, layer.down, kSites * number + kDown, gated_.data(), m_.inner);
     linear<Into::kAdd>(team_, layer.down, gated_.data(), batch.tokens, quantized_, Target<float>{x_.data(), m_.hidden});
-    low_rank_.add(team_, kSites * number + kDown, gated_.data(), m_.inner, Target<float>{x_.data(), m_.hidden});
+    low_rank_.finish(team_, kSites * number + kDown, Target<float>{x_.data(), m_.hidden});
     mark(thread, kLinear);
   }
 
@@ -125,8 +127,9 @@ class Decoder {
       return;
     }
     const Target<float> whole{gate_up_.data(), 2 * m_.inner};
+    low_rank_.begin(team_, weight, kSites * number + kGateUp, normed_.data(), m_.hidden);
     linear<Into::kStore>(team_, weight, normed_.data(), batch.tokens, quantized_, whole);
-    low_rank_.add(team_, kSites * number + kGateUp, normed_.data(), m_.hidden, whole);
+    low_rank_.finish(team_, kSites * number + kGateUp, whole);
     team_.each(batch.tokens, [&](int token) {
       const float* gate = whole.out + token * whole.stride;
       T* out = &gated_[size_t(token) * m_.inner];

@@ -1,7 +1,7 @@
 // What LoRA adapters (Hu et al. 2021) add to linear layers: `out += up . (down . x)` for the tokens that have one.
 //
 // A step's tokens stand in runs of the same adapter. Two phases a layer: first every run's product down, into rows of
-// its rank, then up from there, each part of a fused layer into its own columns.
+// its rank, beside the layer's own product; then up from there, each part of a fused layer into its own columns.
 #pragma once
 
 #include <algorithm>
@@ -55,12 +55,19 @@ class LowRankProducts {
 
   bool any() const { return !chunks_.empty(); }
 
-  // Add to the output of a linear layer; every thread calls it. `x` is [tokens][depth].
-  template <class Out>
-  void add(Team& team, int site, const T* x, int depth, Target<Out> target) {
+  // The products down of a layer's input, before its own product with the weights `beside`, whose barrier ends both;
+  // every thread calls it. `x` is [tokens][depth].
+  void begin(Team& team, const Linear& beside, int site, const T* x, int depth) {
     if (!any()) return;
     each(team, [&](int at) { return tasks(chunks_[at].sites[site].down.columns, kDownColumns); },
          [&](int at, int task) { down(at, site, task, x, depth); });
+    if (beside.kind == kInt8 || beside.kind == kInt4) team.barrier();  // these begin with a phase that claims as we do
+  }
+
+  // Add to the output of the layer, after its own product; every thread calls it.
+  template <class Out>
+  void finish(Team& team, int site, Target<Out> target) {
+    if (!any()) return;
     each(team,
          [&](int at) {
            int count = 0;
@@ -69,6 +76,7 @@ class LowRankProducts {
            return count;
          },
          [&](int at, int task) { up(at, site, task, target); });
+    team.barrier();
   }
 
  private:
@@ -82,16 +90,13 @@ class LowRankProducts {
 
   static int tasks(int columns, int each) { return (columns + each - 1) / each; }
 
-  // The tasks of all chunks, counted one after the other, shared by the threads; ends with a barrier.
+  // The tasks of all chunks, counted one after the other, shared by the threads; a barrier must follow.
   template <class Count, class Work>
   void each(Team& team, const Count& count, const Work& work) {
     int at = 0, before = 0, here = count(0);
     for (int task = team.claim();; task = team.claim()) {
       while (task - before >= here) {
-        if (++at == int(chunks_.size())) {
-          team.barrier();
-          return;
-        }
+        if (++at == int(chunks_.size())) return;
         before += here;
         here = count(at);
       }
