@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.native import library as lib
+from raylm.native.memory import Arena
 from raylm.native.packed_weight import KINDS
 
 SITES = 4  # of a decoder layer: qkv, output, gate and up, down
@@ -23,6 +24,7 @@ class PackedAdapter:
     """
 
     def __init__(self, layers: Sequence[Parts]) -> None:
+        self._arena = Arena()  # of its own: it goes when the adapter does
         self._kept: list[Tensor] = []
         self.sites = (lib.LowRank * len(layers))(*map(self._site, layers))
         self.width = max(site.down.columns for site in self.sites)
@@ -49,7 +51,8 @@ class PackedAdapter:
         rows = _filled(weight, rows=-len(weight) % lib.LANES)
         words = rows.contiguous().view(torch.int32)
         units = words.shape[1]
-        packed = words.view(-1, lib.LANES, units).transpose(1, 2).contiguous()
+        streams = words.view(-1, lib.LANES, units).transpose(1, 2)
+        packed = self._arena.empty(tuple(streams.shape), torch.int32).copy_(streams)
         self._kept.append(packed)
         return lib.Linear(
             kind=KINDS[weight.dtype], columns=len(rows), depth=weight.shape[1], units=units, packed=packed.data_ptr()
