@@ -65,17 +65,14 @@ def test_vectors_are_those_of_transformers(llm, states, way, normalize, dimensio
 def test_vectors_and_tokens_share_a_batch(llm: LLM, states) -> None:  # type: ignore[no-untyped-def]
     """Preemptions included: the pool is small."""
     prompts = random_prompts(10, 320, longest=60, seed=3)
-    tokens = llm._engine.run(prompts, [SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)] * 10, False)
-    params = PoolingParams(pooling="mean")
-    alone = [result.token_ids for result in llm._call(tokens)]
+    sampling, params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), PoolingParams(pooling="mean")
+    alone = [result.token_ids for result in llm.generate(prompts, sampling, progress=False)]
 
     async def both():  # type: ignore[no-untyped-def]
         import asyncio
 
-        sampling = [SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)] * 10
-        return await asyncio.gather(
-            llm._engine.run(prompts, sampling, False), llm._engine.embed(prompts * 3, params, False)
-        )
+        jobs = [(prompt, sampling, None) for prompt in prompts]
+        return await asyncio.gather(llm._engine.run(jobs, False), llm._engine.embed(prompts * 3, params, False))
 
     results, vectors = llm._call(both())
     assert [result.token_ids for result in results] == alone
