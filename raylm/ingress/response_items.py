@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ class ResponseItems:
         return [] if opened is None else opened.end(status, self._logprobs)
 
 
-class _OpenItem:
+class _OpenItem(ABC):
     """An item that grows; ``item`` is what clients get, brought up to date when it ends."""
 
     item: JSONObject
@@ -92,9 +93,9 @@ class _OpenItem:
         """The events of its opening."""
         return [{"type": "response.output_item.added", "output_index": self._index, "item": dict(self.item)}]
 
+    @abstractmethod
     def grow(self, piece: str, logprobs: list[JSONObject]) -> JSONObject:
         """The event of a new piece."""
-        raise NotImplementedError
 
     def end(self, status: str, logprobs: list[JSONObject]) -> Events:
         """The events of its end."""

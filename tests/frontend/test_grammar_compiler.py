@@ -54,16 +54,16 @@ BOMBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-async def test_a_bomb_ends_within_the_bound_and_others_are_served(compiler: GrammarCompiler, name: str) -> None:
+async def test_a_bomb_ends_and_others_are_served_meanwhile(compiler: GrammarCompiler, name: str) -> None:
     await compiler.compile(StructuredOutputs(regex="a"))
-    began = time.monotonic()
     bomb = asyncio.create_task(compiler.compile(StructuredOutputs(**BOMBS[name])))
     assert await compiler.compile(StructuredOutputs(regex="b+"))
-    try:
-        await bomb
-    except InvalidRequestError as refused:
-        assert refused.param == "structured_outputs"  # noqa: PT017 - it may also be bearable
-    assert time.monotonic() - began < 2 * grammar_compiler.COMPILE_LIMIT_S
+    (ended,) = await asyncio.gather(bomb, return_exceptions=True)
+    if isinstance(ended, BaseException):  # it may also be bearable
+        assert isinstance(ended, InvalidRequestError)
+        assert ended.param == "structured_outputs"
+    else:
+        assert ended
 
 
 async def test_what_takes_too_long_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
