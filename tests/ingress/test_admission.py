@@ -16,8 +16,8 @@ from raylm.frontend import Admission
 from raylm.ingress.deadline import patience_s
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
+from tests.ingress.refused import JSON, error_of
 from tests.ingress.test_real_llm import running_stack, wanted
-from tests.ingress.test_refusals import JSON, error_of
 from tests.ingress.test_streams import held
 
 PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]

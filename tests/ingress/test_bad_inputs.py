@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 
 from tests.ingress.bad_inputs import ENDPOINTS, RAW, BadInput, bad_inputs
 from tests.ingress.harness import client_of, served
+from tests.ingress.refused import INSIDES, JSON, junk
 from tests.ingress.test_real_llm import running_stack
-from tests.ingress.test_refusals import INSIDES, JSON, junk
 
 LIMIT_S = 5
 GOOD = {"model": "embedded", "prompt": [300, 301, 302], "max_tokens": 8, "seed": 3, "logprobs": 2}

@@ -15,8 +15,8 @@ from starlette.applications import Starlette
 from raylm.errors import EngineDiedError
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import served
+from tests.ingress.refused import error_of
 from tests.ingress.test_openai_schema import check
-from tests.ingress.test_refusals import error_of
 
 MODEL = "org/fake-model"
 

@@ -14,7 +14,7 @@ from raylm.errors import ConfigError
 from raylm.ingress import build_asgi_app, read_keys
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of
-from tests.ingress.test_refusals import error_of
+from tests.ingress.refused import error_of
 
 KEY, OTHER = "sk-first-0123", "sk-second-4567"
 BEARER = {"authorization": f"Bearer {KEY}"}

@@ -16,7 +16,7 @@ from raylm.ingress import json_body
 from raylm.ingress.json_answer import Pieces, json_answer
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT
-from tests.ingress.test_refusals import JSON, error_of
+from tests.ingress.refused import JSON, error_of
 
 scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(alphabet='a,:{}[]"\\\n漢', max_size=12)
 values = st.recursive(

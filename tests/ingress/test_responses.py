@@ -23,8 +23,8 @@ from raylm.ingress.response_store import ResponseStore, SharedResponses
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import client_of, served, typed_events, until
+from tests.ingress.refused import error_of
 from tests.ingress.test_openai_schema import check
-from tests.ingress.test_refusals import error_of
 
 MODEL = "org/fake-model"
 PATH = "/v1/responses"

@@ -17,7 +17,7 @@ from raylm.ingress import build_asgi_app
 from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
-from tests.ingress.test_refusals import error_of
+from tests.ingress.refused import error_of
 
 PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/v1/completions", TEXT | {"prompt": ["a", "b"]})]
 
