@@ -17,15 +17,6 @@ junk = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abcrole", max_size=8), inner, max_size=4),
     max_leaves=8,
 )  # fmt: skip
-MESSAGE = st.fixed_dictionaries(
-    {},
-    optional={
-        "role": st.sampled_from(["user", "system", "assistant", "tool", "developer", "x"]) | junk,
-        "content": st.just("x") | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": junk})) | junk,
-        "tool_calls": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": junk})) | junk,
-        "name": junk,
-    },
-)
 
 
 def error_of(answer: httpx.Response, status: int = 400, asked: str = "") -> dict[str, Any]:

@@ -173,6 +173,15 @@ async def test_health_follows_the_engine(client: httpx.AsyncClient, llm: FakeAsy
         assert answer.headers["retry-after"]
 
 
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "system", "assistant", "tool", "developer", "x"]) | junk,
+        "content": st.just("x") | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": junk})) | junk,
+        "tool_calls": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": junk})) | junk,
+        "name": junk,
+    },
+)
 NAMES = [
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
     "logit_bias", "bad_words", "logprobs", "top_logprobs", "stream", "stream_options", "tools", "tool_choice",
