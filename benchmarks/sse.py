@@ -25,9 +25,18 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from raylm.config import Config
-from raylm.frontend.outputs import CompletionDelta, RequestOutput
+from raylm.frontend import (
+    AdapterDirectory,
+    Admission,
+    ChatPrompt,
+    ChatRequest,
+    CompletionDelta,
+    RequestHead,
+    RequestOutput,
+)
 from raylm.ingress import build_asgi_app
 from raylm.ingress.sse import ChunkTemplate
+from raylm.params import SamplingParams
 
 HEAD = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1, "model": "org/model-8b"}
 ROUNDS = 3
@@ -41,29 +50,32 @@ class ReadyLLM:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
+        self.admission, self.adapters = Admission(), AdapterDirectory()
 
     def token_bytes(self, token_id: int) -> bytes:
         """Not asked for here."""
         return b" token"
 
-    async def render_chat(self, *_: Any, **__: Any) -> list[int]:
+    async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
         """A prompt of three tokens."""
-        return [1, 2, 3]
+        return ChatPrompt([1, 2, 3], params, None)
 
-    async def generate(self, *_: Any, request_id: str, **__: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, head: RequestHead, answer_format: object = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """One delta of one token an output."""
         for number in range(self._tokens):
             await asyncio.sleep(0)
             last = number == self._tokens - 1
             delta = CompletionDelta(0, " token", [7], None, "length" if last else None)
-            yield RequestOutput(request_id, [1, 2, 3], [delta], finished=last)
+            yield RequestOutput(head.request_id, prompt, [delta], finished=last)
 
 
 def plain_app(llm: ReadyLLM, dumps: Callable[[Any], bytes]) -> Starlette:
     """The endpoint as one writes it first."""
 
     async def events(request_id: str) -> AsyncIterator[bytes]:
-        async for output in llm.generate(request_id=request_id):
+        async for output in llm.generate([1, 2, 3], SamplingParams(), RequestHead(request_id=request_id)):
             for delta in output.deltas:
                 yield b"data: " + dumps(chunk_dict(delta.text, delta.finish_reason)) + b"\n\n"
         yield b"data: [DONE]\n\n"

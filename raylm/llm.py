@@ -17,7 +17,7 @@ from tqdm import tqdm
 from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor
 from raylm.errors import ConfigError, EngineDiedError, InvalidRequestError, RayLMError
-from raylm.frontend import AsyncLLM, CompletionDelta, LocalEngineClient, TokenLogprob
+from raylm.frontend import AsyncLLM, CompletionDelta, LocalEngineClient, RequestHead, TokenLogprob
 from raylm.messages import EngineInfo, FinishReason, LoRAAdapter, WorkerInfo
 from raylm.params import PoolingParams, SamplingParams
 
@@ -264,7 +264,7 @@ class _LocalEngine:
     async def _vector(
         self, gate: asyncio.Semaphore, bar: tqdm[Any], prompt: Prompt, params: PoolingParams
     ) -> memoryview[float]:
-        async with gate, aclosing(self.async_llm.embed(prompt, params, request_id=uuid.uuid4().hex)) as outputs:
+        async with gate, aclosing(self.async_llm.embed(prompt, params, _head(param="input"))) as outputs:
             output = await anext(outputs)
         bar.update()
         return memoryview(output.vector or b"").cast("f")
@@ -273,8 +273,7 @@ class _LocalEngine:
         self, gate: asyncio.Semaphore, meter: _Meter, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> GenerationResult:
         gathered = _Gathered([CompletionDelta(index) for index in range(params.n)])
-        stream = self.async_llm.generate(prompt, params, request_id=uuid.uuid4().hex, adapter=adapter)
-        async with gate, aclosing(stream) as outputs:
+        async with gate, aclosing(self.async_llm.generate(prompt, params, _head(adapter=adapter))) as outputs:
             async for output in outputs:
                 for delta in output.deltas:
                     gathered.add(delta)
@@ -325,6 +324,11 @@ class _Meter:
         if elapsed:
             self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tokens/s", refresh=False)
         self._bar.update()
+
+
+def _head(*, param: str = "prompt", adapter: str | None = None) -> RequestHead:
+    """Of a request whose turn has come: it arrives now."""
+    return RequestHead(request_id=uuid.uuid4().hex, param=param, adapter=adapter)
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raylm.frontend.offload import LARGE, aside
     from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta, join_calls
     from raylm.frontend.ray_engine_client import RayEngineClient
+    from raylm.frontend.request_head import RequestHead
     from raylm.frontend.router import Router
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "LocalEngineClient",
     "NamedTool",
     "RayEngineClient",
+    "RequestHead",
     "RequestOutput",
     "Router",
     "TokenLogprob",
@@ -56,6 +58,7 @@ _HOMES = {
     "Hold": "raylm.frontend.admission",
     "LocalEngineClient": "raylm.frontend.local_engine_client",
     "RayEngineClient": "raylm.frontend.ray_engine_client",
+    "RequestHead": "raylm.frontend.request_head",
     "Router": "raylm.frontend.router",
 } | dict.fromkeys(("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"), "raylm.frontend.chat_request")
 _HOMES |= dict.fromkeys(

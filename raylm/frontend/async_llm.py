@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -22,6 +21,7 @@ from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.pooling import PoolingDefaults, pooling_defaults
+from raylm.frontend.request_head import RequestHead
 from raylm.frontend.router import RoutedEngine, Router
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.tokenizer import Tokenizer
@@ -102,21 +102,14 @@ class AsyncLLM:
         self,
         prompt: str | list[int],
         params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-        prompt_param: str = "prompt",
+        head: RequestHead,
         answer_format: AnswerFormat | None = None,
-        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt; nothing happens before the first item is asked for.
 
         Closing the generator, or cancelling who waits for it, aborts the request. What the caller has not read is
-        merged, so reading slowly is safe. ``arrival_time`` is in seconds since the epoch, by default now;
-        ``prompt_param`` is the field that errors about the prompt name. With an ``answer_format`` (of
-        ``prepare_chat``) thoughts and tool calls are told from the text. ``adapter`` names a LoRA adapter.
+        merged, so reading slowly is safe. With an ``answer_format`` (of ``prepare_chat``) thoughts and tool calls are
+        told from the text.
 
         Raises:
             InvalidRequestError: a field is wrong; ContextLengthError if prompt and answer do not fit.
@@ -124,7 +117,6 @@ class AsyncLLM:
             OverloadedError: too many wait already.
             EngineUnavailableError: no engine is ready; EngineDiedError if it was lost meanwhile.
         """
-        arrival_time = time.time() if arrival_time is None else arrival_time
         limits = self._router.limits
         spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
         if params.thinking_token_budget is not None and thinking is None:
@@ -134,18 +126,13 @@ class AsyncLLM:
             )
         grammar = await self._grammars.compile(spec) if spec is not None else None
         request = self._input.build(
-            await self._token_ids(prompt, limits, prompt_param),
+            await self._token_ids(prompt, limits, head.param),
             params,
             limits,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-            param=prompt_param,
+            head,
             bad_words=await self._input.bad_words(params.bad_words, limits),
             grammar=grammar,
             thinking=thinking,
-            adapter=adapter,
         )
         engine, queue, hold = self._send(request, answer_format)
         try:
@@ -160,32 +147,13 @@ class AsyncLLM:
             self._leave(engine, request, hold)
 
     async def embed(
-        self,
-        prompt: str | list[int],
-        params: PoolingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-        prompt_param: str = "input",
-        adapter: str | None = None,
+        self, prompt: str | list[int], params: PoolingParams, head: RequestHead
     ) -> AsyncGenerator[RequestOutput, None]:
         """Compute one prompt and pool its hidden states; the only output holds the vector. Else as ``generate``."""
-        arrival_time = time.time() if arrival_time is None else arrival_time
         limits = self._router.limits
         self.pooling_defaults.check(params)
-        request = self._input.build_pooling(
-            await self._token_ids(prompt, limits, prompt_param),
-            params,
-            limits,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-            param=prompt_param,
-            adapter=adapter,
-        )
+        token_ids = await self._token_ids(prompt, limits, head.param)
+        request = self._input.build_pooling(token_ids, params, limits, head)
         engine, queue, hold = self._send(request)
         try:
             yield await queue.get()

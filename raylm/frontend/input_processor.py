@@ -11,12 +11,12 @@ from typing import Any
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from raylm.frontend.offload import aside
+from raylm.frontend.request_head import RequestHead
 from raylm.frontend.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
 MAX_STOP_CHARS = 2_048
-MAX_CACHE_SALT_CHARS = 128
 _NO_SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -63,18 +63,13 @@ class InputProcessor:
         prompt_token_ids: list[int],
         params: SamplingParams,
         limits: Limits,
+        head: RequestHead,
         *,
-        request_id: str,
-        priority: int,
-        cache_salt: str | None,
-        arrival_time: float,
-        param: str = "prompt",
         bad_words: tuple[tuple[int, ...], ...] = (),
         grammar: str | None = None,
         thinking: Thinking | None = None,
-        adapter: str | None = None,
     ) -> EngineCoreRequest:
-        """Check and complete one request; ``param`` is the field that the prompt came from.
+        """Check and complete one request.
 
         ``bad_words`` are those of ``params``, tokenized; ``grammar`` is what ``params.structured_outputs`` come to;
         ``thinking`` tells how answers may begin.
@@ -83,28 +78,22 @@ class InputProcessor:
             ContextLengthError: prompt and max_tokens do not fit.
             InvalidRequestError: a field is out of its range.
         """
-        self._check_prompt(prompt_token_ids, limits, param)
-        check_length(len(prompt_token_ids), params.max_tokens, limits, param)
-        self._check_params(params, limits, cache_salt)
-        max_tokens = params.max_tokens or self._max_tokens(limits.max_model_len - len(prompt_token_ids), params)
-        return EngineCoreRequest(
-            key=next(self._keys),
-            request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
-            params=replace(
-                params,
-                max_tokens=max_tokens,
-                seed=random.getrandbits(63) if params.seed is None else params.seed,
-                structured_outputs=None,
-            ),
+        self._check_prompt(prompt_token_ids, limits, head.param)
+        check_length(len(prompt_token_ids), params.max_tokens, limits, head.param)
+        self._check_params(params, limits)
+        head.check()
+        complete = replace(
+            params,
+            max_tokens=params.max_tokens or self._max_tokens(limits.max_model_len - len(prompt_token_ids), params),
+            seed=random.getrandbits(63) if params.seed is None else params.seed,
+            structured_outputs=None,
+        )
+        return replace(
+            self._request(prompt_token_ids, complete, head),
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=bad_words,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
             grammar=grammar,
             thinking=thinking,
-            adapter=adapter,
         )
 
     def _max_tokens(self, room: int, params: SamplingParams) -> int:
@@ -114,17 +103,7 @@ class InputProcessor:
         return min(room, max(self._default_max_tokens, params.min_tokens))
 
     def build_pooling(
-        self,
-        prompt_token_ids: list[int],
-        params: PoolingParams,
-        limits: Limits,
-        *,
-        request_id: str,
-        priority: int,
-        cache_salt: str | None,
-        arrival_time: float,
-        param: str = "input",
-        adapter: str | None = None,
+        self, prompt_token_ids: list[int], params: PoolingParams, limits: Limits, head: RequestHead
     ) -> EngineCoreRequest:
         """Check and complete one request for a vector.
 
@@ -132,24 +111,27 @@ class InputProcessor:
             ContextLengthError: the prompt does not fit.
             InvalidRequestError: a field is out of its range.
         """
-        self._check_prompt(prompt_token_ids, limits, param)
+        self._check_prompt(prompt_token_ids, limits, head.param)
         if len(prompt_token_ids) > limits.max_model_len:
             raise ContextLengthError(
-                f"This model's maximum context length is {limits.max_model_len} tokens. However, your {param} has "
+                f"This model's maximum context length is {limits.max_model_len} tokens. However, your {head.param} has "
                 f"{len(prompt_token_ids)} tokens. Please shorten it.",
-                param=param,
+                param=head.param,
             )
-        _check_cache_salt(cache_salt)
+        head.check()
+        return replace(self._request(prompt_token_ids, _NO_SAMPLING, head), pooling=params)
+
+    def _request(self, prompt_token_ids: list[int], params: SamplingParams, head: RequestHead) -> EngineCoreRequest:
+        """What all requests have, with a number of its own."""
         return EngineCoreRequest(
             key=next(self._keys),
-            request_id=request_id,
+            request_id=head.request_id,
             prompt_token_ids=prompt_token_ids,
-            params=_NO_SAMPLING,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-            adapter=adapter,
-            pooling=params,
+            params=params,
+            priority=head.priority,
+            cache_salt=head.cache_salt,
+            arrival_time=head.arrival_time,
+            adapter=head.adapter,
         )
 
     def _check_prompt(self, token_ids: list[int], limits: Limits, param: str) -> None:
@@ -157,13 +139,12 @@ class InputProcessor:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         _check_ids(param, (min(token_ids), max(token_ids)), limits)
 
-    def _check_params(self, params: SamplingParams, limits: Limits, cache_salt: str | None) -> None:
+    def _check_params(self, params: SamplingParams, limits: Limits) -> None:
         _check_ids("logit_bias", params.logit_bias, limits)
         _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
         _check_ids("stop_token_ids", params.stop_token_ids, limits)
         if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
             raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
-        _check_cache_salt(cache_salt)
 
     async def bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
         """The tokens of ``words``; many of them, or long ones, are tokenized in a thread.
@@ -231,11 +212,6 @@ def default_max_tokens(checkpoint: Checkpoint) -> int | None:
     if found is None or (type(found) is int and found >= 1):
         return found
     raise ConfigError("model: generation_config.json holds a bad value: max_new_tokens must be at least 1.")
-
-
-def _check_cache_salt(cache_salt: str | None) -> None:
-    if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-        raise InvalidRequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt")
 
 
 def _check_ids(param: str, token_ids: Iterable[int], limits: Limits) -> None:

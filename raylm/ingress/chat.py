@@ -7,7 +7,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raylm.config import Config
 from raylm.frontend import aside
 from raylm.ingress.conversations import Conversations
 from raylm.ingress.endpoint import Answer, Chunks
@@ -38,8 +37,8 @@ class ChatCompletions:
 
     body = ChatCompletionRequest
 
-    def __init__(self, llm: AsyncLLM, config: Config) -> None:
-        self._conversations = Conversations(llm, config)
+    def __init__(self, llm: AsyncLLM, conversations: Conversations) -> None:
+        self._conversations = conversations
         self._tokens = TokenTexts(llm)
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
@@ -53,29 +53,22 @@ class Completions:
         arrival_time = time.time()
         body = self.body.parse(data)
         body.check(self._config)
-        adapter = check_model(body.model, self._llm)
+        name = f"cmpl-{body.request_id or request_id}"
+        head = body.head(name, arrival_time, "prompt", check_model(body.model, self._llm))
         options = body.options
         params = self._params(body)
         prompts = await aside(body.prompts, count_items(body.prompt))
         self._llm.admission.expect(len(prompts) * params.n)
         jobs = [await self._job(prompt, body) for prompt in prompts]
-        name = f"cmpl-{body.request_id or request_id}"
-        common: dict[str, Any] = {
-            "priority": body.priority or 0,
-            "cache_salt": body.cache_salt,
-            "arrival_time": arrival_time,
-            "adapter": adapter,
-        }
         outputs: list[Outputs] = [
-            self._llm.generate(job.prompt, params, request_id=f"{name}-{place}", **common)
-            for place, job in enumerate(jobs)
+            self._llm.generate(job.prompt, params, head.nth(place)) for place, job in enumerate(jobs)
         ]
-        head = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
+        shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
         echoed = [job.echoed for job in jobs]
         if body.stream:
-            template = ChunkTemplate(head, "text", null_usage=bool(options.include_usage))
+            template = ChunkTemplate(shared, "text", null_usage=bool(options.include_usage))
             return CompletionStream(body, options, echoed, params.n, template, self._tokens).chunks(outputs)
-        return await self._whole(head, body, outputs, params.n, echoed)
+        return await self._whole(shared, body, outputs, params.n, echoed)
 
     def _params(self, body: CompletionRequest) -> SamplingParams:
         """Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that nobody is shown."""
@@ -102,7 +95,7 @@ class Completions:
             raise InvalidRequestError(error.message.replace("tokens", "prompt", 1), param="prompt") from None
 
     async def _whole(
-        self, head: JSONObject, body: CompletionRequest, outputs: list[Outputs], n: int, echoed: list[str]
+        self, shared: JSONObject, body: CompletionRequest, outputs: list[Outputs], n: int, echoed: list[str]
     ) -> list[bytes]:
         usage = Usage()
         generations = await gather(outputs, n, usage)
@@ -115,7 +108,7 @@ class Completions:
                 for place, generation in enumerate(generations)
                 for index, choice in enumerate(generation.choices)
             )
-            return head | {"choices": choices, "usage": usage.as_json()}
+            return shared | {"choices": choices, "usage": usage.as_json()}
 
         return await json_answer(make, sum(generation.num_details for generation in generations))
 

@@ -37,18 +37,8 @@ class Conversations:
         token_ids = prompt.token_ids
         if body.truncate_prompt_tokens:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        outputs = self._llm.generate(
-            token_ids,
-            prompt.params,
-            request_id=name,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            arrival_time=arrival_time,
-            prompt_param="messages",
-            answer_format=prompt.answer_format,
-            adapter=check_model(body.model, self._llm),
-        )
-        return params, outputs
+        head = body.head(name, arrival_time, "messages", check_model(body.model, self._llm))
+        return params, self._llm.generate(token_ids, prompt.params, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
         """Tokens of the prompt that a conversation comes to.

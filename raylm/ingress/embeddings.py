@@ -6,6 +6,7 @@ import base64
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +14,12 @@ import orjson
 from numpy.typing import NDArray
 
 from raylm.config import Config
-from raylm.frontend import aside
+from raylm.frontend import RequestHead, aside
 from raylm.ingress.generation import interleave
 from raylm.ingress.json_body import JSONObject
 from raylm.ingress.models import check_model
 from raylm.ingress.prompts import Prompt, count_items
 from raylm.ingress.protocol_embeddings import EmbeddingRequest, PoolingBody
-from raylm.params import PoolingParams
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -27,33 +27,45 @@ if TYPE_CHECKING:
 Vector = NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The vectors of one HTTP request's texts, in order, and how many tokens the texts have."""
+
+    vectors: list[Vector]
+    num_tokens: int
+
+    @property
+    def usage(self) -> JSONObject:
+        """OpenAI's usage object."""
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+
 class Embedder:
     """Sends the texts of one HTTP request to the engine at once, and gathers their vectors."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
+        self._config = config
 
-    async def __call__(
-        self, inputs: Sequence[tuple[Prompt, str]], params: PoolingParams, body: PoolingBody, name: str
-    ) -> tuple[list[Vector], int]:
-        """The vectors of ``inputs`` (each with the field it came from), in order, and how many tokens they have.
+    def head(self, body: PoolingBody, name: str) -> RequestHead:
+        """Check ``body``, and make the head of its requests.
+
+        Raises:
+            InvalidRequestError: fields contradict each other, or this server does not serve what they ask for.
+        """
+        body.check(self._config)
+        return body.head(name, time.time(), "input", check_model(body.model, self._llm))
+
+    async def __call__(self, inputs: Sequence[tuple[Prompt, str]], body: PoolingBody, head: RequestHead) -> Embedded:
+        """Embed ``inputs``, each with the field it came from.
 
         Raises:
             RayLMError: one of them is refused or failed; the others are given up.
         """
-        arrival_time = time.time()
+        params = body.pooling_params(self._llm.pooling_defaults.pooling)
         self._llm.admission.expect(len(inputs))
         streams = [
-            self._llm.embed(
-                await self._truncate(prompt, body.truncate_prompt_tokens),
-                params,
-                request_id=f"{name}-{place}",
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-                arrival_time=arrival_time,
-                prompt_param=param,
-                adapter=check_model(body.model, self._llm),
-            )
+            self._llm.embed(await self._truncate(prompt, body.truncate_prompt_tokens), params, head.nth(place, param))
             for place, (prompt, param) in enumerate(inputs)
         ]
         vectors, num_tokens = [np.empty(0, np.float32)] * len(streams), 0
@@ -62,7 +74,7 @@ class Embedder:
                 assert output.vector is not None, "a pooled request was answered without a vector"
                 vectors[place] = np.frombuffer(output.vector, np.float32)
                 num_tokens += len(output.prompt_token_ids)
-        return vectors, num_tokens
+        return Embedded(vectors, num_tokens)
 
     async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
         if limit is None:
@@ -76,10 +88,8 @@ class Embeddings:
 
     body = EmbeddingRequest
 
-    def __init__(self, llm: AsyncLLM, config: Config) -> None:
-        self._llm = llm
-        self._config = config
-        self._embed = Embedder(llm)
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """Answer one request.
@@ -88,23 +98,20 @@ class Embeddings:
             RayLMError: the request is refused or failed.
         """
         body = self.body.parse(data)
-        body.check(self._config)
-        check_model(body.model, self._llm)
-        params = body.pooling_params(self._llm.pooling_defaults.pooling)
+        head = self._embedder.head(body, f"embd-{body.request_id or request_id}")
         inputs = [(prompt, "input") for prompt in await aside(body.inputs, count_items(body.input))]
-        name = f"embd-{body.request_id or request_id}"
-        vectors, num_tokens = await self._embed(inputs, params, body, name)
+        embedded = await self._embedder(inputs, body, head)
         encode = _as_base64 if body.encoding_format == "base64" else _as_is
         answer = {
-            "id": name,
+            "id": head.request_id,
             "object": "list",
-            "created": int(time.time()),
+            "created": int(head.arrival_time),
             "model": body.model,
             "data": [
                 {"object": "embedding", "index": index, "embedding": encode(vector)}
-                for index, vector in enumerate(vectors)
+                for index, vector in enumerate(embedded.vectors)
             ],
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "usage": embedded.usage,
         }
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.ingress.protocol import unsupported
+from raylm.ingress.protocol_request import check_priority
 from raylm.params import PoolingParams, SamplingParams
 
 _PRIORITIES = range(-(2**31), 2**31)
@@ -43,8 +43,7 @@ def check_options(
         return
     if type(priority) is not int or priority not in _PRIORITIES:
         raise _wrong("priority", "an int of 32 bits", priority)
-    if config.scheduler.policy != "priority":
-        raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
+    check_priority(priority, config)
 
 
 def check_pooling(config: Config, params: object, cache_salt: object) -> None:

@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
+from raylm.frontend import RequestHead
 from raylm.ingress.handle_calls import check_messages, check_options, check_pooling, check_prompt
 from raylm.ingress.http_app import build_asgi_app
 from raylm.ingress.lifecycle import Lifecycle
@@ -86,15 +87,14 @@ class Ingress:
         """
         check_prompt(prompt)
         check_options(self._config, params, cache_salt, priority)
-        outputs = self._llm.generate(
-            prompt,
-            params or SamplingParams(**self._llm.sampling_defaults),
+        head = RequestHead(
             request_id=f"handle-{uuid.uuid4()}",
             priority=priority or 0,
             cache_salt=cache_salt,
-            prompt_param=prompt_param,
+            param=prompt_param,
             adapter=adapter,
         )
+        outputs = self._llm.generate(prompt, params or SamplingParams(**self._llm.sampling_defaults), head)
         ongoing, finished = self._lifecycle.admit(), False
         try:
             async with aclosing(outputs):
@@ -137,7 +137,8 @@ class Ingress:
         check_prompt(prompt)
         check_pooling(self._config, params, cache_salt)
         chosen = params or PoolingParams(pooling=self._llm.pooling_defaults.pooling)
-        outputs = self._llm.embed(prompt, chosen, request_id=f"handle-{uuid.uuid4()}", cache_salt=cache_salt)
+        head = RequestHead(request_id=f"handle-{uuid.uuid4()}", cache_salt=cache_salt, param="input")
+        outputs = self._llm.embed(prompt, chosen, head)
         ongoing = self._lifecycle.admit()
         try:
             async with aclosing(outputs):

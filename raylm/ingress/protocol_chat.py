@@ -60,7 +60,7 @@ class ChatCompletionRequest(GenerationBody):
             InvalidRequestError: fields contradict each other.
             UnsupportedFieldError: OpenAI serves this value and this server does not.
         """
-        self.check_common(config)
+        super().check(config)
         self._check_served_values()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")

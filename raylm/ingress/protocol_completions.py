@@ -36,7 +36,7 @@ class CompletionRequest(GenerationBody):
             InvalidRequestError: fields contradict each other.
             UnsupportedFieldError: OpenAI serves this value and this server does not.
         """
-        self.check_common(config)
+        super().check(config)
         if self.best_of not in (None, self.n or 1):
             raise unsupported("best_of", "only a value equal to 'n' is supported.")
         if self.max_tokens == 0 and not self.echo:

@@ -9,35 +9,26 @@ from pydantic import Field
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.ingress.prompts import Prompt, Prompts, split_prompts
-from raylm.ingress.protocol import Body, RequestId, StringOrStrings, unsupported
+from raylm.ingress.protocol import StringOrStrings
+from raylm.ingress.protocol_request import RequestBody
 from raylm.params import PoolingParams, PoolingType
 
 MAX_INPUTS = 2048  # OpenAI's bound
 MAX_DOCUMENTS = 1024
 
 
-class PoolingBody(Body):
-    """Fields of all requests that are answered by vectors or by what is computed from them; None: not given.
+class PoolingBody(RequestBody):
+    """Fields of all requests that are answered by vectors or by what is computed from them."""
 
-    ``user`` identifies the end user for abuse detection and has by OpenAI's definition no effect on the answer.
-    """
-
-    model: str
     pooling: PoolingType | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    request_id: RequestId | None = None
-    user: str | None = None
 
-    def check(self, config: Config) -> None:
-        """Refuse what needs a configuration that this server does not have.
+    def pooling_params(self, default: PoolingType) -> PoolingParams:
+        """How to pool.
 
         Raises:
-            UnsupportedFieldError: it does.
+            InvalidRequestError: a value lies out of range.
         """
-        if self.priority is not None and config.scheduler.policy != "priority":
-            raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
+        return PoolingParams(pooling=self.pooling or default)
 
 
 class EmbeddingRequest(PoolingBody):
@@ -62,7 +53,7 @@ class EmbeddingRequest(PoolingBody):
         return found
 
     def pooling_params(self, default: PoolingType) -> PoolingParams:
-        """How to pool.
+        """How to pool, and what to make of the vector.
 
         Raises:
             InvalidRequestError: a value lies out of range.

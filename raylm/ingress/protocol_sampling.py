@@ -10,7 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.ingress.envelope import clip
-from raylm.ingress.protocol import Body, RequestId, StringOrStrings, Strings, TokenIds, at_most, unsupported
+from raylm.ingress.protocol import Body, StringOrStrings, Strings, TokenIds, at_most, unsupported
+from raylm.ingress.protocol_request import RequestBody
 from raylm.ingress.protocol_structured import form_of
 from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
@@ -34,13 +35,9 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(Body):
-    """Fields of /v1/chat/completions and /v1/completions alike; None always means "not given".
+class GenerationBody(RequestBody):
+    """Fields of /v1/chat/completions and /v1/completions alike."""
 
-    ``user`` identifies the end user for abuse detection and has by OpenAI's definition no effect on the answer.
-    """
-
-    model: str
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     n: int | None = None
@@ -64,12 +61,7 @@ class GenerationBody(Body):
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] = None
     bad_words: Strings | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    request_id: RequestId | None = None
-    user: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -100,10 +92,13 @@ class GenerationBody(Body):
             raise unsupported("stream_options.include_obfuscation", "obfuscation is not supported; give false.")
         return options
 
-    def check_common(self, config: Config) -> None:
-        """Refuse what needs a configuration that this server does not have, or a stream that cannot carry it."""
-        if self.priority is not None and config.scheduler.policy != "priority":
-            raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
+    def check(self, config: Config) -> None:
+        """Refuse also what a stream cannot carry.
+
+        Raises:
+            InvalidRequestError: it is asked for.
+        """
+        super().check(config)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("'prompt_logprobs' is not available in a stream.", param="prompt_logprobs")
 

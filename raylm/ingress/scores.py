@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import orjson
 
-from raylm.config import Config
-from raylm.ingress.embeddings import Embedder
+from raylm.ingress.embeddings import Embedded, Embedder
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.models import check_model
-from raylm.ingress.protocol_embeddings import PoolingBody, RerankRequest, ScoreRequest
-from raylm.params import PoolingParams
-
-if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM
+from raylm.ingress.protocol_embeddings import RerankRequest, ScoreRequest
 
 
-class _Scorer:
-    """What both handlers share."""
-
-    def __init__(self, llm: AsyncLLM, config: Config) -> None:
-        self._llm = llm
-        self._config = config
-        self._embed = Embedder(llm)
-
-    async def _cosines(
-        self, texts: list[tuple[str, str]], pairs: list[tuple[int, int]], body: PoolingBody, name: str
-    ) -> tuple[list[float], int]:
-        """The cosine of each pair of ``texts`` (each with the field it came from), and the tokens of all texts."""
-        params = PoolingParams(pooling=body.pooling or self._llm.pooling_defaults.pooling)
-        vectors, num_tokens = await self._embed(texts, params, body, name)
-        return [float(vectors[one] @ vectors[other]) for one, other in pairs], num_tokens
-
-
-class Score(_Scorer):
+class Score:
     """The handler of /score."""
 
     body = ScoreRequest
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """Answer one request, in vLLM's form.
@@ -47,26 +26,30 @@ class Score(_Scorer):
             RayLMError: the request is refused or failed.
         """
         body = self.body.parse(data)
-        body.check(self._config)
-        check_model(body.model, self._llm)
+        head = self._embedder.head(body, f"score-{body.request_id or request_id}")
         pairs = [(one, len(body.text_1) + other) for one, other in body.pairs()]
         texts = [(text, "text_1") for text in body.text_1] + [(text, "text_2") for text in body.text_2]
-        name = f"score-{body.request_id or request_id}"
-        cosines, num_tokens = await self._cosines(texts, pairs, body, name)
+        embedded = await self._embedder(texts, body, head)
         return orjson.dumps({
-            "id": name,
+            "id": head.request_id,
             "object": "list",
-            "created": int(time.time()),
+            "created": int(head.arrival_time),
             "model": body.model,
-            "data": [{"index": index, "object": "score", "score": cosine} for index, cosine in enumerate(cosines)],
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "data": [
+                {"index": index, "object": "score", "score": cosine}
+                for index, cosine in enumerate(_cosines(embedded, pairs))
+            ],
+            "usage": embedded.usage,
         })  # fmt: skip
 
 
-class Rerank(_Scorer):
+class Rerank:
     """The handler of /rerank."""
 
     body = RerankRequest
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """Answer one request, in Jina's and Cohere's form: the nearest document first.
@@ -75,20 +58,23 @@ class Rerank(_Scorer):
             RayLMError: the request is refused or failed.
         """
         body = self.body.parse(data)
-        body.check(self._config)
-        check_model(body.model, self._llm)
+        head = self._embedder.head(body, f"rerank-{body.request_id or request_id}")
         texts = [(body.query, "query"), *((text, "documents") for text in body.documents)]
-        pairs = [(0, place) for place in range(1, len(texts))]
-        name = f"rerank-{body.request_id or request_id}"
-        cosines, num_tokens = await self._cosines(texts, pairs, body, name)
+        embedded = await self._embedder(texts, body, head)
+        cosines = _cosines(embedded, [(0, place) for place in range(1, len(texts))])
         order = sorted(range(len(cosines)), key=lambda place: -cosines[place])[: body.top_n or None]
-        results = [self._result(place, cosines[place], body) for place in order]
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return orjson.dumps({"id": name, "model": body.model, "usage": usage, "results": results})
+        results = [_result(place, cosines[place], body) for place in order]
+        answer = {"id": head.request_id, "model": body.model, "usage": embedded.usage, "results": results}
+        return orjson.dumps(answer)
 
-    @staticmethod
-    def _result(place: int, cosine: float, body: RerankRequest) -> JSONObject:
-        shown: JSONObject = {"index": place, "relevance_score": cosine}
-        if body.return_documents is not False:
-            shown["document"] = {"text": body.documents[place]}
-        return shown
+
+def _cosines(embedded: Embedded, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """Of each pair of vectors, which have length 1."""
+    return [float(embedded.vectors[one] @ embedded.vectors[other]) for one, other in pairs]
+
+
+def _result(place: int, cosine: float, body: RerankRequest) -> JSONObject:
+    shown: JSONObject = {"index": place, "relevance_score": cosine}
+    if body.return_documents is not False:
+        shown["document"] = {"text": body.documents[place]}
+    return shown

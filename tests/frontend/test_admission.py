@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylm.errors import OverloadedError
-from raylm.frontend import Admission, AsyncLLM, Hold
+from raylm.frontend import Admission, AsyncLLM, Hold, RequestHead
 from raylm.frontend.admission import CURRENT
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import PlayedEngine
@@ -151,14 +151,14 @@ def test_nothing_is_left_when_all_have_gone(requests: list[tuple[int, int, int, 
 
 async def test_a_prompt_is_refused_before_it_is_tokenized(llm: AsyncLLM, engine: PlayedEngine) -> None:
     llm.admission = Admission(max_requests=1)
-    waiting = llm.generate("hello", SamplingParams(), request_id="a")
+    waiting = llm.generate("hello", SamplingParams(), RequestHead(request_id="a"))
     task = asyncio.ensure_future(anext(waiting))
     async with asyncio.timeout(10):
         while not engine.added:  # noqa: ASYNC110
             await asyncio.sleep(0)
     llm._tokenizer.encode = None  # type: ignore[method-assign,assignment]
     with pytest.raises(OverloadedError):
-        await anext(llm.generate("hello", SamplingParams(), request_id="b"))
+        await anext(llm.generate("hello", SamplingParams(), RequestHead(request_id="b")))
     engine.say((engine.added[0].key, 0, [5], None))
     await task
     assert llm.admission.requests == 0

@@ -19,7 +19,7 @@ from raylm.errors import (
     InvalidRequestError,
     RayLMError,
 )
-from raylm.frontend import AsyncLLM, ChatRequest, RequestOutput
+from raylm.frontend import AsyncLLM, ChatRequest, RequestHead, RequestOutput
 from raylm.frontend.tokenizer import MAX_CHARS
 from raylm.messages import Logprobs
 from raylm.params import SamplingParams
@@ -39,7 +39,7 @@ def begin(llm: AsyncLLM, prompt: Any = "hello", **params: Any) -> asyncio.Task[l
     """A caller who reads everything."""
 
     async def read() -> list[RequestOutput]:
-        async with aclosing(llm.generate(prompt, SamplingParams(**params), request_id="r")) as outputs:
+        async with aclosing(llm.generate(prompt, SamplingParams(**params), RequestHead(request_id="r"))) as outputs:
             return [output async for output in outputs]
 
     return asyncio.create_task(read())
@@ -76,7 +76,7 @@ async def test_entries_reach_their_callers(llm: AsyncLLM, engine: PlayedEngine) 
 
 
 async def test_a_slow_caller_gets_its_deltas_merged(llm: AsyncLLM, engine: PlayedEngine) -> None:
-    outputs = llm.generate("hello", SamplingParams(n=2), request_id="r")
+    outputs = llm.generate("hello", SamplingParams(n=2), RequestHead(request_id="r"))
     first = asyncio.create_task(anext(outputs))
     await settle()
     key, hello = engine.added[0].key, await ids(llm, "hello")
@@ -113,7 +113,7 @@ async def test_a_stop_string_ends_one_of_two_sequences(llm: AsyncLLM, engine: Pl
 
 
 async def test_closing_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) -> None:
-    outputs = llm.generate("hello", SamplingParams(), request_id="r")
+    outputs = llm.generate("hello", SamplingParams(), RequestHead(request_id="r"))
     first = asyncio.create_task(anext(outputs))
     await settle()
     engine.say((engine.added[0].key, 0, [5], None))
@@ -239,7 +239,7 @@ async def test_a_prompt_of_one_token_has_no_logprobs(llm: AsyncLLM, engine: Play
 
 async def test_context_errors_name_the_field(llm: AsyncLLM, engine: PlayedEngine) -> None:
     for prompt in ("x" * 100_000, [5] * 128):
-        outputs = llm.generate(prompt, SamplingParams(), request_id="r", prompt_param="messages")
+        outputs = llm.generate(prompt, SamplingParams(), RequestHead(request_id="r", param="messages"))
         with pytest.raises(ContextLengthError, match="maximum context length is 128 tokens") as caught:
             await anext(outputs)
         assert caught.value.param == "messages"

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from raylm.config import Config
 from raylm.errors import ConfigError, UnsupportedFieldError
-from raylm.frontend import AsyncLLM, ChatRequest, CompletionDelta
+from raylm.frontend import AsyncLLM, ChatRequest, CompletionDelta, RequestHead
 from raylm.frontend.output_queue import _merge
 from raylm.params import SamplingParams
 from tests.frontend.checkpoints import byte_level, write_checkpoint
@@ -42,7 +42,7 @@ async def answer(
     prompt = await llm.prepare_chat(ChatRequest(messages=ASK, **request), PARAMS)
     drawn = await llm.tokenize(text)
     drawn += [2] if reason == "stop" else []
-    outputs = llm.generate(prompt.token_ids, prompt.params, request_id="r", answer_format=prompt.answer_format)
+    outputs = llm.generate(prompt.token_ids, prompt.params, RequestHead(request_id="r"), prompt.answer_format)
     whole = CompletionDelta(0)
     waiting = asyncio.ensure_future(anext(outputs))
     await asyncio.sleep(0)

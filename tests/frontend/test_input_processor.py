@@ -10,6 +10,7 @@ import pytest
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
+from raylm.frontend import RequestHead
 from raylm.frontend.input_processor import InputProcessor, Limits, default_max_tokens, sampling_defaults
 from raylm.frontend.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest
@@ -24,15 +25,8 @@ def processor(tokenizer: Tokenizer) -> InputProcessor:
 
 
 def build(processor: InputProcessor, prompt: list[int], salt: str | None = None, **params: Any) -> EngineCoreRequest:
-    return processor.build(
-        prompt,
-        SamplingParams(**params),
-        LIMITS,
-        request_id="r",
-        priority=3,
-        cache_salt=salt,
-        arrival_time=7.0,
-    )
+    head = RequestHead(request_id="r", priority=3, cache_salt=salt, arrival_time=7.0)
+    return processor.build(prompt, SamplingParams(**params), LIMITS, head)
 
 
 def test_resolves_what_the_caller_left_open(processor: InputProcessor) -> None:

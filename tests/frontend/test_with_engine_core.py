@@ -12,7 +12,7 @@ import pytest
 from raylm.config import CacheConfig, Config
 from raylm.engine import EngineCore
 from raylm.errors import EngineUnavailableError, RayLMError
-from raylm.frontend import AsyncLLM, LocalEngineClient
+from raylm.frontend import AsyncLLM, LocalEngineClient, RequestHead
 from raylm.messages import EngineInfo
 from raylm.params import SamplingParams
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
@@ -58,7 +58,7 @@ async def read(llm: AsyncLLM, prompt: list[int], params: SamplingParams, leave_a
     """Tokens of one caller, who may leave after so many outputs."""
     tokens: list[int] = []
     seen = 0
-    async with aclosing(llm.generate(prompt, params, request_id="r")) as outputs:
+    async with aclosing(llm.generate(prompt, params, RequestHead(request_id="r"))) as outputs:
         async for output in outputs:
             seen += 1
             tokens += output.deltas[0].token_ids
@@ -72,7 +72,7 @@ async def test_tokens_and_text_come_through(house: House) -> None:
     prompt = [5, 6, 7]
     want = house.model.continuation(prompt, 4, 20)
     assert await read(house.llm, prompt, params) == want
-    async with aclosing(house.llm.generate(prompt, params, request_id="r")) as outputs:
+    async with aclosing(house.llm.generate(prompt, params, RequestHead(request_id="r"))) as outputs:
         text = "".join([delta.text async for output in outputs for delta in output.deltas])
     assert text == house.llm._tokenizer.backend.decode(want)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
-from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest
+from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest, RequestHead
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.pooling import PoolingDefaults
 from raylm.params import PoolingParams, SamplingParams
@@ -27,11 +27,7 @@ class Call:
 
     prompt: str | list[int]
     params: SamplingParams
-    request_id: str
-    priority: int
-    cache_salt: str | None
-    prompt_param: str = "prompt"
-    adapter: str | None = None
+    head: RequestHead
     ended: str = "open"  # then "finished", "failed" or "aborted"
 
 
@@ -91,24 +87,18 @@ class FakeAsyncLLM:
         self,
         prompt: str | list[int],
         params: PoolingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-        prompt_param: str = "input",
-        adapter: str | None = None,
+        head: RequestHead,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The first byte is the angle, in steps of 1/256 of a quarter turn: near bytes are near vectors."""
         self.pooling_defaults.check(params)
         ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
         if not ids:
-            raise InvalidRequestError(f"{prompt_param} must not be empty.", param=prompt_param)
+            raise InvalidRequestError(f"{head.param} must not be empty.", param=head.param)
         self.embedded.append((ids, params))
         await asyncio.sleep(0)
         angle = ids[0] / 256 * math.pi / 2
         vector = [math.cos(angle), math.sin(angle), 0.0, 0.0][: params.dimensions]
-        yield RequestOutput(request_id, ids, [], finished=True, vector=struct.pack(f"{len(vector)}f", *vector))
+        yield RequestOutput(head.request_id, ids, [], finished=True, vector=struct.pack(f"{len(vector)}f", *vector))
 
     async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
         token_ids = await self.render_chat(
@@ -124,16 +114,10 @@ class FakeAsyncLLM:
         self,
         prompt: str | list[int],
         params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
-        prompt_param: str = "prompt",
+        head: RequestHead,
         answer_format: AnswerFormat | None = None,
-        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        call = Call(prompt, params, request_id, priority, cache_salt, prompt_param, adapter)
+        call = Call(prompt, params, head)
         self.calls.append(call)
         try:
             readers = [answer_format.reader() for _ in range(params.n)] if answer_format else []
@@ -154,7 +138,7 @@ class FakeAsyncLLM:
         ids = await self.tokenize(call.prompt) if isinstance(call.prompt, str) else call.prompt
         if len(ids) >= self.max_model_len:
             raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens.", param=call.prompt_param
+                f"This model's maximum context length is {self.max_model_len} tokens.", param=call.head.param
             )
         replies = [[*(self.reply + (str(i) if i else "")).encode(), EOS] for i in range(params.n)]
         replies = [tokens[: params.max_tokens] for tokens in replies]
@@ -180,7 +164,7 @@ class FakeAsyncLLM:
                         logprobs = [logprob(t, params.logprobs) for t in new]
                     deltas.append(CompletionDelta(i, text, new, logprobs, reason))
             yield RequestOutput(
-                call.request_id, ids, deltas, len(ids) // 2, prompt_logprobs, finished=start == steps[-1]
+                call.head.request_id, ids, deltas, len(ids) // 2, prompt_logprobs, finished=start == steps[-1]
             )
 
 

@@ -31,7 +31,7 @@ async def test_model_chooses_the_adapter(client: httpx.AsyncClient, llm: FakeAsy
         answer = await client.post(path, json=BODIES[path] | {"model": model})
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == model
-        assert llm.calls[-1].adapter == adapter
+        assert llm.calls[-1].head.adapter == adapter
     refused = (await client.post(path, json=BODIES[path] | {"model": "nobody"})).json()["error"]
     assert "nobody" in refused["message"]
 

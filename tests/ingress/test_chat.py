@@ -170,7 +170,8 @@ async def test_names_salt_and_ids_are_handed_on(client: httpx.AsyncClient, llm: 
     answer = await client.post(PATH, json=CHAT | {"cache_salt": "s"}, headers={"X-Request-Id": "abc-1"})
     assert answer.headers["x-request-id"] == "abc-1"
     assert answer.json()["id"] == "chatcmpl-abc-1"
-    assert (llm.calls[0].request_id, llm.calls[0].cache_salt, llm.calls[0].priority) == ("chatcmpl-abc-1", "s", 0)
+    head = llm.calls[0].head
+    assert (head.request_id, head.cache_salt, head.priority) == ("chatcmpl-abc-1", "s", 0)
     assert (await post(client, request_id="mine"))["id"] == "chatcmpl-mine"
     odd = await client.post(PATH, json=CHAT, headers={"X-Request-Id": "a b\tc"})
     assert len(odd.headers["x-request-id"]) == 32
@@ -180,7 +181,7 @@ async def test_priority_under_the_priority_policy(llm: FakeAsyncLLM) -> None:
     config = Config.model_validate({"scheduler": {"policy": "priority"}})
     async with client_of(build_asgi_app(llm, config)) as client:  # type: ignore[arg-type]
         await post(client, priority=-4)
-    assert llm.calls[0].priority == -4
+    assert llm.calls[0].head.priority == -4
 
 
 async def test_messages_as_the_template_reads_them(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:

@@ -54,7 +54,7 @@ async def test_choices_are_numbered_prompt_times_n(
 ) -> None:
     answer = await post(client, prompt=prompt, n=n)
     assert [call.prompt for call in llm.calls] == received
-    assert len({call.request_id for call in llm.calls}) == len(received)
+    assert len({call.head.request_id for call in llm.calls}) == len(received)
     assert [c["index"] for c in answer["choices"]] == list(range(len(received) * n))
     texts = [c["text"] for c in answer["choices"]]
     assert texts == ["Hello wörld", "Hello wörld1"][:n] * len(received)

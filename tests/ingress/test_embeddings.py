@@ -118,7 +118,7 @@ async def test_the_official_client(app: Starlette, llm: FakeAsyncLLM) -> None:
 
 
 async def test_one_that_fails_fails_all(client: httpx.AsyncClient, llm: FakeAsyncLLM, monkeypatch: Any) -> None:
-    async def broken(prompt: str, params: Any, **_: Any) -> Any:
+    async def broken(prompt: str, params: Any, *_: Any) -> Any:
         raise EngineDiedError("The engine was lost.")
         yield
 

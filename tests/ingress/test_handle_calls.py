@@ -67,4 +67,4 @@ async def test_a_priority_has_its_policy_or_is_refused(call: str, first: Any) ->
     for policy, priority, wanted in (("fcfs", None, 0), ("priority", -4, -4), ("priority", None, 0)):
         outputs = getattr(ingress(llm, policy), call)(first, priority=priority)
         assert [output async for output in outputs][-1].finished
-        assert llm.calls[-1].priority == wanted
+        assert llm.calls[-1].head.priority == wanted

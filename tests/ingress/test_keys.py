@@ -174,7 +174,7 @@ async def test_a_trace_names_the_request(client: httpx.AsyncClient, llm: FakeAsy
     first, second = [await client.post("/v1/chat/completions", json=CHAT, headers=headers) for _ in range(2)]
     assert first.headers["x-request-id"].startswith(f"{TRACE}-{SPAN}-")
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
-    assert llm.calls[0].request_id == f"chatcmpl-{first.headers['x-request-id']}"
+    assert llm.calls[0].head.request_id == f"chatcmpl-{first.headers['x-request-id']}"
     both = await client.get("/v1/models", headers=headers | {"x-request-id": "mine"})
     assert both.headers["x-request-id"] == "mine"
 
