@@ -17,7 +17,7 @@ from tqdm import tqdm
 from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor
 from raylm.errors import ConfigError, EngineDiedError, InvalidRequestError, RayLMError
-from raylm.frontend import AsyncLLM, CompletionDelta, LocalEngineClient, RequestHead, TokenLogprob
+from raylm.frontend import AsyncLLM, ChatRequest, CompletionDelta, LocalEngineClient, RequestHead, TokenLogprob
 from raylm.messages import EngineInfo, FinishReason, LoRAAdapter, WorkerInfo
 from raylm.params import PoolingParams, SamplingParams
 
@@ -132,16 +132,17 @@ class LLM:
         conversations: list[Conversation] = (
             [messages] if messages and isinstance(messages[0], dict) else list(messages)  # type: ignore[list-item,arg-type]
         )
-
-        prompts = self._call(
-            self._engine.render(
-                conversations,
+        requests = [
+            ChatRequest(
+                messages=conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
             )
-        )
+            for conversation in conversations
+        ]
+        prompts = self._call(self._engine.render(requests))
         jobs = _jobs(prompts, self._params(params, len(prompts)), adapters)
         return self._call(self._engine.run(jobs, progress))
 
@@ -232,9 +233,9 @@ class _LocalEngine:
         self.async_llm.add_engine(LocalEngineClient(self._core, EngineInfo("local", info.max_model_len, info)))
         return info
 
-    async def render(self, conversations: list[Conversation], **options: Any) -> list[Prompt]:
+    async def render(self, requests: list[ChatRequest]) -> list[Prompt]:
         """Token ids of each conversation."""
-        return [await self.async_llm.render_chat(conversation, **options) for conversation in conversations]
+        return [await self.async_llm.render_chat(request) for request in requests]
 
     async def run(self, jobs: list[_Job], progress: bool) -> list[GenerationResult]:
         """All prompts at once, as many open as keeps the batch full; the first error ends them all."""

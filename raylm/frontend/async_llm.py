@@ -200,27 +200,13 @@ class AsyncLLM:
             self._input.check_chars(content_chars(request.messages), self.max_model_len, "messages")
         return await self._chat.prepare(request, params)
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation by the checkpoint's chat template.
+    async def render_chat(self, request: ChatRequest) -> list[int]:
+        """Token ids of a conversation by the checkpoint's chat template, which sees the request's fields as they are.
 
         Raises:
             InvalidRequestError: there is no template, it refuses the messages, or it takes too long.
         """
-        text = await self._template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
+        text = await self._template.render(request)
         return await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

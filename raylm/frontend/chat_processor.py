@@ -67,13 +67,12 @@ class ChatProcessor:
             )
         if params.thinking_token_budget is not None and self._reasoning_parser is None:
             raise _never_thinks("thinking_token_budget")
-        text = await self._template.render(
-            request.messages,
+        shown = replace(
+            request,
             tools=[_without_strict(tool) for tool in tools] if tools else None,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
             template_kwargs=self._template_kwargs(request),
         )
+        text = await self._template.render(shown)
         token_ids = await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
         form = AnswerFormat(
             reasoning=self._reasoning_parser,

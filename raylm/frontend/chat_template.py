@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raylm.errors import ConfigError, InvalidRequestError
+from raylm.frontend.chat_request import ChatRequest
 from raylm.frontend.tokenizer import check_chars
 
 RENDER_LIMIT_S = 5.0
@@ -44,36 +45,29 @@ class ChatTemplate:
         """The text of all templates."""
         return "\n".join(self._templates.values())
 
-    async def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of a conversation.
+    async def render(self, request: ChatRequest) -> str:
+        """The prompt text of a conversation; of the request only what a template sees counts.
 
         Raises:
             InvalidRequestError: the template refuses the messages, takes too long, or the arguments contradict.
         """
-        if add_generation_prompt and continue_final_message:
+        if request.add_generation_prompt and request.continue_final_message:
             raise InvalidRequestError(
                 "continue_final_message cannot be combined with add_generation_prompt.", param="continue_final_message"
             )
-        self._check_kwargs(template_kwargs or {})
-        template = self._select(tools)
-        check_chars(content_chars(messages), "messages")
+        kwargs = request.template_kwargs or {}
+        self._check_kwargs(kwargs)
+        template = self._select(request.tools)
+        check_chars(content_chars(request.messages), "messages")
 
         def work() -> str:
             return _render(
                 template,
-                prepare_messages(messages, continue_final_message=continue_final_message),
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **{**self._special_tokens, **(template_kwargs or {})},
+                prepare_messages(request.messages, continue_final_message=request.continue_final_message),
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **{**self._special_tokens, **kwargs},
             )
 
         return await self._bounded(work)

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
-from raylm.frontend import RequestHead
+from raylm.frontend import ChatRequest, RequestHead
 from raylm.ingress.handle_calls import check_messages, check_options, check_pooling, check_prompt
 from raylm.ingress.http_app import build_asgi_app
 from raylm.ingress.lifecycle import Lifecycle
@@ -120,7 +120,8 @@ class Ingress:
         check_messages(messages, tools, template_kwargs)
         check_options(self._config, params, cache_salt, priority)
         self._llm.admission.check(sum(len(str(message)) for message in messages))
-        prompt = await self._llm.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
+        request = ChatRequest(messages=messages, tools=tools, template_kwargs=template_kwargs)
+        prompt = await self._llm.render_chat(request)
         outputs = self.generate(prompt, params, priority=priority, cache_salt=cache_salt, prompt_param="messages")
         async with aclosing(outputs):
             async for output in outputs:

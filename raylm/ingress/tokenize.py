@@ -8,6 +8,7 @@ import orjson
 from pydantic import Field
 
 from raylm.errors import InvalidRequestError
+from raylm.frontend import ChatRequest
 from raylm.ingress.chat_messages import template_messages, template_tools
 from raylm.ingress.json_answer import Pieces, json_answer
 from raylm.ingress.json_body import JSONObject
@@ -86,13 +87,14 @@ class Tokenize:
         if body.prompt is not None:
             return await self._llm.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         generation_prompt = body.add_generation_prompt
-        return await self._llm.render_chat(
-            template_messages(body.messages or []),
+        request = ChatRequest(
+            messages=template_messages(body.messages or []),
             tools=template_tools(body.tools),
             add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs,
         )
+        return await self._llm.render_chat(request)
 
 
 class Detokenize:

@@ -251,7 +251,7 @@ async def test_what_it_knows(llm: AsyncLLM) -> None:
     llm.add_engine(PlayedEngine("e1", max_model_len=128))
     llm.add_engine(PlayedEngine("e2", max_model_len=64))
     assert (llm.is_ready, llm.max_model_len) == (True, 64)
-    tokens = await llm.render_chat([{"role": "user", "content": "hello"}])
+    tokens = await llm.render_chat(ChatRequest(messages=[{"role": "user", "content": "hello"}]))
     assert await llm.detokenize(tokens) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -275,7 +275,10 @@ async def test_a_template_file_is_found(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, byte_level(), tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
     (tmp_path / "chat_template.jinja").write_text("from the file")
     llm = AsyncLLM(Config(model=str(tmp_path)))
-    assert await llm.detokenize(await llm.render_chat([{"role": "user", "content": "x"}])) == "from the file"
+    assert (
+        await llm.detokenize(await llm.render_chat(ChatRequest(messages=[{"role": "user", "content": "x"}])))
+        == "from the file"
+    )
     await llm.stop()
 
 
@@ -293,5 +296,5 @@ async def test_no_conversation_is_endless(llm: AsyncLLM, monkeypatch: pytest.Mon
     monkeypatch.setattr("raylm.frontend.chat_template._render", None)
     messages = [{"role": "user", "content": "x" * (MAX_CHARS // 2 + 1)}] * 2
     with pytest.raises(InvalidRequestError) as refused:
-        await llm.render_chat(messages)
+        await llm.render_chat(ChatRequest(messages=messages))
     assert refused.value.param == "messages"

@@ -7,7 +7,7 @@ import codecs
 import math
 import struct
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
@@ -52,7 +52,7 @@ class FakeAsyncLLM:
     answer_format: AnswerFormat | None = None
     adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     calls: list[Call] = field(default_factory=list)
-    rendered: list[dict[str, Any]] = field(default_factory=list)
+    rendered: list[ChatRequest] = field(default_factory=list)
 
     def metrics_text(self) -> bytes:
         return b"# HELP vllm:num_requests_running x\nvllm:num_requests_running 0\n"
@@ -68,20 +68,9 @@ class FakeAsyncLLM:
             raise InvalidRequestError("A token id is not in the vocabulary.", param="tokens")
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        self.rendered.append({
-            "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message, "template_kwargs": template_kwargs,
-        })  # fmt: skip
-        return await self.tokenize("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+    async def render_chat(self, request: ChatRequest) -> list[int]:
+        self.rendered.append(request)
+        return await self.tokenize("".join(f"{m['role']}:{m['content']}\n" for m in request.messages))
 
     async def embed(
         self,
@@ -101,13 +90,8 @@ class FakeAsyncLLM:
         yield RequestOutput(head.request_id, ids, [], finished=True, vector=struct.pack(f"{len(vector)}f", *vector))
 
     async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
-        token_ids = await self.render_chat(
-            request.messages,
-            tools=request.tools if request.tool_choice != "none" else None,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            template_kwargs=request.template_kwargs,
-        )
+        shown = replace(request, tools=request.tools if request.tool_choice != "none" else None)
+        token_ids = await self.render_chat(shown)
         return ChatPrompt(token_ids, params, self.answer_format)
 
     async def generate(

@@ -52,8 +52,8 @@ async def test_a_whole_message(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> 
     usage = message["usage"]
     assert usage["output_tokens"] == 13
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(llm.calls[0].prompt)
-    assert [(m["role"], m["content"]) for m in llm.rendered[0]["messages"]] == [("system", "Be kind."), ("user", "Hi")]
-    assert llm.rendered[0]["template_kwargs"] == {"enable_thinking": False}
+    assert [(m["role"], m["content"]) for m in llm.rendered[0].messages] == [("system", "Be kind."), ("user", "Hi")]
+    assert llm.rendered[0].template_kwargs == {"enable_thinking": False}
     params = llm.calls[0].params
     assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 3, 200)
     assert (await create(client, max_tokens=4))["stop_reason"] == "max_tokens"
@@ -82,7 +82,7 @@ async def test_thoughts_text_and_calls_are_blocks(client: httpx.AsyncClient, llm
     assert [block["input"] for block in message["content"][2:]] == [{"a": 0}, {"a": 1}]
     assert message["stop_reason"] == "tool_use"
     events = await stream(client, tools=TOOLS, thinking={"type": "adaptive"})
-    assert llm.rendered[-1]["template_kwargs"] == {"enable_thinking": True}
+    assert llm.rendered[-1].template_kwargs == {"enable_thinking": True}
     edges = [(e["type"][14:], e["index"]) for e in events if e["type"] in ("content_block_start", "content_block_stop")]
     assert edges == [(edge, index) for index in range(4) for edge in ("start", "stop")]
     pieces = ["", "", "", ""]
@@ -115,7 +115,7 @@ async def test_blocks_become_messages(client: httpx.AsyncClient, llm: FakeAsyncL
         },
     ]
     await create(client, messages=messages, tools=TOOLS)
-    user, turn, *rest = llm.rendered[0]["messages"]
+    user, turn, *rest = llm.rendered[0].messages
     assert user["content"] == "U"
     assert (turn["content"], turn["reasoning_content"]) == ("A", "T")
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
@@ -125,8 +125,8 @@ async def test_blocks_become_messages(client: httpx.AsyncClient, llm: FakeAsyncL
 
 async def test_a_begun_answer_goes_on(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     await create(client, messages=[*BODY["messages"], {"role": "assistant", "content": "Well,"}])
-    assert llm.rendered[0]["continue_final_message"]
-    assert not llm.rendered[0]["add_generation_prompt"]
+    assert llm.rendered[0].continue_final_message
+    assert not llm.rendered[0].add_generation_prompt
 
 
 async def test_counted_tokens_are_those_of_the_message(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:

@@ -197,7 +197,7 @@ async def test_messages_as_the_template_reads_them(client: httpx.AsyncClient, ll
     tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
     await post(client, messages=messages, tools=tools, tool_choice="auto", chat_template_kwargs={"think": True})
     (rendered,) = llm.rendered
-    assert rendered["messages"] == [
+    assert rendered.messages == [
         {"role": "system", "content": "D"},
         {"role": "user", "content": "a\nb", "name": "N"},
         {
@@ -208,17 +208,17 @@ async def test_messages_as_the_template_reads_them(client: httpx.AsyncClient, ll
         {"role": "tool", "content": "7", "tool_call_id": "c1"},
         {"role": "assistant", "content": "done"},
     ]
-    assert rendered["tools"] == tools
-    assert rendered["template_kwargs"] == {"think": True}
-    assert (rendered["add_generation_prompt"], rendered["continue_final_message"]) == (True, False)
+    assert rendered.tools == tools
+    assert rendered.template_kwargs == {"think": True}
+    assert (rendered.add_generation_prompt, rendered.continue_final_message) == (True, False)
 
 
 async def test_template_switches(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     await post(client, tools=tools, tool_choice="none", add_generation_prompt=False)
     await post(client, continue_final_message=True, truncate_prompt_tokens=4)
-    assert [r["tools"] for r in llm.rendered] == [None, None]
-    switches = [(r["add_generation_prompt"], r["continue_final_message"]) for r in llm.rendered]
+    assert [r.tools for r in llm.rendered] == [None, None]
+    switches = [(r.add_generation_prompt, r.continue_final_message) for r in llm.rendered]
     assert switches == [(False, False), (False, True)]
     assert llm.calls[1].prompt == [*b":Hi\n"]
 

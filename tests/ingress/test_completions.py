@@ -184,7 +184,7 @@ async def test_tokenize_and_detokenize(client: httpx.AsyncClient, llm: FakeAsync
     assert bare["tokens"] == [104]
     chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})).json()
     assert chat["tokens"] == [BOS, *b"user:x\n"]
-    assert llm.rendered[0]["add_generation_prompt"] is True
+    assert llm.rendered[0].add_generation_prompt is True
     text = await client.post("/detokenize", json={"model": llm.model_name, "tokens": [104, 0xC3, 0xB6, EOS]})
     assert text.json() == {"prompt": "hö</s>"}
 

@@ -116,7 +116,7 @@ async def test_many_messages_and_parts_are_taken(client: httpx.AsyncClient, llm:
     messages = [{"role": "user", "content": parts}] + [{"role": "user", "content": "b"}] * 1200
     llm.max_model_len = 100_000
     assert (await client.post("/v1/chat/completions", json=CHAT | {"messages": messages})).status_code == 200
-    assert len(llm.rendered[0]["messages"]) == 1201
+    assert len(llm.rendered[0].messages) == 1201
     messages[-1] = {"role": "user", "content": 5}  # type: ignore[dict-item]
     error = error_of(await client.post("/v1/chat/completions", json=CHAT | {"messages": messages}))
     assert error["param"] == "messages[1200].content"

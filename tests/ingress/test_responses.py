@@ -58,7 +58,7 @@ async def test_a_whole_response(client: httpx.AsyncClient, llm: FakeAsyncLLM) ->
     assert (response["status"], response["temperature"], response["metadata"]) == ("completed", 0.5, {"a": "b"})
     assert response["usage"]["output_tokens"] == 13
     assert response["usage"]["total_tokens"] == response["usage"]["input_tokens"] + 13
-    assert [(m["role"], m["content"]) for m in llm.rendered[-1]["messages"]] == [("system", "Be kind."), ("user", "Hi")]
+    assert [(m["role"], m["content"]) for m in llm.rendered[-1].messages] == [("system", "Be kind."), ("user", "Hi")]
     assert llm.calls[-1].params.top_k == 3
 
 
@@ -107,7 +107,7 @@ async def test_items_become_messages(client: httpx.AsyncClient, llm: FakeAsyncLL
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "S"}]},
     ]
     await create(client, input=items)
-    messages = llm.rendered[-1]["messages"]
+    messages = llm.rendered[-1].messages
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool", "tool"]
     assert (messages[2]["content"], messages[2]["reasoning_content"]) == ("A", "T")
     assert [c["id"] for c in messages[2]["tool_calls"]] == ["c1", "c2"]
@@ -136,7 +136,7 @@ async def test_a_chain_of_responses(client: httpx.AsyncClient, llm: FakeAsyncLLM
     done = (await stream(client, input="two", previous_response_id=first["id"]))[-1]["response"]
     third = await create(client, input="three", previous_response_id=done["id"])
     assert third["previous_response_id"] == done["id"]
-    messages = [(message["role"], message["content"]) for message in llm.rendered[-1]["messages"]]
+    messages = [(message["role"], message["content"]) for message in llm.rendered[-1].messages]
     said = ("assistant", "Hello wörld")
     assert messages == [("user", "one"), said, ("user", "two"), said, ("user", "three")]
     missing = await client.post(PATH, json=BODY | {"previous_response_id": "resp_x"})
@@ -149,7 +149,7 @@ async def test_truncation_drops_the_oldest_turns(client: httpx.AsyncClient, llm:
     error = error_of(await client.post(PATH, json=BODY | {"input": items}))
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
     await create(client, input=items, instructions="I", truncation="auto", max_output_tokens=4)
-    kept = [message["content"][0] for message in llm.rendered[-1]["messages"]]
+    kept = [message["content"][0] for message in llm.rendered[-1].messages]
     assert kept[0] == "I"
     assert kept[-1] == "8"
     assert 2 < len(kept) < 9
@@ -247,7 +247,7 @@ async def test_a_round_trip_of_a_call(client: httpx.AsyncClient, llm: FakeAsyncL
     llm.reply = "Done."
     second = await create(client, tools=TOOLS, input=results, previous_response_id=first["id"])
     assert text_of(second) == "Done."
-    user, turn, *tools = llm.rendered[-1]["messages"]
+    user, turn, *tools = llm.rendered[-1].messages
     assert user["content"] == "Hi"
     assert (turn["content"], turn["reasoning_content"]) == ("I ask.", "Hm.")
     assert [call["id"] for call in turn["tool_calls"]] == [tool["tool_call_id"] for tool in tools]

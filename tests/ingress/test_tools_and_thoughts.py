@@ -99,6 +99,6 @@ async def test_history_with_calls_and_thoughts_comes_back_in(client: httpx.Async
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "Sunny."} for call in answer["tool_calls"]]
     body = BODY | {"messages": [*CHAT["messages"], answer, *results]}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-    echoed = llm.rendered[-1]["messages"][1]
+    echoed = llm.rendered[-1].messages[1]
     assert echoed["reasoning_content"] == "Hm."
     assert [call["function"]["arguments"] for call in echoed["tool_calls"]] == CALLS
