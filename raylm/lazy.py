@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def front_door(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -16,6 +18,26 @@ def front_door(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(import_module(homes[name]), name)
 
     return find
+
+
+class Family(Mapping[str, T]):
+    """The members of a family by name, in the order in which they are considered; one is imported when it is.
+
+    ``homes`` says where each lives, as ``module:name``.
+    """
+
+    def __init__(self, homes: Mapping[str, str]) -> None:
+        self._homes = dict(homes)
+
+    def __getitem__(self, name: str) -> T:
+        found: T = member(self._homes[name])
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
 
 
 def member(place: str) -> Any:

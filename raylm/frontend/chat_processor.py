@@ -11,15 +11,10 @@ from raylm.frontend.answer_format import AnswerFormat
 from raylm.frontend.chat_request import ChatPrompt, ChatRequest
 from raylm.frontend.chat_template import ChatTemplate
 from raylm.frontend.grammar_compiler import GrammarCompiler
-from raylm.frontend.reasoning_parsers import (
-    REASONING_PARSERS,
-    ReasoningParser,
-    detect_reasoning_parser,
-    reasoning_parser_class,
-)
+from raylm.frontend.reasoning_parsers import REASONING_PARSERS, ReasoningParser, detect_reasoning_parser
 from raylm.frontend.tokenizer import Tokenizer
 from raylm.frontend.tool_forms import ToolForms
-from raylm.frontend.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser, tool_parser_class
+from raylm.frontend.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
 
@@ -44,7 +39,7 @@ class ChatProcessor:
             self.reasoning_parser_name = detect_reasoning_parser(template.source) or "none"
         self._tool_parser: type[ToolParser] | None = None
         if self.tool_parser_name != "none":
-            self._tool_parser = tool_parser_class(self.tool_parser_name)
+            self._tool_parser = TOOL_PARSERS[self.tool_parser_name]
             self._tools = ToolForms(self._tool_parser, tokenizer, compiler)
         self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
 
@@ -117,7 +112,7 @@ class ChatProcessor:
     def _find_reasoning_parser(self, asked: str) -> type[ReasoningParser] | None:
         if self.reasoning_parser_name == "none":
             return None
-        parser = reasoning_parser_class(self.reasoning_parser_name)
+        parser = REASONING_PARSERS[self.reasoning_parser_name]
         start, end = (self._tokenizer.backend.token_to_id(marker) for marker in (parser.start, parser.end))
         if start is None or end is None:
             if asked != "auto":

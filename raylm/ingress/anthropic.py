@@ -19,6 +19,7 @@ from raylm.ingress.json_body import JSONObject
 from raylm.ingress.protocol_anthropic import PARAM_NAMES, CountTokensRequest, MessagesRequest
 from raylm.ingress.protocol_chat import ChatCompletionRequest
 from raylm.ingress.renaming import renamed
+from raylm.ingress.sse import named_event
 
 if TYPE_CHECKING:
     from raylm.frontend import CompletionDelta, RequestOutput
@@ -149,6 +150,4 @@ async def _encode(items: AsyncGenerator[Events, None]) -> Chunks:
     async with aclosing(items):
         async for events in items:
             if events:
-                yield b"".join(
-                    b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events
-                )
+                yield b"".join(map(named_event, events))

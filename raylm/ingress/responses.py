@@ -26,6 +26,7 @@ from raylm.ingress.response_input import chat_messages, count_input, input_items
 from raylm.ingress.response_items import ResponseItems
 from raylm.ingress.response_job import ResponseJob
 from raylm.ingress.response_store import Responses
+from raylm.ingress.sse import named_event
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -112,7 +113,7 @@ class CreateResponse:
                 for event in events:
                     event["sequence_number"] = number
                     number += 1
-                    data += b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+                    data += named_event(event)
                 if data:
                     yield data
 

@@ -11,6 +11,11 @@ from raylm.ingress.json_answer import pieces_as_list
 DONE = b"data: [DONE]\n\n"
 
 
+def named_event(event: dict[str, Any]) -> bytes:
+    """An event whose name is its ``type``, as Anthropic's clients and those of OpenAI's responses read them."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+
+
 class ChunkTemplate:
     """Makes the chunks of one stream, each a whole event.
 

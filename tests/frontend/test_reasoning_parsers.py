@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.frontend.answer_format import ThoughtCounter
-from raylm.frontend.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser, reasoning_parser_class
+from raylm.frontend.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
 from raylm.messages import Thinking
 from tests.frontend.test_tool_parsers import cut
 
 
 def read(name: str, pieces: list[str], *, thinking: bool) -> tuple[str, str]:
-    parser = reasoning_parser_class(name)(thinking=thinking)
+    parser = REASONING_PARSERS[name](thinking=thinking)
     found = [*(parser.push(piece) for piece in pieces), parser.flush()]
     return "".join(thoughts for thoughts, _ in found), "".join(answer for _, answer in found)
 
@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize("name", REASONING_PARSERS)
 @pytest.mark.parametrize(("text", "thinking", "wanted"), CASES)
 def test_thoughts_and_answer(name: str, text: str, thinking: bool, wanted: tuple[str, str]) -> None:
-    parser = reasoning_parser_class(name)
+    parser = REASONING_PARSERS[name]
     text, *wanted_ = (t.replace("<think>", parser.start).replace("</think>", parser.end) for t in (text, *wanted))
     for pieces in ([text], list(text), cut(text, 5)):
         assert read(name, pieces, thinking=thinking) == tuple(wanted_)
@@ -53,7 +53,7 @@ def test_the_cuts_do_not_matter(text: list[str], seed: int) -> None:
 
 
 def test_thoughts_come_as_they_are_thought() -> None:
-    parser = reasoning_parser_class("think")(thinking=True)
+    parser = REASONING_PARSERS["think"](thinking=True)
     assert parser.push("one two ") == ("one two", "")
     assert parser.push("three") == (" three", "")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.frontend.outputs import ToolCallDelta, join_calls
-from raylm.frontend.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser, tool_parser_class
+from raylm.frontend.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -99,8 +99,8 @@ def plain(calls: list[ToolCallDelta]) -> list[Call]:
 def test_calls_are_found_however_the_text_is_cut(name: str, write: Any, seed: int) -> None:
     for wanted in (CALLS[:1], CALLS):
         text = write(wanted)
-        whole = read(tool_parser_class(name)(TOOLS), [text])
-        pieces = read(tool_parser_class(name)(TOOLS), cut(text, seed))
+        whole = read(TOOL_PARSERS[name](TOOLS), [text])
+        pieces = read(TOOL_PARSERS[name](TOOLS), cut(text, seed))
         assert plain(pieces[1]) == plain(whole[1]) == wanted
         assert [call.arguments for call in pieces[1]] == [call.arguments for call in whole[1]]
         assert pieces[0] == whole[0] == ""
@@ -111,10 +111,10 @@ def test_calls_are_found_however_the_text_is_cut(name: str, write: Any, seed: in
 def test_content_before_and_behind_calls_stays(name: str, write: Any) -> None:
     text = f"I look it up.\n\n{write(CALLS)}"
     for seed in range(10):
-        content, calls = read(tool_parser_class(name)(TOOLS), cut(text, seed))
+        content, calls = read(TOOL_PARSERS[name](TOOLS), cut(text, seed))
         assert (content, plain(calls)) == ("I look it up.", CALLS)
     if name != "mistral":
-        content, calls = read(tool_parser_class(name)(TOOLS), cut(text + "\nDone.", 3))
+        content, calls = read(TOOL_PARSERS[name](TOOLS), cut(text + "\nDone.", 3))
         assert (content, plain(calls)) == ("I look it up.\nDone.", CALLS)
 
 
@@ -129,7 +129,7 @@ ANSWERS = [
 @pytest.mark.parametrize("text", ANSWERS)
 def test_what_is_no_call_is_content_as_it_was_written(name: str, text: str) -> None:
     for pieces in ([text], list(text), cut(text, 1)):
-        content, calls = read(tool_parser_class(name)(TOOLS), pieces)
+        content, calls = read(TOOL_PARSERS[name](TOOLS), pieces)
         assert calls == []
         assert re.sub(r"\s", "", content) == re.sub(r"\s", "", text)
         if "<tool_call>" not in text:
@@ -140,15 +140,15 @@ def test_what_is_no_call_is_content_as_it_was_written(name: str, text: str) -> N
 @given(text=st.text(st.sampled_from('{}[]":,nametool_callargumentsTOOL_CALLS<>/=; \n\\')), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_any_text_is_read_to_its_end_and_alike_however_cut(name: str, text: str, seed: int) -> None:
-    for begun in ("", tool_parser_class(name).marker, hermes(CALLS)[:60]):
-        whole = read(tool_parser_class(name)(TOOLS), [begun + text])
-        pieces = read(tool_parser_class(name)(TOOLS), cut(begun + text, seed))
+    for begun in ("", TOOL_PARSERS[name].marker, hermes(CALLS)[:60]):
+        whole = read(TOOL_PARSERS[name](TOOLS), [begun + text])
+        pieces = read(TOOL_PARSERS[name](TOOLS), cut(begun + text, seed))
         assert whole[0] == pieces[0]
         assert [(c.name, c.arguments) for c in whole[1]] == [(c.name, c.arguments) for c in pieces[1]]
 
 
 def test_arguments_stream_before_they_are_complete() -> None:
-    parser = tool_parser_class("hermes")(TOOLS)
+    parser = TOOL_PARSERS["hermes"](TOOLS)
     parser.push('<tool_call>\n{"name": "note", "arguments": {"text": "one')
     _, news = parser.push(" two")
     assert [(call.index, call.id, call.arguments) for call in news] == [(0, None, " two")]
@@ -168,19 +168,19 @@ def test_arguments_stream_before_they_are_complete() -> None:
 def test_objects_in_other_forms(name: str, written: str, arguments: dict[str, Any]) -> None:
     text = f"<tool_call>{written}</tool_call>" if name == "hermes" else written
     for pieces in ([text], list(text)):
-        _, (call,) = read(tool_parser_class(name)(TOOLS), pieces)
+        _, (call,) = read(TOOL_PARSERS[name](TOOLS), pieces)
         assert json.loads(call.arguments) == arguments
 
 
 def test_ids_of_mistral_are_of_nine_letters_and_digits() -> None:
-    _, calls = read(tool_parser_class("mistral")(TOOLS), [mistral_list(CALLS)])
+    _, calls = read(TOOL_PARSERS["mistral"](TOOLS), [mistral_list(CALLS)])
     assert all(re.fullmatch("[A-Za-z0-9]{9}", call.id or "") for call in calls)
 
 
 def test_bare_values_get_the_types_of_the_schema() -> None:
     schema = {"properties": {"s": {"type": "string"}, "n": {"type": "number"}, "b": {"type": "boolean"}, "x": {}}}
     text = coder([("f", {"s": "12", "n": 1.5, "b": True, "x": "bare", "y": {"z": None}})])
-    _, (call,) = read(tool_parser_class("qwen3_coder")({"f": schema}), cut(text.replace("true", "True"), 0))
+    _, (call,) = read(TOOL_PARSERS["qwen3_coder"]({"f": schema}), cut(text.replace("true", "True"), 0))
     assert json.loads(call.arguments) == {"s": "12", "n": 1.5, "b": True, "x": "bare", "y": {"z": None}}
 
 

@@ -16,8 +16,8 @@ from starlette.applications import Starlette
 from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.frontend import AnswerFormat
-from raylm.frontend.reasoning_parsers import reasoning_parser_class
-from raylm.frontend.tool_parsers import tool_parser_class
+from raylm.frontend.reasoning_parsers import REASONING_PARSERS
+from raylm.frontend.tool_parsers import TOOL_PARSERS
 from raylm.ingress import build_asgi_app
 from raylm.ingress.response_store import ResponseStore, SharedResponses
 from raylm.messages import Thinking
@@ -211,9 +211,9 @@ def think_and_call(llm: FakeAsyncLLM) -> None:
         f'<tool_call>\n{{"name": "f", "arguments": {{"a": {number}}}}}\n</tool_call>\n' for number in range(2)
     )
     llm.answer_format = AnswerFormat(
-        reasoning=reasoning_parser_class("think"),
+        reasoning=REASONING_PARSERS["think"],
         thinking=Thinking(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
-        tool_parser=tool_parser_class("hermes"),
+        tool_parser=TOOL_PARSERS["hermes"],
         tools={"f": {}},
     )
 

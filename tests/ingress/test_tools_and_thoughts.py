@@ -11,8 +11,8 @@ import pytest
 from starlette.applications import Starlette
 
 from raylm.frontend import AnswerFormat
-from raylm.frontend.reasoning_parsers import reasoning_parser_class
-from raylm.frontend.tool_parsers import tool_parser_class
+from raylm.frontend.reasoning_parsers import REASONING_PARSERS
+from raylm.frontend.tool_parsers import TOOL_PARSERS
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, events, served
@@ -30,9 +30,9 @@ BODY = CHAT | {"tools": TOOLS}
 def reply(llm: FakeAsyncLLM) -> None:
     llm.reply = TEXT
     llm.answer_format = AnswerFormat(
-        reasoning=reasoning_parser_class("think"),
+        reasoning=REASONING_PARSERS["think"],
         thinking=Thinking(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
-        tool_parser=tool_parser_class("hermes"),
+        tool_parser=TOOL_PARSERS["hermes"],
         tools={"get_weather": {}},
     )
 

@@ -16,7 +16,7 @@ from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
 from raylm.native import NativeAttention, kernels
 from raylm.native.build import INSTRUCTION_SETS, offered
-from raylm.worker.attention import AttentionMetadata, StepLimits, backend_class, select_backend
+from raylm.worker.attention import BACKENDS, AttentionMetadata, StepLimits, select_backend
 from raylm.worker.attention.sdpa import group_by_length
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ class Pool:
         self.totals = [past + new for past, new in case.lengths]
         self.width = -(-max(self.totals) // case.block_size)
         num_blocks = self.width * len(self.totals) + 3
-        cls = backend_class(backend_name)
+        cls = BACKENDS[backend_name]
         self.kv = torch.full(cls.kv_cache_shape(num_blocks, case.block_size, self.spec), float("nan"), dtype=case.dtype)
         self.backend = cls(StepLimits(4096, len(self.totals), self.width, case.block_size))
         self.tables = self.rng.permutation(num_blocks)[: self.width * len(self.totals)].reshape(-1, self.width)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raylm.checkpoint import Checkpoint
 from raylm.models import load_model
-from raylm.worker.attention import StepLimits, backend_class
+from raylm.worker.attention import BACKENDS, StepLimits
 from raylm.worker.profile_run import _lengths, profile_run
 from tests.checkpoints import make_checkpoint
 
@@ -31,4 +31,4 @@ def test_runs_within_any_limits(tmp_path: Path, tokens: int, seqs: int) -> None:
     make_checkpoint(tmp_path, "qwen3", tokenizer=False)
     model, _ = load_model(Checkpoint(tmp_path), torch.float32, torch.device("cpu"))
     limits = StepLimits(tokens, seqs, 16, 16)
-    assert profile_run(model, backend_class("sdpa"), limits, 256, torch.float32, torch.device("cpu")) == 0
+    assert profile_run(model, BACKENDS["sdpa"], limits, 256, torch.float32, torch.device("cpu")) == 0

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from raylm.frontend.reasoning_parsers.base import ReasoningParser
-from raylm.lazy import member
+from raylm.lazy import Family
 
-REASONING_PARSERS = {
+REASONING_PARSERS = Family[type[ReasoningParser]]({
     "think": "raylm.frontend.reasoning_parsers.think:ThinkParser",
     "mistral": "raylm.frontend.reasoning_parsers.mistral:MistralReasoningParser",
     "seed_oss": "raylm.frontend.reasoning_parsers.seed_oss:SeedOssParser",
-}
-
-
-def reasoning_parser_class(name: str) -> type[ReasoningParser]:
-    """The parser of this name."""
-    found: type[ReasoningParser] = member(REASONING_PARSERS[name])
-    return found
+})  # fmt: skip
 
 
 def detect_reasoning_parser(template: str) -> str | None:
     """The name of the first parser whose markers a chat template speaks of."""
-    return next((name for name in REASONING_PARSERS if reasoning_parser_class(name).serves(template)), None)
+    return next((name for name, parser in REASONING_PARSERS.items() if parser.serves(template)), None)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from raylm.frontend.tool_parsers.base import ToolParser
-from raylm.lazy import member
+from raylm.lazy import Family
 
-TOOL_PARSERS = {
+TOOL_PARSERS = Family[type[ToolParser]]({
     "qwen3_coder": "raylm.frontend.tool_parsers.qwen3_coder:Qwen3CoderParser",
     "hermes": "raylm.frontend.tool_parsers.hermes:HermesParser",
     "mistral": "raylm.frontend.tool_parsers.mistral:MistralParser",
     "llama3_json": "raylm.frontend.tool_parsers.llama3_json:Llama3JSONParser",
-}
-
-
-def tool_parser_class(name: str) -> type[ToolParser]:
-    """The parser of this name."""
-    found: type[ToolParser] = member(TOOL_PARSERS[name])
-    return found
+})  # fmt: skip
 
 
 def detect_tool_parser(template: str) -> str | None:
     """The name of the first parser in whose form a chat template writes calls."""
-    return next((name for name in TOOL_PARSERS if tool_parser_class(name).serves(template)), None)
+    return next((name for name, parser in TOOL_PARSERS.items() if parser.serves(template)), None)

@@ -8,23 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from raylm.errors import ConfigError
-from raylm.lazy import member
+from raylm.lazy import Family
 from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AnyBackend
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = {
+BACKENDS = Family[type[AnyBackend]]({
     "xformers": "raylm.worker.attention.xformers:XformersBackend",
     "cpu": "raylm.worker.attention.cpu:CpuBackend",
     "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
-}
-
-
-def backend_class(name: str) -> type[AnyBackend]:
-    """The backend of this name."""
-    found: type[AnyBackend] = member(BACKENDS[name])
-    return found
+})  # fmt: skip
 
 
 def select_backend(
@@ -37,8 +31,7 @@ def select_backend(
     """
     refusals: list[str] = []
     passed_over: list[str] = []
-    for name in BACKENDS:
-        backend = backend_class(name)
+    for name, backend in BACKENDS.items():
         reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
         if not reasons:
             if passed_over:
