@@ -186,14 +186,10 @@ class ModelRunnerOutput:
     pooled: list[tuple[int, bytes]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine's state after a step; counters count since its start."""
+@dataclass(slots=True)
+class Counters:
+    """What a Scheduler has counted since its start. It goes on counting in its own; messages carry copies."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -201,6 +197,17 @@ class EngineStats:
     prefix_hits: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's state after a step."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    steps: int = 0
+    counters: Counters = field(default_factory=Counters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ def test_preemption_and_speculation_change_nothing() -> None:
         with LLM(**config, scheduler={"speculative_tokens": guesses, "max_num_batched_tokens": 64}) as llm:
             answers.append(llm.generate(prompts, params, progress=False))
             stats = llm._engine._core.scheduler.stats()
-    assert stats.preemptions > 0
-    assert stats.drafted_tokens > 0
+    assert stats.counters.preemptions > 0
+    assert stats.counters.drafted_tokens > 0
     for first, second in zip(*answers, strict=True):
         assert [c.token_ids for c in first.completions] == [c.token_ids for c in second.completions]
     for i, result in enumerate(answers[1]):

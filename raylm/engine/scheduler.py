@@ -6,7 +6,7 @@ import time
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count
 
 from raylm.config import SchedulerConfig
@@ -18,6 +18,7 @@ from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
 from raylm.errors import RayLMError
 from raylm.messages import (
+    Counters,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineStats,
@@ -25,19 +26,6 @@ from raylm.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the Scheduler has counted since its start."""
-
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -245,19 +233,12 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The state as it is now."""
-        counters = self.counters
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
             kv_usage=self.kv.usage,
             steps=self._seen,
-            preemptions=counters.preemptions,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            drafted_tokens=counters.drafted_tokens,
-            accepted_tokens=counters.accepted_tokens,
+            counters=replace(self.counters),
         )
 
     def _take_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientNews]) -> None:

@@ -20,13 +20,13 @@ _ENGINE_GAUGES: list[tuple[metrics.Metric, Callable[[EngineStats], float]]] = [
     (metrics.KV_USAGE, lambda stats: stats.kv_usage),
 ]
 _ENGINE_COUNTERS: list[tuple[metrics.Metric, Callable[[EngineStats], float]]] = [
-    (metrics.PREEMPTIONS, lambda stats: stats.preemptions),
-    (metrics.PREFIX_QUERIES, lambda stats: stats.prefix_queries),
-    (metrics.PREFIX_HITS, lambda stats: stats.prefix_hits),
-    (metrics.PROMPT_TOKENS, lambda stats: stats.prompt_tokens),
-    (metrics.GENERATION_TOKENS, lambda stats: stats.generation_tokens),
-    (metrics.DRAFTED_TOKENS, lambda stats: stats.drafted_tokens),
-    (metrics.ACCEPTED_TOKENS, lambda stats: stats.accepted_tokens),
+    (metrics.PREEMPTIONS, lambda stats: stats.counters.preemptions),
+    (metrics.PREFIX_QUERIES, lambda stats: stats.counters.prefix_queries),
+    (metrics.PREFIX_HITS, lambda stats: stats.counters.prefix_hits),
+    (metrics.PROMPT_TOKENS, lambda stats: stats.counters.prompt_tokens),
+    (metrics.GENERATION_TOKENS, lambda stats: stats.counters.generation_tokens),
+    (metrics.DRAFTED_TOKENS, lambda stats: stats.counters.drafted_tokens),
+    (metrics.ACCEPTED_TOKENS, lambda stats: stats.counters.accepted_tokens),
 ]
 
 

@@ -319,7 +319,7 @@ def test_sequences_of_a_request_share_its_prompt() -> None:
     out = engine.update(plan)
     assert out is not None
     assert (out.indexes, out.cached_tokens) == ([0, 1, 2], [0, 8, 8])
-    assert out.stats.prompt_tokens == 9, "counted once"
+    assert out.stats.counters.prompt_tokens == 9, "counted once"
 
 
 def test_sequences_start_although_the_first_ends_at_once() -> None:
@@ -387,8 +387,8 @@ def test_counts() -> None:
     engine.step()
     stats = engine.scheduler.stats()
     assert (stats.running, stats.waiting, stats.steps) == (2, 0, 4)
-    assert (stats.prompt_tokens, stats.generation_tokens) == (24, 8)
-    assert (stats.prefix_queries, stats.prefix_hits) == (24, 8)
+    assert (stats.counters.prompt_tokens, stats.counters.generation_tokens) == (24, 8)
+    assert (stats.counters.prefix_queries, stats.counters.prefix_hits) == (24, 8)
     assert stats.kv_usage == (2 + 3) / 20
 
 

@@ -15,7 +15,8 @@ def test_several_tokens_of_a_step_are_one_entry_up_to_the_end() -> None:
     news = engine.scheduler.update(plan, result)[CLIENT]
     assert (news.keys, news.token_counts, news.token_ids) == ([0, 1], [2, 3], [5, EOS, 6, 6, 6])
     assert news.finish_reasons == ["stop", None]
-    assert (news.stats.drafted_tokens, news.stats.accepted_tokens, news.stats.generation_tokens) == (4, 4, 5)
+    counted = news.stats.counters
+    assert (counted.drafted_tokens, counted.accepted_tokens, counted.generation_tokens) == (4, 4, 5)
 
 
 def test_blocks_are_reserved_for_all_guesses_of_the_steps_in_flight() -> None:

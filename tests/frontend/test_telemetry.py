@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from raylm.frontend.telemetry import Telemetry
-from raylm.messages import EngineStats
+from raylm.messages import Counters, EngineStats
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -15,8 +15,8 @@ def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]]
 
 def test_engines_speak_through_it() -> None:
     stats = {
-        "a": EngineStats(running=2, waiting=1, kv_usage=0.5, preemptions=3, prompt_tokens=40, generation_tokens=9),
-        "b": EngineStats(prefix_queries=10, prefix_hits=4),
+        "a": EngineStats(running=2, waiting=1, kv_usage=0.5, counters=Counters(3, 40, 9)),
+        "b": EngineStats(counters=Counters(prefix_queries=10, prefix_hits=4)),
     }
     found = samples(Telemetry("m", lambda: stats))
     a, b = (frozenset({("model_name", "m"), ("engine", name)}) for name in "ab")
