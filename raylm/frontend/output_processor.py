@@ -121,12 +121,30 @@ class OutputProcessor:
         if text.finished:
             return ()
         try:
-            piece, count, stop = text.push(token_ids, ended)
+            delta = self._read(opened, outputs, entry, token_ids, logprobs)
         except Exception:
             logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
             opened.num_finished = len(opened.texts)
             opened.queue.fail(RayLMError("The answer could not be decoded."))
             return range(len(opened.texts))
+        opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
+        self._measure(opened, delta, now)
+        opened.num_finished += delta.finish_reason is not None
+        opened.queue.put(delta, finished=opened.finished)
+        return (index,) if delta.finish_reason is not None and ended is None else ()
+
+    def _read(
+        self,
+        opened: OpenRequest,
+        outputs: EngineCoreOutputs,
+        entry: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
+    ) -> CompletionDelta:
+        """What the tokens of one sequence come to: text, thoughts, calls, and whether it is over."""
+        index, ended = outputs.indexes[entry], outputs.finish_reasons[entry]
+        text = opened.texts[index]
+        piece, count, stop = text.push(token_ids, ended)
         delta = CompletionDelta(index, piece, token_ids[:count], finish_reason=ended)
         delta.stop_reason = outputs.stop_reasons[entry]
         if opened.request.params.logprobs is not None:
@@ -136,11 +154,7 @@ class OutputProcessor:
         if opened.readers is not None:
             opened.readers[index].read(delta)
             text.finished = delta.finish_reason is not None
-        opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
-        self._measure(opened, delta, now)
-        opened.num_finished += delta.finish_reason is not None
-        opened.queue.put(delta, finished=opened.finished)
-        return (index,) if delta.finish_reason is not None and ended is None else ()
+        return delta
 
     def _finish_pooled(self, key: int, vector: bytes, now: float) -> None:
         opened = self._open.pop(key, None)

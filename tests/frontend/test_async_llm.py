@@ -20,7 +20,10 @@ from raylm.errors import (
     RayLMError,
 )
 from raylm.frontend import AsyncLLM, ChatRequest, RequestHead, RequestOutput
+from raylm.frontend.answer_format import AnswerFormat
 from raylm.frontend.tokenizer import MAX_CHARS
+from raylm.frontend.tool_parsers.base import Parsed
+from raylm.frontend.tool_parsers.hermes import HermesParser
 from raylm.messages import Logprobs
 from raylm.params import SamplingParams
 from tests.frontend.checkpoints import byte_level, write_checkpoint
@@ -186,6 +189,31 @@ async def test_tokens_that_cannot_be_decoded_end_their_request_alone(llm: AsyncL
     bad, good = begin(llm), begin(llm)
     await settle()
     engine.say((engine.added[0].key, 0, [-1], None), (engine.added[1].key, 0, [EOS], "stop"))
+    with pytest.raises(RayLMError, match="could not be decoded"):
+        await bad
+    assert (await good)[-1].finished
+    await settle()
+    assert engine.stopped == [(engine.added[0].key, 0)]
+    assert llm.is_ready
+
+
+class FaultyParser(HermesParser):
+    """Fails at every piece of a text."""
+
+    def push(self, text: str) -> Parsed:
+        raise ZeroDivisionError(text)
+
+
+async def test_an_answer_that_cannot_be_read_ends_its_request_alone(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    async def read() -> None:
+        form = AnswerFormat(tool_parser=FaultyParser)
+        head = RequestHead(request_id="r")
+        async with aclosing(llm.generate("hello", SamplingParams(), head, answer_format=form)) as outputs:
+            await anext(outputs)
+
+    bad, good = asyncio.create_task(read()), begin(llm)
+    await settle()
+    engine.say((engine.added[0].key, 0, [5], None), (engine.added[1].key, 0, [EOS], "stop"))
     with pytest.raises(RayLMError, match="could not be decoded"):
         await bad
     assert (await good)[-1].finished

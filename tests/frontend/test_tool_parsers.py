@@ -177,6 +177,12 @@ def test_ids_of_mistral_are_of_nine_letters_and_digits() -> None:
     assert all(re.fullmatch("[A-Za-z0-9]{9}", call.id or "") for call in calls)
 
 
+@pytest.mark.parametrize("schema", [{"properties": {"x": True}}, {"properties": ["x"]}, {"properties": True}])
+def test_bare_values_under_a_schema_that_says_nothing_of_them(schema: dict[str, Any]) -> None:
+    _, (call,) = read(tool_parser_class("qwen3_coder")({"f": schema}), [coder([("f", {"x": 1})])])
+    assert json.loads(call.arguments) == {"x": 1}
+
+
 def test_bare_values_get_the_types_of_the_schema() -> None:
     schema = {"properties": {"s": {"type": "string"}, "n": {"type": "number"}, "b": {"type": "boolean"}, "x": {}}}
     text = coder([("f", {"s": "12", "n": 1.5, "b": True, "x": "bare", "y": {"z": None}})])

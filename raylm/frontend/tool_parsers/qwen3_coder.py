@@ -45,7 +45,8 @@ class Qwen3CoderParser(HermesParser):
         if not found:
             return False
         name = head.removeprefix(_FUNCTION).strip()
-        self._properties = dict(self._tools.get(name, {}).get("properties") or {})
+        properties = self._tools.get(name, {}).get("properties")
+        self._properties = properties if isinstance(properties, dict) else {}
         self._open_call(name)
         self._before, self._buffer, self._state = "{", rest, self._parameters
         return True
@@ -78,7 +79,8 @@ class Qwen3CoderParser(HermesParser):
     def _typed(self, key: str, text: str) -> Any:
         """A bare value: a string where the schema says so, or where it is no JSON."""
         text = text.removeprefix("\n").removesuffix("\n")
-        kinds = (self._properties.get(key) or {}).get("type")
+        schema = self._properties.get(key)  # which may be true or false, or anything: nobody holds the model to it
+        kinds = schema.get("type") if isinstance(schema, dict) else None
         if kinds == "string":
             return text
         try:
