@@ -179,7 +179,7 @@ def test_ids_of_mistral_are_of_nine_letters_and_digits() -> None:
 
 @pytest.mark.parametrize("schema", [{"properties": {"x": True}}, {"properties": ["x"]}, {"properties": True}])
 def test_bare_values_under_a_schema_that_says_nothing_of_them(schema: dict[str, Any]) -> None:
-    _, (call,) = read(tool_parser_class("qwen3_coder")({"f": schema}), [coder([("f", {"x": 1})])])
+    _, (call,) = read(TOOL_PARSERS["qwen3_coder"]({"f": schema}), [coder([("f", {"x": 1})])])
     assert json.loads(call.arguments) == {"x": 1}
 
 
