@@ -97,7 +97,7 @@ def test_however_steps_are_made_up(checkpoint: Path, root: Path, options: dict[s
 def test_layer_by_layer_gives_the_same_tokens(
     checkpoint: Path, root: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LlamaForCausalLM, "native_decoder", lambda self, max_tokens: None)
+    monkeypatch.setattr(LlamaForCausalLM, "native_decoder", lambda *_: None)
     with LLM(str(checkpoint), dtype="float32", lora={"root": str(root)}, cache={"num_blocks": 128}) as llm:
         for name in ("all", "attention", "mlp"):
             llm.load_adapter(name, name)

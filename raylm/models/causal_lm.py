@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -71,8 +71,11 @@ class CausalLM(nn.Module, ABC):
     def freeze(self, kernels: KernelFactory) -> None:
         """Called once after loading: bring everything into the form that the forward pass reads."""
 
-    def native_decoder(self, max_tokens: int) -> NativeDecoder | None:
-        """The same model as one native call for steps of up to ``max_tokens``; None where it runs layer by layer."""
+    def native_decoder(self, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
+        """The same model as one native call for steps of up to ``max_tokens``; None where it runs layer by layer.
+
+        ``kv_caches`` are the layers' pools, which stay where they are.
+        """
         return None
 
     @abstractmethod

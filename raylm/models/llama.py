@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -152,13 +152,13 @@ class LlamaForCausalLM(CausalLM):
         if self.config.tied and isinstance(head, NativeLinear) and head.dtype is not None:
             self.model.embed_tokens.share(head.rows)
 
-    def native_decoder(self, max_tokens: int) -> NativeDecoder | None:
+    def native_decoder(self, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
         if not isinstance(self.lm_head.kernel, NativeLinear) or self.config.ranks.size > 1:
             return None  # the walk is one call, in which no rank could wait for the others
         if reasons := refusals(self.config, self.dtype):
             logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
             return None
-        return native_decoder(self, max_tokens)
+        return native_decoder(self, max_tokens, kv_caches)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         assert self.rotary is not None, "the model is used before its weights are loaded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -33,7 +34,7 @@ def refusals(config: DecoderConfig, dtype: torch.dtype) -> list[str]:
     return found
 
 
-def native_decoder(model: LlamaForCausalLM, max_tokens: int) -> NativeDecoder:
+def native_decoder(model: LlamaForCausalLM, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder:
     """The native walk over a loaded ``model`` with native linear layers; steps have up to ``max_tokens``."""
     c, specs = model.config, model.attention_specs
     embedding = model.model.embed_tokens.weight
@@ -54,7 +55,7 @@ def native_decoder(model: LlamaForCausalLM, max_tokens: int) -> NativeDecoder:
         head=_packed(model.lm_head),
         layer=layers,
     )
-    return NativeDecoder(kernels(), struct, model.dtype, c.vocab_size, (kept, layers, model))
+    return NativeDecoder(kernels(), struct, kv_caches, model.dtype, c.vocab_size, (kept, layers, model))
 
 
 def heads_struct(spec: AttentionSpec) -> layout.Heads:

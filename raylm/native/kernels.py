@@ -167,19 +167,30 @@ class _AdapterRun(Protocol):
 
 
 class NativeDecoder:
-    """A compact decoder whose whole step is one call."""
+    """A compact decoder whose whole step is one call.
 
-    def __init__(self, native: Kernels, model: lib.Model, dtype: torch.dtype, vocab_size: int, kept: object) -> None:
+    ``pools`` hold the keys and values, one a layer, each as in src/attention.h; ``kept`` is what ``model`` points to.
+    """
+
+    def __init__(
+        self,
+        native: Kernels,
+        model: lib.Model,
+        pools: Sequence[Tensor],
+        dtype: torch.dtype,
+        vocab_size: int,
+        kept: object,
+    ) -> None:
         self._native, self._kind, self._dtype = native, KINDS[dtype], dtype
-        self._kept = (model, kept)  # what the struct points to
+        self._pools = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
+        self._num_blocks = pools[0].shape[1]
+        self._kept = (model, pools, kept)  # the kernels read all of it
         self._hidden_size, self._vocab_size, self._columns = model.hidden, vocab_size, model.head.columns
         self._team, self._size = native.team, TeamSize(native.team.threads)
         self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
 
-    def step(
-        self, input_ids: Tensor, batch: lib.Batch, pools: Sequence[Tensor], adapters: Sequence[_AdapterRun] = ()
-    ) -> Tensor:
-        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); ``pools`` has one pool a layer.
+    def step(self, input_ids: Tensor, batch: lib.Batch, adapters: Sequence[_AdapterRun] = ()) -> Tensor:
+        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size).
 
         ``adapters`` change runs of tokens that do not overlap.
         """
@@ -187,12 +198,11 @@ class NativeDecoder:
             *(lib.AdapterRun(run.adapter.sites, run.start, run.count) for run in adapters)
         )
         hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
-        addresses = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
         with self._native.lock:
             self._team.use(self._size.choose(len(input_ids)))
             started = time.perf_counter()
             self._native.library.raylm_decoder_step(
-                self._kind, self._handle, byref(batch), input_ids.data_ptr(), addresses, pools[0].shape[1],
+                self._kind, self._handle, byref(batch), input_ids.data_ptr(), self._pools, self._num_blocks,
                 hidden.data_ptr(), runs, len(runs),
             )  # fmt: skip
             self._size.observe(len(input_ids), time.perf_counter() - started)

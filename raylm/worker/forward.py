@@ -83,7 +83,7 @@ class NativeForward(Forward):
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         batch = self._backend.batch(inputs.metadata, inputs.positions)
-        return self._decoder.step(inputs.input_ids, batch, self._kv_caches, inputs.adapters)
+        return self._decoder.step(inputs.input_ids, batch, inputs.adapters)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)
@@ -98,7 +98,7 @@ def select_forward(
     """The fastest way there is for this model with this backend."""
     attention = backend(limits)
     if isinstance(attention, CpuBackend):
-        decoder = model.native_decoder(limits.max_num_tokens)
+        decoder = model.native_decoder(limits.max_num_tokens, kv_caches)
         if decoder is not None:
             return NativeForward(model, decoder, attention, kv_caches)
     return ModuleForward(model, attention, kv_caches)
