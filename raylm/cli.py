@@ -27,7 +27,8 @@ def serve(
     verbose: Annotated[bool, typer.Option(help="Show everything that Ray writes.")] = False,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
-    from raylm.launcher import Launcher, read_serve_file
+    from raylm.launcher import Launcher
+    from raylm.serve_file import read_serve_file
 
     try:
         status = Launcher(read_serve_file(config), verbose).run()
@@ -58,6 +59,7 @@ def run_serve(config: Path) -> None:
     from ray import serve
     from ray.serve.scripts import cli
 
+    from raylm.node_watch import end_with
     from raylm.stages import say
 
     def delete_apps_first(number: int, frame: FrameType | None) -> None:
@@ -72,7 +74,9 @@ def run_serve(config: Path) -> None:
     else:
         ray.init(address="local", namespace="serve", include_dashboard=False)
     found = ray.cluster_resources()
-    say("stage", "ray", f"{found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
+    address = ray.get_runtime_context().gcs_address
+    say("stage", "ray", f"{address}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
+    end_with(ray._private.worker._global_node)
     signal.signal(signal.SIGINT, delete_apps_first)
     cli(["run", str(config)])
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
     """A node of the tree: immutable, and unknown keys are refused by name with the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -25,7 +25,7 @@ class _Frozen(BaseModel):
         return data
 
 
-class CacheConfig(_Frozen):
+class CacheConfig(Frozen):
     """The KV cache: a pool of fixed blocks."""
 
     block_size: Literal[16, 32, 64] = Field(16, description="Tokens per KV block.")
@@ -40,7 +40,7 @@ class CacheConfig(_Frozen):
     prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
 
 
-class SchedulerConfig(_Frozen):
+class SchedulerConfig(Frozen):
     """Batching decisions of the EngineCore."""
 
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences in one step.")
@@ -63,7 +63,7 @@ class SchedulerConfig(_Frozen):
     )
 
 
-class EngineConfig(_Frozen):
+class EngineConfig(Frozen):
     """Engine replicas and their actors."""
 
     replicas: int = Field(1, ge=1, le=256, description="Engines; each has its own EngineCore and workers.")
@@ -96,7 +96,7 @@ class EngineConfig(_Frozen):
         return self
 
 
-class LoRAConfig(_Frozen):
+class LoRAConfig(Frozen):
     """LoRA adapters, loaded and unloaded over the API."""
 
     root: str | None = Field(
@@ -106,7 +106,7 @@ class LoRAConfig(_Frozen):
     max_rank: int = Field(64, ge=1, le=64, description="Highest rank of an adapter.")
 
 
-class IngressConfig(_Frozen):
+class IngressConfig(Frozen):
     """The HTTP side."""
 
     replicas: int = Field(1, ge=1, le=256, description="Ingress replicas, each with its own AsyncLLM.")
@@ -135,7 +135,7 @@ class IngressConfig(_Frozen):
     shutdown_grace_s: float = Field(5, ge=0, le=600, description="Seconds that running streams get to end at shutdown.")
 
 
-class Config(_Frozen):
+class Config(Frozen):
     """A served model. ``serve run`` passes the ``args`` of an application here."""
 
     model: str = Field(

@@ -9,19 +9,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Any
-
-import yaml
-from pydantic import ValidationError
 
 from raylm import __version__
 from raylm.checkpoint import resolve
-from raylm.config import Config, IngressConfig
+from raylm.config import IngressConfig
 from raylm.errors import ConfigError
-from raylm.serve_process import ServeProcess, port_is_free
+from raylm.serve_file import ServedFile
+from raylm.serve_process import ServeProcess, claim_port, port_is_free
 from raylm.stages import parse
 
 TEARDOWN_S = 7.0
@@ -35,58 +30,6 @@ _FATAL = re.compile(
     r"Deploying app '.*' failed|Runtime env setup for app '.*' failed|failed to start \d+ times in a row"
 )
 _OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\) (.*)")
-
-
-@dataclass(frozen=True)
-class ServedFile:
-    """What the launcher needs to know of a Serve configuration file before it starts anything."""
-
-    path: Path
-    config: Config
-    host: str
-    port: int
-    route_prefix: str
-
-    @property
-    def url(self) -> str:
-        """Where clients find the application, without a slash at the end."""
-        host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
-        return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
-
-
-def read_serve_file(path: Path) -> ServedFile:
-    """Read and check a Serve configuration file with one RayLM application.
-
-    Raises:
-        ConfigError: it cannot be read, or its args are wrong; the message names the knob.
-    """
-    try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    applications = data.get("applications") if isinstance(data, dict) else None
-    ours = [app for app in applications or [] if str(app.get("import_path", "")).startswith("raylm")]
-    if len(ours) != 1:
-        raise ConfigError(f"{path} must have exactly one application whose import_path is raylm:build_app.")
-    http = data.get("http_options") or {}
-    return ServedFile(
-        path=path,
-        config=_read_args(path, ours[0].get("args") or {}),
-        host=http.get("host", "0.0.0.0"),
-        port=int(http.get("port", 8000)),
-        route_prefix=ours[0].get("route_prefix", "/"),
-    )
-
-
-def _read_args(path: Path, args: dict[str, Any]) -> Config:
-    try:
-        return Config.model_validate(args)
-    except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".lstrip(": ")
-            for fault in error.errors()
-        ]
-        raise ConfigError(f"{path}, args: {'; '.join(faults)}") from error
 
 
 class Launcher:
@@ -107,10 +50,11 @@ class Launcher:
         """Serve; return the exit status.
 
         Raises:
-            ConfigError: the port is taken, or the model is not there.
+            ConfigError: the port is taken, the host is none of this machine's, or the model is not there.
         """
         config, served = self._served.config, self._served
-        if not port_is_free(served.host, served.port):
+        claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None
+        if claim is None:
             raise ConfigError(f"http_options.port: something listens on port {served.port} already.")
         resolve(config.model, config.revision)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -123,6 +67,7 @@ class Launcher:
             self._watch(process)
         finally:
             clean = self._stop(process)
+            claim.close()
         return 0 if self._signals and clean and self._failure is None else 1
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

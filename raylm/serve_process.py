@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import signal
@@ -11,6 +12,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+from raylm.errors import ConfigError
 
 _POLL_S = 0.05
 _ENVIRONMENT = {
@@ -29,34 +32,66 @@ _INTERNAL_PORTS = {  # what HAProxy and Serve's fallback proxy listen on, taken 
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server could listen there now.
+
+    Raises:
+        ConfigError: nobody could: this machine has no such address, or this user may not.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            reason = error.strerror or str(error)
+            raise ConfigError(f"http_options: cannot listen on {host}:{port}: {reason}.") from error
     return True
 
 
-def _free_port() -> int:
+def claim_port(port: int, host: str = "") -> socket.socket | None:
+    """Take a port before anybody listens on it, so that no other server on this machine chooses it meanwhile.
+
+    Returns what holds the claim until it is closed, at the latest by this process's end; None if another one has it.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0raylm-port-{host}-{port}")  # an abstract name: no file that could be left behind
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def serve_ports() -> tuple[dict[str, str], list[socket.socket]]:
+    """Ports for what HAProxy and Serve need beside the one that is configured, and the claims to them.
+
+    A server takes a few seconds to listen on them; a second one that starts by then must not find them free.
+    """
+    ports, claims = {}, []
+    for name, port in _INTERNAL_PORTS.items():
+        claim = claim_port(port) if port_is_free("", port) else None
+        while claim is None:
+            port = _ephemeral_port()
+            claim = claim_port(port)
+        ports[name] = str(port)
+        claims.append(claim)
+    return ports, claims
+
+
+def _ephemeral_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def serve_environment() -> dict[str, str]:
-    """This process's environment, with what Ray reads from it; what the user has set stays."""
-    ports = {name: str(port if port_is_free("", port) else _free_port()) for name, port in _INTERNAL_PORTS.items()}
-    return _ENVIRONMENT | ports | os.environ
-
-
 class ServeProcess:
     """All that is in the session is ours, also what its parent left behind (Ray orphans HAProxy), and nothing else."""
 
     def __init__(self, path: Path) -> None:
+        ports, self._claims = serve_ports()
         self.lines: queue.Queue[str] = queue.Queue()  # a SimpleQueue's timeout is lost when a signal comes in its end
         self._child = subprocess.Popen(
             [sys.executable, "-m", "raylm.cli", "run-serve", str(path)],
@@ -65,7 +100,7 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=serve_environment(),
+            env=_ENVIRONMENT | ports | os.environ,  # what the user has set stays
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
@@ -99,6 +134,8 @@ class ServeProcess:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
+        for claim in self._claims:
+            claim.close()
         return True
 
 

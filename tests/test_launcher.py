@@ -5,18 +5,19 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from raylm import launcher
+from raylm import launcher, node_watch
 from raylm.cli import app
 from raylm.config import IngressConfig, knobs
 from raylm.errors import ConfigError
-from raylm.launcher import read_serve_file
-from raylm.serve_process import port_is_free, session_members
+from raylm.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
+from raylm.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.stages import parse, say
 from tests.serving import ROOT
 
@@ -55,6 +56,20 @@ def test_a_route_prefix_and_a_wildcard_host_give_the_url_of_this_machine(tmp_pat
         ("applications: []", "exactly one application"),
         ("- 1", "exactly one application"),
         ("a: [", "cannot be read"),
+        ("applications: 5", "applications: Input should be a valid list"),
+        ("applications: [x]", "applications.0: Input should be a valid dict"),
+        ("applications: [{import_path: 'raylm:build_ap'}]", "it must be 'raylm:build_app'"),
+        ("applications: [{import_path: 'raylm:build_app', arg: {}}]", "did you mean 'args'"),
+        ("applications: [{import_path: 'raylm:build_app', args: x}]", "args: Input should be a valid dict"),
+        ("applications: [{import_path: 'raylm:build_app', route_prefix: llm}]", "route_prefix: String should match"),
+        ("{applications: [{import_path: 'raylm:build_app'}], http_option: {port: 1}}", "did you mean 'http_options'"),
+        ("{applications: [{import_path: 'raylm:build_app'}], http_options: {prot: 1}}", "did you mean 'port'"),
+        (
+            "{applications: [{import_path: 'raylm:build_app'}], http_options: {port: x}}",
+            "http_options.port: Input should",
+        ),
+        ("{applications: [{import_path: 'raylm:build_app'}], http_options: {port: 65536}}", "http_options.port: Input"),
+        ("{applications: [{import_path: 'raylm:build_app'}], http_options: [1]}", "http_options: Input should be"),
         ("applications: [{import_path: 'raylm:build_app', args: {dtype: int3}}]", "dtype: Input should be"),
         (
             "applications: [{import_path: 'raylm:build_app', args: {cache: {blocksize: 16}}}]",
@@ -80,6 +95,18 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -
     assert str(file) in caught.value.message
     assert said in caught.value.message
     assert "Value error" not in caught.value.message
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pydantic, in Ray's schema
+def test_the_keys_of_a_file_are_those_that_serve_knows() -> None:
+    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+    for ours, serves in (
+        (DeployFile, ServeDeploySchema),
+        (ApplicationEntry, ServeApplicationSchema),
+        (HTTPOptions, HTTPOptionsSchema),
+    ):
+        assert ours.model_fields.keys() == serves.model_fields.keys()
 
 
 def test_a_closed_health_is_asked_with_a_key(tmp_path: Path) -> None:
@@ -122,6 +149,54 @@ def test_a_port_that_is_listened_on_is_not_free() -> None:
         assert not port_is_free("127.0.0.1", taken.getsockname()[1])
         port = taken.getsockname()[1]
     assert port_is_free("127.0.0.1", port)
+
+
+def test_where_nobody_can_listen_is_told_from_where_somebody_does() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.77:81"):
+        port_is_free("192.0.2.77", 81)  # of the block for documentation
+    with pytest.raises(ConfigError, match="cannot listen on no such host:81"):
+        port_is_free("no such host", 81)
+
+
+def test_servers_that_start_together_take_different_ports() -> None:
+    first, claims = serve_ports()
+    second, others = serve_ports()
+    try:
+        assert first.keys() == second.keys()
+        assert not set(first.values()) & set(second.values())
+        assert claim_port(int(first["RAY_SERVE_HAPROXY_METRICS_PORT"])) is None
+    finally:
+        for claim in claims + others:
+            claim.close()
+    again = claim_port(int(first["RAY_SERVE_HAPROXY_METRICS_PORT"]))
+    assert again is not None
+    again.close()
+
+
+class FakeNode:
+    """Ray's processes, as far as they are watched."""
+
+    def __init__(self) -> None:
+        self.dead: list[tuple[str, object]] = []
+
+    def dead_processes(self) -> list[tuple[str, object]]:
+        return self.dead
+
+
+def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_watch, "PERIOD_S", 0.01)
+    node, ended = FakeNode(), threading.Event()
+    node.dead = [("log_monitor", None)]
+    watch = node_watch.end_with(node, lambda status: ended.set())
+    assert not ended.wait(0.1)
+    node.dead = [("raylet", None)]
+    watch.join(timeout=60)
+    assert ended.is_set()
+    assert parse(capsys.readouterr().out) == (
+        "error", "ray", "Ray's raylet was lost, and with it everything that was served."
+    )  # fmt: skip
 
 
 def test_config_prints_every_knob_with_its_default() -> None:
