@@ -215,3 +215,20 @@ async def test_discovery_finds_every_incarnation_once_and_no_engine_of_another_c
     await asyncio.sleep(0.6)
     assert found.empty()
     discovery.stop()
+
+
+async def test_a_line_that_an_engine_cannot_read_is_given_up_and_opened_again(start: Start) -> None:
+    prefix = engine_core_prefix("app", CONFIG)
+    found: asyncio.Queue[EngineClient] = asyncio.Queue()
+    discovery = Discovery(prefix, found.put_nowait)
+    await running(start(prefix + "a.0"))
+    async with asyncio.timeout(30):
+        client = await found.get()
+        client.add("no request")  # type: ignore[arg-type]
+        with pytest.raises(EngineDiedError):
+            await read(client.outputs(), {1})
+        await client.close()
+        again = await found.get()
+        again.add(request(1, 5))
+        await read(again.outputs(), {1})
+    discovery.stop()

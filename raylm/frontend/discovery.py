@@ -17,12 +17,14 @@ from raylm.frontend.ray_engine_client import RayEngineClient
 logger = logging.getLogger("raylm.frontend")
 
 PERIOD_S = 0.25
+RECONNECT_S = 1.0  # by then the name of an engine that has ended is gone
 
 
 class Discovery:
     """Started at boot, it runs for the life of the process.
 
-    An EngineCore's name is unique to one incarnation and vanishes with it, so every name is connected to once.
+    An EngineCore's name is unique to one incarnation and vanishes with it, so every name is connected to once, and
+    again only if the line to an engine was lost that lives on.
     """
 
     def __init__(self, prefix: str, found: Callable[[EngineClient], None]) -> None:
@@ -33,12 +35,17 @@ class Discovery:
 
     async def _watch(self) -> None:
         while True:
-            names = await asyncio.to_thread(self._names)
-            for name in names - self._connecting.keys():
-                self._connecting[name] = asyncio.create_task(self._connect(name))
-            for name in self._connecting.keys() - names:
-                self._connecting.pop(name).cancel()
+            try:
+                self._follow(await asyncio.to_thread(self._names))
+            except Exception as error:  # whatever Ray's control plane fails with, it may be well the next time
+                logger.warning("Ray could not be asked for engines, and will be again: %s", error)
             await asyncio.sleep(PERIOD_S)
+
+    def _follow(self, names: set[str]) -> None:
+        for name in names - self._connecting.keys():
+            self._connecting[name] = asyncio.create_task(self._connect(name))
+        for name in self._connecting.keys() - names:
+            self._connecting.pop(name).cancel()
 
     def _names(self) -> set[str]:
         found = list_named_actors(all_namespaces=True)
@@ -47,9 +54,14 @@ class Discovery:
     async def _connect(self, name: str) -> None:
         try:
             core = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
-            self._found(await RayEngineClient.connect(core))
+            client = await RayEngineClient.connect(core)
         except (ValueError, EngineDiedError) as error:
             logger.warning("%s was gone before it was ready: %s", name, error)
+            return
+        self._found(client)
+        await client.left.wait()
+        await asyncio.sleep(RECONNECT_S)
+        self._connecting.pop(name, None)
 
     def stop(self) -> None:
         """Look for engines no more; clients that were handed over live on."""

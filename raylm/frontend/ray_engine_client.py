@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator
 
 import ray
 from ray import ObjectRefGenerator
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error
-from raylm.errors import EngineDiedError
+from raylm.errors import EngineDiedError, RayLMError
 from raylm.frontend.engine_client import EngineClient
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
+
+logger = logging.getLogger("raylm.frontend")
 
 _Question = tuple[str, object, asyncio.Future[None]]
 _LOST = "The engine that served this request was lost; sending it again is safe."
@@ -29,6 +32,7 @@ class RayEngineClient(EngineClient):
 
     def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
         self.info = info
+        self.left = asyncio.Event()  # set by close
         self._core = core
         self._client_id = uuid.uuid4().hex
         self._adds: list[EngineCoreRequest] = []
@@ -73,7 +77,10 @@ class RayEngineClient(EngineClient):
         self._wake.set()
 
     async def _send(self) -> None:
-        """Send batch after batch; ends with the engine, which the stream reports to everybody."""
+        """Send batch after batch; ends with the engine, which the stream reports to everybody.
+
+        What an engine that lives does not take would never be answered, so the stream ends then too.
+        """
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -81,7 +88,10 @@ class RayEngineClient(EngineClient):
             self._adds, self._aborts, self._stops = [], [], []
             try:
                 await self._core.submit.remote(self._client_id, batch)
-            except RayError:
+            except RayError as error:
+                if not isinstance(getattr(error, "cause", error), RayActorError | RayLMError):
+                    logger.exception("engine %s could not take a batch", self.info.engine_id)
+                ray.cancel(self._stream)
                 return
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
@@ -128,6 +138,7 @@ class RayEngineClient(EngineClient):
         while not self._questions.empty():
             _give(self._questions.get_nowait()[2], EngineDiedError(_LOST))
         ray.cancel(self._stream)
+        self.left.set()
 
 
 def _give(answer: asyncio.Future[None], error: Exception | None) -> None:
