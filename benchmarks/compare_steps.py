@@ -69,15 +69,15 @@ class ProfiledWorker(WorkerActor):
         def seconds() -> dict[str, float]:
             return {**runner.forward.seconds(), "sampling": self._sampling.seconds}
 
-        execute = worker.execute
+        launch = runner.launch
 
-        def profiled(plan: SchedulerOutput) -> ModelRunnerOutput:
+        def profiled(plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
             before = seconds()
-            output: ModelRunnerOutput = execute(plan)
+            output: Callable[[], ModelRunnerOutput] = launch(plan)
             self._steps[plan.step] = {part: now - before[part] for part, now in seconds().items()}
             return output
 
-        worker.execute = profiled
+        runner.launch = profiled
         return info
 
     def profile(self, steps: list[int]) -> dict[str, float]:

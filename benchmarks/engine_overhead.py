@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from noting_executor import NotingExecutor
 
 from raylm import Config
 from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, RayExecutor, create_worker, prepare_process
+from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.params import SamplingParams
 
@@ -33,9 +35,9 @@ class FixedTimeWorker:
     def __init__(self, forward_s: float) -> None:
         self._forward_s = forward_s
 
-    def start(self) -> WorkerInfo:
+    def start(self, port: int = 0) -> WorkerInfo:
         """A pool that is never full."""
-        return WorkerInfo(4096, 16, 65_536, 1000, "none", "none", "none", 1, 0, 0)
+        return WorkerInfo(4096, 16, 65_536, 1000, "cpu", "none", "none", 1, 0, 0)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Sleep for a forward."""
@@ -45,8 +47,22 @@ class FixedTimeWorker:
         took = time.perf_counter() - began
         return ModelRunnerOutput(plan.step, drawn, [1] * len(drawn), [7] * len(drawn), forward_s=took, step_s=took)
 
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """As ``execute``, the way actors do it."""
+        output = self.execute(plan)
+        return lambda: output
+
     def shutdown(self) -> None:
         """Nothing to let go of."""
+
+
+class FixedTimeActor(WorkerActor):
+    """The shell of every worker around one of fixed time."""
+
+    def __init__(self, config: Config, forward_s: float) -> None:
+        super().__init__(config)
+        worker: Any = FixedTimeWorker(forward_s)
+        self._worker = worker
 
 
 @ray.remote(num_cpus=0.1)
@@ -92,7 +108,13 @@ def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, 
     )
     worker = None
     if executor == "ray":
-        made = None if forward_s is None else ray.remote(FixedTimeWorker).options(num_cpus=0.1).remote(forward_s)
+        made = (
+            None
+            if forward_s is None
+            else ray.remote(FixedTimeActor)
+            .options(num_cpus=0.1, max_concurrency=WORKER_THREADS)
+            .remote(config, forward_s)
+        )
         worker = made or create_worker(config, num_cpus=0.1)
     bench = Bench.remote()
     found: tuple[float, float] = ray.get(bench.run.remote(config, forward_s, worker, batch, steps))

@@ -123,6 +123,9 @@ class FakeWorker:
             kv_cache_bytes=0,
         )
 
+    def steps_address(self) -> None:
+        """As a Ray actor it takes steps as Ray's calls alone."""
+
     def load_adapter(self, adapter: int, path: str) -> None:
         """Take it in; a path that begins with "bad" is refused."""
         if path.startswith("bad"):

@@ -1,20 +1,24 @@
-"""RayExecutor: workers as Ray actors, one process and one device each; steps travel as diffs, results by object ref."""
+"""RayExecutor: workers as Ray actors, one process and one device each; steps travel as diffs.
+
+Steps go over a StepChannel to workers on the EngineCore's own node, elsewhere as Ray calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from raylm.config import Config
 from raylm.engine.model_executor import ModelExecutor
+from raylm.engine.step_channel import StepAddress, StepClient, StepFailure, StepServer
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
@@ -54,8 +58,9 @@ class Turns:
 class WorkerActor:
     """One rank: a Worker in a process of its own.
 
-    Ray brings its calls on several threads. So while one step computes, the next one is already unpacked and waits
-    for its turn, and the result of the last one is being packed.
+    An EngineCore on the same node hands it steps over a StepChannel. Otherwise they are Ray's calls, which it brings on
+    several threads: while one step computes, the next one is already unpacked and waits for its turn, and the result of
+    the last one is being packed.
     """
 
     def __init__(self, config: Config, rank: int = 0) -> None:
@@ -71,7 +76,13 @@ class WorkerActor:
 
     def start(self, port: int = 0) -> WorkerInfo:
         """Load weights, profile, allocate the KV pool; several ranks meet at ``port``."""
-        return self._worker.start(port)
+        info = self._worker.start(port)
+        self._steps = StepServer(self._worker.launch, overlapped=info.device != "cpu")
+        return info
+
+    def steps_address(self) -> StepAddress | None:
+        """Where steps may be sent by who is on this node; None where they only come as Ray's calls."""
+        return StepAddress(ray.get_runtime_context().get_node_id(), self._steps.path)
 
     def ping(self) -> None:
         """Give a sign of life, between two steps."""
@@ -107,6 +118,7 @@ class RayExecutor(ModelExecutor):
 
     def __init__(self, workers: list[ActorHandle]) -> None:
         self._workers = workers
+        self._ways: list[Way] = []
 
     async def start(self) -> WorkerInfo:
         """Start all ranks together; the first rank speaks for all."""
@@ -114,12 +126,19 @@ class RayExecutor(ModelExecutor):
             infos = await asyncio.gather(*(worker.start.remote() for worker in self._workers))
         except RayError as error:
             raise as_raylm_error(error) from error
+        await self._open_ways()
         info: WorkerInfo = infos[0]
         return info
 
+    async def _open_ways(self) -> None:
+        try:
+            self._ways = [await way_to(worker) for worker in self._workers]
+        except RayError as error:
+            raise as_raylm_error(error) from error
+
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         """Submit the step before returning; the awaitable only waits."""
-        results = [worker.execute.remote(plan) for worker in self._workers]
+        results = [way(plan) for way in self._ways]
         return self._result(results[0])
 
     async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
@@ -146,6 +165,34 @@ class RayExecutor(ModelExecutor):
         """Kill the workers' processes; they hold nothing that outlives them."""
         for worker in self._workers:
             ray.kill(worker)
+
+
+Way = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]
+"""How a worker is handed a step at once; the awaitable gives its result, or raises RayError."""
+
+
+async def way_to(worker: ActorHandle) -> Way:
+    """The shortest way of steps to a worker.
+
+    Raises:
+        RayError: the worker is gone.
+    """
+    address: StepAddress | None = await worker.steps_address.remote()
+    if address is None or address.node_id != ray.get_runtime_context().get_node_id():
+        return worker.execute.remote  # type: ignore[no-any-return]  # Ray's handles have no types
+    client = await StepClient.connect(address.path)
+
+    async def outcome(sent: Awaitable[ModelRunnerOutput | StepFailure]) -> ModelRunnerOutput:
+        try:
+            found = await sent
+        except ConnectionError as error:
+            await worker.ping.remote()  # raises what Ray knows of its death
+            raise EngineDiedError("The worker has hung up.") from error
+        if isinstance(found, StepFailure):
+            raise RayTaskError("execute", found.traceback, found.cause)
+        return found
+
+    return lambda plan: outcome(client.send(plan))
 
 
 def as_raylm_error(error: RayError) -> RayLMError:

@@ -33,12 +33,13 @@ class TensorParallelExecutor(RayExecutor):
         except RayError as error:
             raise as_raylm_error(error) from error
         infos = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
+        await self._open_ways()
         info: WorkerInfo = infos[0]
         return info
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         """Submit the step to all ranks before returning."""
-        return self._first([worker.execute.remote(plan) for worker in self._workers])
+        return self._first([way(plan) for way in self._ways])
 
     async def _first(self, refs: list[Awaitable[ModelRunnerOutput]]) -> ModelRunnerOutput:
         results = await _all_or_cause(refs)

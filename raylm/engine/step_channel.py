@@ -1,0 +1,190 @@
+"""StepChannel: steps and results between an EngineCore and a worker on its node, as frames on a Unix socket.
+
+A Ray call wakes six threads of two processes, and on the cores that a model computes on each stops it. A frame wakes
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import shutil
+import socket
+import struct
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, BinaryIO, cast
+
+from raylm.messages import ModelRunnerOutput, SchedulerOutput
+
+Output = Callable[[], ModelRunnerOutput]
+"""Waits for what a step drew."""
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class StepAddress:
+    """Where a worker takes steps: the node it is on, in Ray's words, and the path of its socket there."""
+
+    node_id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """What a step came to instead of a result."""
+
+    cause: Exception
+    traceback: str
+
+
+class StepServer:
+    """The worker's end: takes steps from one EngineCore in order, and sends back what they drew.
+
+    ``launch`` runs a step on this thread. Where outputs come later (``overlapped``, on a GPU), another thread waits for
+    them while the next step is launched.
+    """
+
+    def __init__(self, launch: Callable[[SchedulerOutput], Output], *, overlapped: bool) -> None:
+        self._launch = launch
+        self._directory = tempfile.mkdtemp(prefix="raylm-")  # of mode 0700: nobody else's steps are unpickled
+        self.path = os.path.join(self._directory, "steps")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(1)
+        serve = self._serve_overlapped if overlapped else self._serve
+        Thread(target=self._accept, args=[serve], name="raylm-steps", daemon=True).start()
+
+    def _accept(self, serve: Callable[[socket.socket, BinaryIO], None]) -> None:
+        with self._listener:
+            connection, _ = self._listener.accept()
+        shutil.rmtree(self._directory)  # who is connected stays so
+        with connection, connection.makefile("rb") as steps, suppress(ConnectionError):  # the EngineCore may end first
+            serve(connection, steps)
+
+    def _serve(self, connection: socket.socket, steps: BinaryIO) -> None:
+        while (plan := _read(steps)) is not None:
+            connection.sendall(_frame(_outcome(self._start(plan))))
+
+    def _serve_overlapped(self, connection: socket.socket, steps: BinaryIO) -> None:
+        outputs: SimpleQueue[Output | None] = SimpleQueue()
+
+        def send() -> None:
+            with suppress(ConnectionError):
+                while output := outputs.get():
+                    connection.sendall(_frame(_outcome(output)))
+
+        sender = Thread(target=send, name="raylm-results", daemon=True)
+        sender.start()
+        while (plan := _read(steps)) is not None:
+            outputs.put(self._start(plan))
+        outputs.put(None)
+        sender.join()
+
+    def _start(self, plan: SchedulerOutput) -> Output:
+        try:
+            return self._launch(plan)
+        except Exception as error:
+            raised = error
+
+            def fail() -> ModelRunnerOutput:
+                raise raised
+
+            return fail
+
+
+class StepClient(asyncio.Protocol):
+    """The EngineCore's end, on its event loop."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.WriteTransport | None = None
+        self._waiting: deque[asyncio.Future[ModelRunnerOutput | StepFailure]] = deque()
+        self._received = bytearray()
+
+    @classmethod
+    async def connect(cls, path: str) -> StepClient:
+        """Connect to the worker that listens at ``path``; it takes one client, once.
+
+        Raises:
+            OSError: nobody listens there.
+        """
+        _, client = await asyncio.get_running_loop().create_unix_connection(cls, path)
+        return client
+
+    def send(self, plan: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | StepFailure]:
+        """Hand over a step at once; the future gives its outcome, or ConnectionError when the worker has gone."""
+        outcome: asyncio.Future[ModelRunnerOutput | StepFailure] = asyncio.get_running_loop().create_future()
+        if self._transport is None or self._transport.is_closing():
+            outcome.set_exception(ConnectionError("the worker has hung up"))
+            return outcome
+        self._waiting.append(outcome)
+        self._transport.write(_frame(plan))
+        return outcome
+
+    def close(self) -> None:
+        """Hang up; what still waits fails."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's has no class of asyncio's
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop: results come in the order of their steps."""
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            outcome: ModelRunnerOutput | StepFailure = pickle.loads(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            waiting = self._waiting.popleft()
+            if not waiting.done():  # cancelled when the engine ends
+                waiting.set_result(outcome)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_exception(ConnectionError("the worker has hung up"))
+
+
+def _outcome(output: Output) -> ModelRunnerOutput | StepFailure:
+    try:
+        return output()
+    except Exception as error:
+        return StepFailure(_sendable(error), traceback.format_exc())
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself, or its words where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _frame(value: Any) -> bytes:
+    body = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+def _read(stream: BinaryIO) -> SchedulerOutput | None:
+    """The next step; None when the other end has gone."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    body = stream.read(_LENGTH.unpack(head)[0])
+    plan: SchedulerOutput | None = pickle.loads(body) if body else None
+    return plan
