@@ -1,12 +1,22 @@
-"""Times single steps of the ModelRunner: decoding at several batch sizes, and prompts; shows where the time goes."""
+"""Times single steps of the ModelRunner: decoding at several batch sizes, and prompts; shows where the time goes.
+
+    python benchmarks/forward.py --model DIR --threads 4
+    python benchmarks/forward.py --model DIR --threads 4 --batch 1 --prefill --busy 0 1 2 --fixed-team --warm-up 200
+
+With --busy every case is timed beside so many processes that compute all the time. --fixed-team times each case also
+with all threads in every step, whatever a step is worth; a team that chooses needs some 100 steps to find its size.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as Worker.start does, before torch is imported
 
@@ -15,10 +25,17 @@ import torch
 from raylm.config import Config
 from raylm.messages import NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
+from raylm.worker.forward import NativeForward
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+_COMPUTE = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    sum(range(100_000))
+"""  # it ends by itself should nobody be left to end it
 
 
 class Steps:
@@ -74,6 +91,48 @@ class Steps:
             self.run([0], [], [])
 
 
+class EveryThread:
+    """Stands in the place of a TeamSize: all threads take part in every step."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def choose(self, tokens: int) -> int:
+        """The same for any step."""
+        return self._threads
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Whatever it took."""
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that compute all the time, for as long as the block takes."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        processes.extend(subprocess.Popen([sys.executable, "-c", _COMPUTE]) for _ in range(count))
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def teams(runner: ModelRunner, threads: int, *, fixed: bool) -> Iterator[str]:
+    """Make each kind of team the one that steps take; yields what it is called."""
+    yield ""
+    if not fixed:
+        return
+    if not isinstance(runner.forward, NativeForward):
+        raise SystemExit("--fixed-team: this model's steps are no call of the native decoder, which has the team.")
+    decoder = runner.forward._decoder
+    choosing = decoder._size
+    decoder._size = EveryThread(threads)
+    yield ", all threads"
+    decoder._size = choosing
+
+
 def report(name: str, runner: ModelRunner, seconds: Iterator[float], warm_up: int) -> None:
     """Print the median and the parts of all steps of one case."""
     for _ in range(warm_up):
@@ -84,7 +143,7 @@ def report(name: str, runner: ModelRunner, seconds: Iterator[float], warm_up: in
     parts = {part: now - before[part] for part, now in runner.forward.seconds().items()}
     parts["other"] = whole - sum(parts.values())
     shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in parts.items())
-    print(f"{name:28} {statistics.median(taken) * 1e3:9.2f} ms   (least {min(taken) * 1e3:.2f})   {shares}", flush=True)
+    print(f"{name:40} {statistics.median(taken) * 1e3:9.2f} ms   (least {min(taken) * 1e3:.2f})   {shares}", flush=True)
 
 
 def main() -> None:
@@ -97,6 +156,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--warm-up", type=int, default=4, help="decode steps of each case that do not count")
+    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="processes that compute beside the steps")
+    parser.add_argument("--fixed-team", action="store_true", help="time each case also with all threads in every step")
     parser.add_argument("--quantization")
     a = parser.parse_args()
     engine = {"threads": a.threads} if a.threads else {}
@@ -106,10 +168,19 @@ def main() -> None:
     runner, info = start_runner(Config.model_validate(config))
     print(f"{a.model}: {info.dtype}, threads {info.threads}, attention {info.attention_backend}, {info.stages}")
     steps = Steps(runner, info.block_size, info.vocab_size)
+    for count in a.busy:
+        with busy(count):
+            for team in teams(runner, info.threads, fixed=a.fixed_team):
+                measure(a, runner, steps, f"{f', {count} busy' if count else ''}{team}")
+
+
+def measure(a: argparse.Namespace, runner: ModelRunner, steps: Steps, circumstances: str) -> None:
+    """Time all cases."""
     for batch in a.batch:
-        report(f"decode {batch} x {a.context}", runner, steps.decode(batch, a.context, a.steps + 4), 4)
+        seconds = steps.decode(batch, a.context, a.warm_up + a.steps)
+        report(f"decode {batch} x {a.context}{circumstances}", runner, seconds, a.warm_up)
     for tokens in a.prefill:
-        report(f"prefill {tokens}", runner, steps.prefill(tokens, 4), 1)
+        report(f"prefill {tokens}{circumstances}", runner, steps.prefill(tokens, 4), 1)
 
 
 if __name__ == "__main__":
