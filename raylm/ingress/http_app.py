@@ -21,7 +21,7 @@ from raylm.ingress.completions import Completions
 from raylm.ingress.conversations import Conversations
 from raylm.ingress.cross_origin import CrossOrigin
 from raylm.ingress.edge import Edge
-from raylm.ingress.embeddings import Embedder, Embeddings
+from raylm.ingress.embeddings import Embeddings
 from raylm.ingress.endpoint import Handler, JSONEndpoint
 from raylm.ingress.envelope import clip, error_response
 from raylm.ingress.health import health_routes
@@ -54,7 +54,7 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, turnstile = Admission(), Turnstile()
-    conversations, embedder = Conversations(async_llm, config), Embedder(async_llm, config)
+    conversations = Conversations(async_llm, config)
     responses = responses or ResponseStore()
     max_body_bytes = int(config.ingress.max_body_mib * _MIB)
 
@@ -68,9 +68,9 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
         *response_routes(responses),
         post("/v1/messages", CreateMessage(conversations)),
         post("/v1/messages/count_tokens", CountTokens(conversations), unqueued),
-        post("/v1/embeddings", Embeddings(embedder)),
-        *(post(path, Score(embedder)) for path in ("/score", "/v1/score")),
-        *(post(path, Rerank(embedder)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        post("/v1/embeddings", Embeddings(async_llm, config)),
+        *(post(path, Score(async_llm, config)) for path in ("/score", "/v1/score")),
+        *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         post("/tokenize", Tokenize(async_llm), unqueued),
         post("/detokenize", Detokenize(async_llm), unqueued),
         post("/v1/load_lora_adapter", LoadAdapter(async_llm), unqueued),

@@ -73,17 +73,21 @@ class ScoreRequest(PoolingBody):
     text_1: StringOrStrings
     text_2: StringOrStrings
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """Which of ``text_1`` goes with which of ``text_2``.
+    def check(self, config: Config) -> None:
+        """Refuse too many texts, or none, or numbers of them that do not fit together, as well.
 
         Raises:
-            InvalidRequestError: their numbers do not fit together, or there are too many.
+            InvalidRequestError: there are.
         """
+        super().check(config)
         for name in ("text_1", "text_2"):
             _check_texts(name, getattr(self, name))
         if len(self.text_1) not in (1, len(self.text_2)):
             message = "'text_1' must hold one text, or as many as 'text_2'."
             raise InvalidRequestError(message, param="text_1")
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Which of ``text_1`` goes with which of ``text_2``."""
         return [(place if len(self.text_1) > 1 else 0, place) for place in range(len(self.text_2))]
 
 
