@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offline import greedy, make_llm, make_prompts, parser, print_rows, record, write_json
+from offline import greedy, make_llm, make_prompts, parser, record, show
+from pictures import batch_sizes, picture
 
 from raylm import LLM
 
@@ -49,22 +50,14 @@ def measure(llm: LLM, args: argparse.Namespace, batch: int) -> dict[str, Any]:
 
 def plot(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Time to the first token, and per further token, over the size of the batch."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharex=True)
     sizes = [row["batch"] for row in rows]
-    for axis, name, label in zip(
-        axes, ("first_ms", "per_token_ms"), ("first token, ms", "per further token, ms"), strict=True
-    ):
-        axis.plot(sizes, [row[name] for row in rows], marker="o")
-        axis.set(xlabel="batch", ylabel=label, ylim=(0, None))
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes, [str(size) for size in sizes])
-    figure.suptitle(f"{about['machine']}, {about['dtype']}, prompts of {about['prompt_tokens']} tokens")
-    figure.savefig(path, dpi=120)
+    labels = {"first_ms": "first token, ms", "per_token_ms": "per further token, ms"}
+    title = f"{about['machine']}, {about['dtype']}, prompts of {about['prompt_tokens']} tokens"
+    with picture(path, 2, (9, 4), title) as axes:
+        for axis, (name, label) in zip(axes, labels.items(), strict=True):
+            axis.plot(sizes, [row[name] for row in rows], marker="o")
+            axis.set(xlabel="batch", ylabel=label, ylim=(0, None))
+            batch_sizes(axis, sizes)
 
 
 def main() -> None:
@@ -74,10 +67,7 @@ def main() -> None:
     with make_llm(args, max_num_seqs=max(args.batch)) as llm:
         about = {**record(llm), "prompt_tokens": args.prompt_tokens, "max_tokens": args.max_tokens}
         rows = [measure(llm, args, batch) for batch in args.batch]
-    print_rows(about, rows)
-    write_json(args.json, about, rows)
-    if args.plot:
-        plot(args.plot, about, rows)
+    show(args, about, rows, plot)
 
 
 if __name__ == "__main__":

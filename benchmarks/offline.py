@@ -8,6 +8,7 @@ import platform
 import random
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,21 @@ def record(llm: LLM) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path | None, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write what was measured, if a path is given."""
-    if path is not None:
-        path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+def show(
+    args: argparse.Namespace,
+    about: dict[str, Any],
+    rows: list[dict[str, Any]],
+    plot: Callable[[Path, dict[str, Any], list[dict[str, Any]]], None],
+) -> None:
+    """Print what was measured, and write it and draw it where the options ask for that."""
+    _print_rows(about, rows)
+    if args.json:
+        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    if args.plot:
+        plot(args.plot, about, rows)
 
 
-def print_rows(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _print_rows(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """A table for the terminal."""
     print(" · ".join(f"{name} {value}" for name, value in about.items() if name != "command"))
     names = list(rows[0])

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import aiohttp
+from pictures import picture
 from tqdm import tqdm
 
 WORDS = "apple river stone cloud seven green music paper light ocean table horse winter garden silver bridge".split()  # noqa: SIM905
@@ -209,26 +210,17 @@ def print_table(loads: list[Load]) -> None:
             print(f"         {error}", file=sys.stderr)
 
 
-def plot(loads: list[Load], path: str) -> None:
+def plot(loads: list[Load], path: Path) -> None:
     """TTFT, inter-token latency and throughput of each load as three panels."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     labels = [load.label for load in loads]
-    axes[0].bar(labels, [load.row().get("out_tok_s", 0) for load in loads], color="#4477aa")
-    axes[0].set_title("output tokens/s")
-    for axis, name, title in (
-        (axes[1], "ttft", "time to first token, ms"),
-        (axes[2], "itl", "inter-token latency, ms"),
-    ):
-        values = [[1e3 * getattr(a, name) for a in load.answers if a.error is None] for load in loads]
-        axis.boxplot([v or [0] for v in values], tick_labels=labels, whis=(1, 99), showfliers=False)
-        axis.set_title(f"{title} (median {statistics.median(values[-1] or [0]):.1f} at {labels[-1]})")
-        axis.set_ylim(bottom=0)
-    figure.savefig(path, dpi=120)
+    with picture(path, 3, (13, 4)) as (rates, ttft, itl):
+        rates.bar(labels, [load.row().get("out_tok_s", 0) for load in loads], color="#4477aa")
+        rates.set_title("output tokens/s")
+        for axis, name, title in ((ttft, "ttft", "time to first token, ms"), (itl, "itl", "inter-token latency, ms")):
+            values = [[1e3 * getattr(a, name) for a in load.answers if a.error is None] for load in loads]
+            axis.boxplot([v or [0] for v in values], tick_labels=labels, whis=(1, 99), showfliers=False)
+            axis.set_title(f"{title} (median {statistics.median(values[-1] or [0]):.1f} at {labels[-1]})")
+            axis.set_ylim(bottom=0)
 
 
 def main() -> int:
@@ -244,13 +236,13 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--timeout", type=float, default=600.0)
-    parser.add_argument("--json")
-    parser.add_argument("--plot")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     loads = asyncio.run(run(args))
     print_table(loads)
     if args.json:
-        Path(args.json).write_text(
+        args.json.write_text(
             json.dumps([load.row() | {"answers": [asdict(a) for a in load.answers]} for load in loads])
         )
     if args.plot:

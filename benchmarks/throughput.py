@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offline import greedy, make_llm, make_prompts, parser, print_rows, record, write_json
+from offline import greedy, make_llm, make_prompts, parser, record, show
+from pictures import batch_sizes, picture
 
 
 def measure(args: argparse.Namespace, max_num_seqs: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -46,24 +47,15 @@ def measure(args: argparse.Namespace, max_num_seqs: int) -> tuple[dict[str, Any]
 
 def plot(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Output tokens per second over the size of the batch."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     sizes, rates = [row["max_num_seqs"] for row in rows], [row["output_tokens_per_s"] for row in rows]
     spread = [
         [row["output_tokens_per_s"] - row["slowest"] for row in rows],
         [row["fastest"] - row["output_tokens_per_s"] for row in rows],
     ]
-    axes.errorbar(sizes, rates, yerr=spread, marker="o", capsize=3)
-    axes.set(
-        xlabel="max_num_seqs", ylabel="output tokens/s", title=f"{about['machine']}, {about['dtype']}", ylim=(0, None)
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    figure.savefig(path, dpi=120)
+    with picture(path, 1, (6, 4), f"{about['machine']}, {about['dtype']}") as (axis,):
+        axis.errorbar(sizes, rates, yerr=spread, marker="o", capsize=3)
+        axis.set(xlabel="max_num_seqs", ylabel="output tokens/s", ylim=(0, None))
+        batch_sizes(axis, sizes)
 
 
 def main() -> None:
@@ -73,10 +65,7 @@ def main() -> None:
     args = options.parse_args()
     measured = [measure(args, size) for size in args.max_num_seqs]
     about, rows = measured[0][0], [figures for _, figures in measured]
-    print_rows(about, rows)
-    write_json(args.json, about, rows)
-    if args.plot:
-        plot(args.plot, about, rows)
+    show(args, about, rows, plot)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,16 @@ FAMILIES = {
     "mistral": ("MistralConfig", "MistralForCausalLM"),
 }
 EOS, BOS = 1, 0
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -43,19 +53,7 @@ def make_checkpoint(
     Weights and biases and norms are drawn anew, so that none of them is a neutral 0 or 1.
     """
     config_name, model_name = FAMILIES[family]
-    sizes: dict[str, Any] = {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "tie_word_embeddings": False,
-    }
+    sizes: dict[str, Any] = {**SIZES, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False}
     if family == "qwen2":
         del sizes["head_dim"]
     if family == "mistral":

@@ -15,20 +15,14 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from raylm.models.registry import ARCHITECTURES, UNIVERSAL
+from tests.checkpoints import BOS, EOS, SIZES
 from tests.worker.driver import Driver, Reference, Tracked, random_prompt
 
 TABLE = Path(__file__).parent.parent / "docs" / "models.md"
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # Whichever of these a family's configuration knows.
 _SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
+    **SIZES,
     "query_pre_attn_scalar": 16,
     "sliding_window": 8,
     # OPT and GPT-2
@@ -53,7 +47,7 @@ _SIZES: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+_SPECIAL = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None}
 _ALL_EXPERTS = {"num_experts_per_tok": 4, "moe_k": 4}
 
 
