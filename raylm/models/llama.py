@@ -14,7 +14,7 @@ from raylm.models.causal_lm import CausalLM
 from raylm.models.decoder_config import DecoderConfig, decoder_config, layer_windows
 from raylm.models.fields import Fields
 from raylm.models.layers import Attend, AttentionSpec, GatedMLP, HeadNorm, RMSNorm
-from raylm.models.linear import KernelFactory, Linear, Weighted
+from raylm.models.linear import Head, KernelFactory, Linear, Weighted
 from raylm.models.native_decoder import native_decoder, refusals
 from raylm.models.ranks import Ranks
 from raylm.models.rope import Rotary, rotate
@@ -105,7 +105,7 @@ class LlamaForCausalLM(CausalLM):
         self.vocab_widths = config.ranks.widths(config.vocab_size)
         self.attention_specs = _attention_specs(config)
         self.model = Decoder(config, self.attention_specs)
-        self.lm_head = Linear(config.hidden_size, {"lm_head": len(config.vocab)}, bias=False)
+        self.lm_head = Head(config.hidden_size, {"lm_head": len(config.vocab)}, bias=False)
         self.rotary: Rotary | None = None
         self.dtype = torch.float32
 

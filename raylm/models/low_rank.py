@@ -11,8 +11,8 @@ from torch import Tensor
 
 from raylm.models.adapter_files import LowRank
 from raylm.models.causal_lm import CausalLM
-from raylm.models.linear import Linear, LinearKernel
-from raylm.models.quantization import HEAD, linear_layers
+from raylm.models.linear import HEAD, Linear, LinearKernel
+from raylm.models.quantization import linear_layers
 from raylm.native import PackedAdapter
 
 Weights = Mapping[str, LowRank]

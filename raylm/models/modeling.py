@@ -16,10 +16,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from raylm.checkpoint import Checkpoint
 from raylm.models.inspection import Mask, UnservedError, inspect, is_experts
 from raylm.models.layers import AttentionSpec
+from raylm.models.linear import HEAD
 from raylm.models.paged_interface import PAGED, PROBED, Call, Line
 from raylm.models.stand_ins import Experts, split_experts, stack_linears
-
-HEAD = "lm_head"
 
 
 @dataclass

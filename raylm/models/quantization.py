@@ -11,7 +11,7 @@ from torch import nn
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.fp8 import Fp8Tensors, check_fp8
-from raylm.models.linear import PLAIN, Linear, WeightFormat
+from raylm.models.linear import HEAD, PLAIN, Linear, WeightFormat
 from raylm.models.quantization_config import read_quantization_config
 from raylm.models.ranks import ALONE, Ranks
 from raylm.models.rounding import RoundedInt4, RoundedInt8
@@ -23,7 +23,6 @@ _ROUNDED: dict[str, tuple[str, WeightFormat, WeightFormat]] = {
     "int8": ("int8, head included", RoundedInt8(), RoundedInt8()),
     "int4": ("int4, head int8", RoundedInt4(), RoundedInt8()),
 }
-HEAD = "lm_head"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from raylm.models.inspection import UnservedError, layer_shape
-from raylm.models.linear import KernelFactory, Linear
+from raylm.models.linear import HEAD, Head, KernelFactory, Linear
 
 
 class Stack:
@@ -64,7 +64,7 @@ def stack_linears(model: nn.Module, paths: Sequence[str]) -> None:
     parent, names = paths[0].rpartition(".")[0], [path.rpartition(".")[2] for path in paths]
     shapes = [layer_shape(layer) for layer in layers]
     sizes = {name: out for name, (_, out) in zip(names, shapes, strict=True)}
-    cls = InputsFirst if isinstance(layers[0], Conv1D) else Linear
+    cls = InputsFirst if isinstance(layers[0], Conv1D) else Head if names == [HEAD] else Linear
     stacked = cls(shapes[0][0], sizes, bias=layers[0].bias is not None)
     owner = model.get_submodule(parent)
     owner.add_module(f"{'_'.join(names)}_stacked", stacked)

@@ -14,8 +14,8 @@ from raylm.models.causal_lm import CausalLM
 from raylm.models.conversion import Conversion
 from raylm.models.inspection import UnservedError
 from raylm.models.layers import Attend, AttentionSpec
-from raylm.models.linear import KernelFactory, Linear, Weighted
-from raylm.models.modeling import HEAD, Modeling, build_modeling
+from raylm.models.linear import HEAD, KernelFactory, Linear, Weighted
+from raylm.models.modeling import Modeling, build_modeling
 from raylm.models.paged_interface import PagedCall
 from raylm.models.ranks import Ranks
 from raylm.models.stand_ins import Experts, SharedEmbedding

@@ -81,11 +81,11 @@ class DecodeBuffers:
     def _pad(self, start: int, end: int) -> None:
         if start == end:
             return
-        self._input_ids[start:end] = 0
-        self._positions[start:end] = 0
-        self._slot_mapping[start:end] = self._scratch_block * self._limits.block_size
-        self._block_tables[start:end, 0] = self._scratch_block
-        self._seq_lens[start:end] = 1
+        self._input_ids[start:end].fill_(0)
+        self._positions[start:end].fill_(0)
+        self._slot_mapping[start:end].fill_(self._scratch_block * self._limits.block_size)
+        self._block_tables[start:end, 0].fill_(self._scratch_block)
+        self._seq_lens[start:end].fill_(1)
 
     def fill(self, inputs: StepInputs, size: int, width: int) -> None:
         """Take over a step, its tables ``width`` blocks wide, and pad it to ``size`` sequences."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,31 @@ from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreRequest
 from raylm.params import SamplingParams
 from raylm.worker import Worker
-from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.checkpoints import EOS, FAMILIES, make_checkpoint
 from tests.worker.driver import Reference, random_prompt
 from tests.worker.two_in_flight import play
 
 NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def serve(
-    path: Path, prompts: list[list[int]], cache: dict[str, Any], scheduler: dict[str, Any]
+    path: Path,
+    prompts: list[list[int]],
+    cache: dict[str, Any],
+    scheduler: dict[str, Any],
+    params: Sequence[SamplingParams] = (),
+    device: str = "auto",
 ) -> tuple[dict[int, list[int]], Scheduler]:
     """Serve all prompts at once with two steps in flight; return the drawn tokens by prompt, and the scheduler."""
     config = Config.model_validate(
-        {"model": str(path), "cache": cache, "scheduler": scheduler, "engine": {"threads": 1}}
+        {"model": str(path), "cache": cache, "scheduler": scheduler, "engine": {"threads": 1}, "device": device}
     )
     worker = Worker(config)
     info = worker.start()
     core = Scheduler(config.scheduler, KVCacheManager(info.num_blocks, info.block_size), info.max_model_len)
-    for key, prompt in enumerate(prompts):
-        core.add(
-            "client", EngineCoreRequest(key, str(key), prompt, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
-        )
+    for key, (prompt, wish) in enumerate(zip(prompts, params or [GREEDY] * len(prompts), strict=True)):
+        core.add("client", EngineCoreRequest(key, str(key), prompt, wish, eos_token_ids=(EOS,)))
     drawn: dict[int, list[int]] = defaultdict(list)
     for news in play(core, worker):
         at = 0

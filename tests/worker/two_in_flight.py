@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
@@ -12,11 +12,12 @@ from raylm.worker import Worker
 
 def play(core: Scheduler, worker: Worker) -> Iterator[EngineCoreOutputs]:
     """Yield what the clients get, step by step; the KV blocks are checked after each."""
-    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+    in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
     while core.has_work:
         plan = core.schedule() if len(in_flight) < 2 else None
         if plan is not None:
-            in_flight.append((plan, worker.execute(plan)))
+            in_flight.append((plan, worker.launch(plan)))
             continue
-        yield from core.update(*in_flight.popleft()).values()
+        plan, output = in_flight.popleft()
+        yield from core.update(plan, output()).values()
         core.kv.check()
