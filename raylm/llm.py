@@ -195,6 +195,8 @@ class LLM:
             params = SamplingParams(**self._engine.async_llm.sampling_defaults)
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, Sequence) or any(not isinstance(each, SamplingParams) for each in params):
+            raise InvalidRequestError("params must be SamplingParams, or a list of them.", param="params")
         if len(params) != count:
             raise InvalidRequestError(f"params holds {len(params)} entries for {count} prompts.", param="params")
         return list(params)
@@ -373,6 +375,13 @@ def _jobs(
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts must be a list, not {type(prompts).__name__}.", param="prompts")
+    listed = [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    for place, prompt in enumerate(listed):
+        if isinstance(prompt, str) or (
+            isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt)
+        ):
+            continue
+        raise InvalidRequestError(f"prompts[{place}] must be a str or a list of int.", param="prompts")
+    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in listed]  # type: ignore[arg-type]

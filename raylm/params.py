@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Literal
 
 from raylm.errors import InvalidRequestError
@@ -17,6 +18,11 @@ MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 1024
 MAX_GRAMMAR_CHARS = 2**18
 LARK = "%llguidance {}\n"  # what a grammar begins with that is Lark beyond doubt
+
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_LISTS = {"stop": str, "bad_words": str, "stop_token_ids": int, "allowed_token_ids": int}
 
 PoolingType = Literal["last", "mean", "cls"]
 
@@ -95,6 +101,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         _check_range("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -117,6 +124,33 @@ class SamplingParams:
             "must be false where the form of the answer says when it ends",
         )
         self._check_lists()
+
+    def _check_types(self) -> None:
+        """Python does not, and what an engine cannot compute with must not get there."""
+        for name in _INTEGERS:
+            _check(type(getattr(self, name)) is int, name, "must be an int")
+        for name in _OPTIONAL_INTEGERS:
+            _check(type(getattr(self, name)) in (int, NoneType), name, "must be an int or None")
+        for name in _NUMBERS:
+            _check(_is_number(getattr(self, name)), name, "must be a number")
+        for name, kind in _LISTS.items():
+            self._make_tuple(name, kind)
+        bias: Any = self.logit_bias
+        fits = (
+            isinstance(bias, Mapping) and all(type(key) is int for key in bias) and all(map(_is_number, bias.values()))
+        )
+        _check(fits, "logit_bias", "must be a dict of numbers by int")
+        form = self.structured_outputs
+        _check(isinstance(form, StructuredOutputs | None), "structured_outputs", "must be StructuredOutputs or None")
+
+    def _make_tuple(self, name: str, kind: type) -> None:
+        """Lists are as good as tuples, and one stop string as a list of it."""
+        given = getattr(self, name)
+        if name == "stop" and isinstance(given, str):
+            given = (given,)
+        fits = isinstance(given, tuple | list) and all(type(item) is kind for item in given)
+        _check(fits, name, f"must be a list of {kind.__name__}")
+        object.__setattr__(self, name, tuple(given))
 
     def _check_lists(self) -> None:
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"may hold at most {MAX_STOP_STRINGS} strings")
@@ -159,6 +193,10 @@ class PoolingParams:
     def reads_every_token(self) -> bool:
         """Whether tokens before the last one count, so that cached keys and values are not enough."""
         return self.pooling != "last"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check(ok: bool, param: str, rule: str) -> None:

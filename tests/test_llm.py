@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,18 @@ def test_params_for_each_prompt_and_n(llm: LLM) -> None:
     assert len(second.token_ids) == 8
     with pytest.raises(InvalidRequestError, match="2 entries for 1 prompts"):
         llm.generate(["one"], params, progress=False)
+
+
+@pytest.mark.parametrize("prompts", [5, None, {"a": 1}, [b"x"], [None], [[1.5]], [["a"]], [[True]], ["a", 5], [1, "a"]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompts"):
+        llm.generate(prompts, progress=False)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, [{"max_tokens": 1}], 5])
+def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="params must be SamplingParams"):
+        llm.generate("a", params, progress=False)
 
 
 def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:

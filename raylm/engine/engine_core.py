@@ -101,6 +101,9 @@ class EngineCore:
                 self.scheduler.add(client_id, request, self._adapters.number(request.adapter))
             except RayLMError as error:
                 errors.append((request.key, error))
+            except Exception as error:  # it ends its request alone, whatever it is
+                told = RayLMError(f"The engine cannot take in this request: {type(error).__name__}: {error}")
+                errors.append((request.key, told))
         if errors:
             self._outboxes[client_id].put(_only(self.scheduler.stats(), errors))
         self._work.set()

@@ -78,8 +78,9 @@ class Scheduler:
         if (client_id, request.key) in self._requests:
             raise RayLMError(f"A request with the key {request.key} is open already.")
         state = RequestState.create(client_id, request, next(self._arrivals), self.max_model_len, adapter)
+        first = state.sequence(next(self._ids), 0)
         self._requests[client_id, request.key] = state
-        self._enqueue(state.sequence(next(self._ids), 0))
+        self._enqueue(first)
 
     def abort(self, client_id: str, key: int) -> None:
         """End a request at once, whatever state its sequences are in; unknown and finished ones are ignored."""

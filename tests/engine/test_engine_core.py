@@ -256,6 +256,22 @@ async def test_every_client_learns_of_the_death(steps_in_flight: int) -> None:
     await core.shutdown()
 
 
+async def test_a_request_that_cannot_be_taken_in_ends_alone() -> None:
+    async with running(FakeExecutor()) as core:
+        outbox = core.connect("c")
+        bad, good = (request([key, 2], key, max_tokens=3, ignore_eos=True) for key in (1, 2))
+        core.add("c", [replace(bad, params=replace(bad.params, ignore_eos=False), eos_token_ids=[7]), good])
+        errors, ended = [], []
+        while not ended:
+            news = await outbox.get()
+            errors += news.errors
+            ended += [key for key, reason in zip(news.keys, news.finish_reasons, strict=True) if reason]
+        assert [(key, "cannot take in this request: TypeError" in error.message) for key, error in errors] == [
+            (1, True)
+        ]
+        assert ended == [2]
+
+
 async def test_a_fault_of_the_core_itself_is_a_death_too(monkeypatch: pytest.MonkeyPatch) -> None:
     core = EngineCore(config(), FakeExecutor())
     await core.start()

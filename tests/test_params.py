@@ -1,0 +1,52 @@
+"""What Python callers may give as parameters: types are checked where they are made, never in an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raylm.errors import InvalidRequestError
+from raylm.params import SamplingParams
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids"])
+def test_lists_are_as_good_as_tuples(name: str) -> None:
+    items: list[Any] = ["a", "b"] if name in ("stop", "bad_words") else [5, 6]
+    params = SamplingParams(**{name: items})
+    assert params == SamplingParams(**{name: tuple(items)})
+    assert hash(getattr(params, name)) == hash(tuple(items))
+
+
+def test_one_stop_string_is_not_a_list_of_letters() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1.5),
+        ("n", True),
+        ("top_k", "1"),
+        ("max_tokens", 1.5),
+        ("seed", "x"),
+        ("logprobs", True),
+        ("temperature", "1"),
+        ("temperature", None),
+        ("stop", [5]),
+        ("stop", None),
+        ("bad_words", "x"),
+        ("stop_token_ids", ["x"]),
+        ("stop_token_ids", 5),
+        ("allowed_token_ids", [1.5]),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {1: "x"}),
+        ("logit_bias", [1]),
+        ("structured_outputs", {"regex": "a"}),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert caught.value.message.startswith(f"{name} must be")
