@@ -1,15 +1,20 @@
 """What the worker makes of a GPU, in one command: decoding, prompts, and transformers' generate on the same weights.
 
-    python benchmarks/gpu.py                                         # on a GPU: three shapes, some minutes
-    python benchmarks/gpu.py --shape llama-3.1-8b --json gpu.json
+    python benchmarks/gpu.py --out results                           # on a GPU: all of it, some ten minutes
+    python benchmarks/gpu.py --out results --phases decode prefill --shape llama-3.1-8b
     python benchmarks/gpu.py --device cpu --shape tiny --batch 1 2 --context 64 --prefill 64   # does it run?
 
 Needs torch, transformers and what `pip install 'raylm[gpu]'` brings; no ray, no network: the weights are random. Every
 time is of --steps whole steps of the worker, from a plan to drawn tokens; of decoding two are under way at a time.
+Rows are printed as they come, and with --out kept in DIR/gpu.jsonl, to which further runs add theirs.
+
+phases    greedy: whether the embedded model says on the device what it says on the CPU; decode and prefill: steps of
+          the worker; transformers: its own generate on the same weights
 
 floor     milliseconds to read the weights (the embedding only where it is the head too) and the batch's keys and values
           once, at the bandwidth of a copy
 share     floor over step: 100 % is a step that does nothing but read
+at_s      seconds since the beginning
 launches  calls per step that start something on the GPU, with CUDA graphs and without; waits: calls that wait for it
 idle      milliseconds per step in which the GPU does nothing: the step's time less its kernels'
 """
@@ -39,6 +44,7 @@ from raylm.worker.graph_forward import GraphForward
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 
+PHASES = ["greedy", "decode", "prefill", "transformers"]
 _WARM_UP = 4
 
 
@@ -145,6 +151,8 @@ def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dic
 
 def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
     """Rows of the worker."""
+    if not {"decode", "prefill"} & set(args.phases):
+        return
     longest = max([*(context + 4 * (args.steps + _WARM_UP) for context in args.context), *(args.prefill or [0])])
     sizes = {"max_num_seqs": max(args.batch), "max_num_batched_tokens": max([16, *args.batch, *args.prefill])}
     cache: dict[str, Any] = {"block_size": args.block_size}
@@ -165,18 +173,20 @@ def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
         for pool in pools:
             pool.zero_()
     room = info.num_blocks * info.block_size
-    for context in args.context:
+    for context in args.context if "decode" in args.phases else []:
         for batch in args.batch:
             if batch * (context + 4 * args.steps) > room:
                 yield {"batch": batch, "context": context, "left_out": f"the KV pool holds {room} tokens"}
                 continue
             yield decode_row(runner, info, batch, context, args, peaks["bandwidth"])
-    for tokens in args.prefill:
+    for tokens in args.prefill if "prefill" in args.phases else []:
         yield prefill_row(runner, info, tokens, args, peaks["gemm"])
 
 
 def theirs(path: Path, args: Any, device: torch.device) -> Iterator[dict]:
     """Rows of transformers."""
+    if "transformers" not in args.phases:
+        return
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
@@ -193,11 +203,25 @@ def checkpoint(shape: str, device: torch.device) -> Iterator[Path]:
         yield Path(folder)
 
 
-def show(row: dict) -> dict:
-    """Print one row as it comes."""
-    parts = (f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
-    print("  ".join(parts), flush=True)
-    return row
+class Results:
+    """Prints rows as they come, and keeps them if there is a place for it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._started = time.perf_counter()
+        self._file = folder and folder / "gpu.jsonl"
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One row more."""
+        row = row | {"at_s": time.perf_counter() - self._started}
+        parts = (
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+        )
+        print("  ".join(parts), flush=True)
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def release(device: torch.device) -> None:
@@ -208,34 +232,46 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    """Run everything that is asked for."""
+def measure(shape: str, args: Any, device: torch.device, results: Results) -> None:
+    """All that is asked for of one shape."""
+    args.model = shape
+    peaks = {"bandwidth": bandwidth(device), "gemm": gemm_peak(device)}
+    results.add({"GB_s": peaks["bandwidth"] / 1e9, "gemm_tflop_s": peaks["gemm"] / 1e12})
+    with checkpoint(shape, device) as path:
+        for rows in (ours(path, args, peaks), theirs(path, args, device)):
+            for row in rows:
+                results.add(row)
+            release(device)
+
+
+def parse() -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--phases", choices=PHASES, nargs="+", default=PHASES)
     parser.add_argument("--shape", choices=list(SHAPES), nargs="+", default=list(SHAPES)[1:])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    peaks = {"bandwidth": bandwidth(device), "gemm": gemm_peak(device)}
+    parser.add_argument("--out", type=Path, metavar="DIR")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run everything that is asked for."""
+    args = parse()
+    device, results = torch.device(args.device), Results(args.out)
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-    about = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    rows = [show(about | {"GB_s": peaks["bandwidth"] / 1e9, "gemm_tflop_s": peaks["gemm"] / 1e12})]
-    for shape in args.shape:
-        args.model = shape
-        with checkpoint(args.model, device) as path:
-            rows += [show(row) for row in ours(path, args, peaks)]
-            release(device)
-            if not args.no_transformers:
-                rows += [show(row) for row in theirs(path, args, device)]
-                release(device)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    results.add({"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")})
+    if "greedy" in args.phases:
+        from gpu_greedy import greedy_row
+
+        results.add(greedy_row(args.device))
+        release(device)
+    for shape in args.shape if set(args.phases) - {"greedy"} else []:
+        measure(shape, args, device, results)
 
 
 if __name__ == "__main__":

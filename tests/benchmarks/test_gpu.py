@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from raylm.frontend import TokenLogprob
+from raylm.llm import Completion
+
 ROOT = Path(__file__).parents[2]
 BLOCKED = """
 import sys
@@ -25,17 +28,21 @@ sys.meta_path.insert(0, Blocked())
 
 def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
-    rows = tmp_path / "rows.json"
+    out = tmp_path / "results"
     command = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "40", "--prefill", "64"]
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", *command, "--steps", "3", "--json", str(rows)],
+        [sys.executable, "benchmarks/gpu.py", *command, "--steps", "3", "--out", str(out)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    device, about, one, three, prompt, *theirs = json.loads(rows.read_text())
+    rows = [json.loads(line) for line in (out / "gpu.jsonl").read_text().splitlines()]
+    machine, greedy, device, about, one, three, prompt, *theirs = rows
+    assert machine["device"]
+    assert greedy["equal"] == greedy["greedy_prompts"] == 20
+    assert greedy["margins"] == []
     assert device["GB_s"] > 0
     assert about["shape"] == "tiny"
     assert [row["batch"] for row in (one, three)] == [1, 3]
@@ -60,3 +67,21 @@ def test_covered_time_counts_what_overlaps_once(monkeypatch: pytest.MonkeyPatch)
 
     assert covered([]) == 0
     assert covered([(0, 2), (5, 6), (1, 3), (5, 5.5)]) == 4
+
+
+def test_answers_that_part_are_told_with_their_margins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_greedy
+
+    def completion(tokens: list[int]) -> Completion:
+        tops = [[(token, -0.1), (999, -0.1 - 0.5**place)] for place, token in enumerate(tokens)]
+        logprobs = [TokenLogprob(token, -0.1, 1, top) for token, top in zip(tokens, tops, strict=True)]
+        return Completion(0, "", tokens, "length", logprobs=logprobs)
+
+    def answers(logprobs: int | None = None, *, device: str) -> list[Completion]:
+        return [completion([1, 2, 3]), completion([4, 5, 6 if device == "cpu" else 7])]
+
+    monkeypatch.setattr(gpu_greedy, "answers", answers)
+    row = gpu_greedy.greedy_row("cuda")
+    assert (row["tokens"], row["equal"]) == (6, 19)
+    assert row["margins"] == pytest.approx([0.25])

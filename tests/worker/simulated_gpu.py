@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,9 @@ _INDEXING = {aten.index.Tensor, aten.index_put_.default}
 _STAND_INS: dict[Any, Callable[..., Tensor]] = {
     aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)),
 }
+
+
+_GRAPH = signature(torch.cuda.graph)
 
 
 class OnGpu(Tensor):
@@ -216,8 +220,9 @@ class Gpu(TorchDispatchMode):
     # ------------------------------------------------------------ what torch.cuda has
 
     @contextmanager
-    def recording(self, graph: Graph, **options: Any) -> Iterator[None]:
+    def recording(self, *args: Any, **options: Any) -> Iterator[None]:
         """torch.cuda.graph."""
+        graph: Graph = _GRAPH.bind(*args, **options).arguments["cuda_graph"]
         self.run()
         self._recording = graph.works
         try:

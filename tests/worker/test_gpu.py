@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from raylm import LLM, SamplingParams
 from raylm.config import Config
-from raylm.llm import Completion
 from raylm.models import AttentionSpec
 from raylm.worker.attention.probe import probe
 from raylm.worker.attention.xformers import XformersBackend
@@ -18,13 +16,15 @@ from raylm.worker.device_feed import DeviceFeed
 from raylm.worker.graph_forward import GraphForward
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
+from tests.worker.driver import random_prompt
+from tests.worker.test_device_feed import Life, blocks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings("default"),  # triton, xformers and torch warn of each other, by version
 ]
-PROMPTS = [f"{a} plus {b} is" for a, b in zip(range(3, 23), range(40, 60), strict=True)]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -46,25 +46,29 @@ def test_a_worker_has_graphs_and_feeds_itself(tmp_path: Path) -> None:
     assert isinstance(runner.feed, DeviceFeed)
 
 
-def answers(logprobs: int | None, **config: Any) -> list[Completion]:
-    """What the embedded model says to each prompt."""
-    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=logprobs)
-    with LLM("embedded", **config) as llm:
-        return [result.completions[0] for result in llm.generate(PROMPTS, params, progress=False)]
-
-
-def margins(completion: Completion) -> list[float]:
-    """How far the best logit was before the second, at each token."""
-    tops = [sorted(logprob for _, logprob in told.top) for told in completion.logprobs or []]
-    return [top[-1] - top[-2] for top in tops]
-
-
 @pytest.mark.parametrize("graphs", [True, False])
-def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool) -> None:
+def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they part, the CPU's two best tokens are within 0.01 of each other."""
-    here = answers(2, device="cpu", dtype="bfloat16")
-    there = answers(None, device="cuda", dtype="bfloat16", engine={"cuda_graphs": graphs})
-    for wanted, got in zip(here, there, strict=True):
-        pairs = zip(wanted.token_ids, got.token_ids, margins(wanted), strict=False)
-        parted = next((margin for a, b, margin in pairs if a != b), 0.0)
-        assert parted < 1e-2, (wanted.token_ids, got.token_ids)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_greedy import greedy_row
+
+    row = greedy_row("cuda", engine={"cuda_graphs": graphs})
+    assert row["greedy_prompts"] == 20
+    assert all(margin < 1e-2 for margin in row["margins"]), row
+
+
+def test_a_steady_step_waits_for_nothing_but_the_step_before(tmp_path: Path) -> None:
+    """As the profiler sees it."""
+    path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tokenizer=False)
+    tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64}, "scheduler": {"max_num_seqs": 4}}
+    life = Life(start_runner(Config.model_validate(tree))[0], 2)
+    for seq_id in range(3):
+        life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id))
+    for _ in range(4):
+        life.run()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(8):
+            life.run()
+    waits = [event.name for event in profiler.events() or [] if "Synchronize" in event.name]
+    assert len(waits) <= 8 + 2, waits  # an event's for each step, and those of the profiler's end
+    assert not [name for name in waits if name.startswith("cudaStreamSynchronize")], waits
