@@ -149,14 +149,14 @@ def test_closing(path: Path) -> None:
 
 
 def test_what_cannot_start_leaves_nothing_behind(path: Path, tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # of which some may be ending
     with pytest.raises(ConfigError):
         LLM(str(tmp_path), **SMALL)
     with pytest.raises(ConfigError, match="only 'local' is possible"):
         LLM(str(path), engine={"executor": "ray"})
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: LLM runs in one process"):
         LLM(str(path), engine={"tensor_parallel_size": 2})
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_script_that_forgets_to_close_ends(path: Path) -> None:

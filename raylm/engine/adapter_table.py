@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 
 from raylm.config import LoRAConfig
@@ -18,7 +19,7 @@ class AdapterTable:
         self._most = config.max_adapters
         self._served = config.root is not None
         self._numbers: dict[LoRAAdapter, int] = {}
-        self._loading: set[LoRAAdapter] = set()
+        self._loading: dict[LoRAAdapter, asyncio.Event] = {}
         self._next = count(BASE + 1)
 
     @property
@@ -43,12 +44,17 @@ class AdapterTable:
         """The adapter of this name, if it is loaded."""
         return next((adapter for adapter in self._numbers if adapter.name == name), None)
 
+    async def until_not_loading(self, adapter: LoRAAdapter) -> None:
+        """Wait while exactly this adapter is being loaded: several replicas restore the same ones at once."""
+        while (loading := self._loading.get(adapter)) is not None:
+            await loading.wait()
+
     def begin(self, adapter: LoRAAdapter) -> int | None:
         """Take a place for an adapter that is to be loaded, and return its number; None if it is there already.
 
         Raises:
             InvalidRequestError: no adapters are served, or the name stands for another one.
-            OverloadedError: all places are taken, or it is being loaded.
+            OverloadedError: all places are taken.
         """
         if not self._served:
             raise InvalidRequestError("This server serves no LoRA adapters: lora.root is not set.", param="lora_path")
@@ -64,12 +70,12 @@ class AdapterTable:
                 f"{self._most} LoRA adapters are loaded, which is lora.max_adapters; unload one first.",
                 param="lora_name",
             )
-        self._loading.add(adapter)
+        self._loading[adapter] = asyncio.Event()
         return next(self._next)
 
     def end(self, adapter: LoRAAdapter, number: int | None) -> None:
         """The loading has ended: under this number, or without success."""
-        self._loading.discard(adapter)
+        self._loading.pop(adapter).set()
         if number is not None:
             self._numbers[adapter] = number
 

@@ -131,6 +131,7 @@ class EngineCore:
             InvalidRequestError: it cannot be served, or its name is taken; OverloadedError if all places are.
             EngineDiedError: the engine is gone.
         """
+        await self._adapters.until_not_loading(adapter)
         self._check_alive()
         number = self._adapters.begin(adapter)
         if number is None:

@@ -123,6 +123,15 @@ async def test_a_name_is_taken_while_it_is_being_loaded() -> None:
         await first
 
 
+async def test_who_asks_for_what_is_being_loaded_waits_for_it() -> None:
+    async with running(FakeExecutor(FakeWorker(num_blocks=64), delay_s=0.01), config()) as core:
+        await asyncio.gather(*(core.load_adapter(ONE) for _ in range(3)))
+        assert await answers(core, ["one"]) == [expected(ONE.path)]
+        bad = LoRAAdapter("two", "bad")
+        failures = await asyncio.gather(*(core.load_adapter(bad) for _ in range(3)), return_exceptions=True)
+        assert [type(failure) for failure in failures] == [InvalidRequestError] * 3
+
+
 async def test_without_a_root_nothing_is_loaded() -> None:
     async with running(executor(), Config(cache=CacheConfig(num_blocks=64))) as core:
         with pytest.raises(InvalidRequestError, match=r"lora.root is not set"):
