@@ -64,9 +64,7 @@ class OutputProcessor:
         opened = self._open.pop(key, None)
         if opened is None:
             return False
-        for text in opened.texts:
-            if not text.finished:
-                self._telemetry.finished("abort", 0.0)
+        self._count_unfinished(opened, "abort")
         return True
 
     def fail(self, keys: Iterable[int], error: RayLMError) -> None:
@@ -75,7 +73,12 @@ class OutputProcessor:
             opened = self._open.pop(key, None)
             if opened is not None:
                 opened.queue.fail(error)
-                self._telemetry.finished("error", 0.0)
+                self._count_unfinished(opened, "error")
+
+    def _count_unfinished(self, opened: OpenRequest, reason: str) -> None:
+        for text in opened.texts:
+            if not text.finished:
+                self._telemetry.finished(reason, 0.0)
 
     def process(self, outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
         """Hand every entry to its caller's queue; return the sequences (key, index) that the engine can give up.
@@ -126,8 +129,10 @@ class OutputProcessor:
             logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
             opened.num_finished = len(opened.texts)
             opened.queue.fail(RayLMError("The answer could not be decoded."))
+            self._count_unfinished(opened, "error")
             return range(len(opened.texts))
-        opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
+        if index == 0:  # the others find the prompt that this one has computed
+            opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
         self._measure(opened, delta, now)
         opened.num_finished += delta.finish_reason is not None
         opened.queue.put(delta, finished=opened.finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,27 @@ async def test_an_answer_that_cannot_be_read_ends_its_request_alone(llm: AsyncLL
     await settle()
     assert engine.stopped == [(engine.added[0].key, 0)]
     assert llm.is_ready
+
+
+async def test_the_prompts_own_computation_tells_what_was_cached(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    reading = begin(llm, n=2)
+    await settle()
+    key = engine.added[0].key
+    engine.say((key, 0, [5], None), (key, 1, [6], None), cached_tokens=[0, 32])
+    engine.say((key, 0, [EOS], "stop"), (key, 1, [EOS], "stop"), cached_tokens=[0, 32])
+    assert {output.num_cached_tokens for output in await reading} == {0}
+
+
+async def test_each_sequence_that_an_error_ends_is_counted(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    reading = begin(llm, n=3)
+    await settle()
+    key = engine.added[0].key
+    engine.say((key, 0, [EOS], "stop"), (key, 1, [5], None), (key, 2, [5], None))
+    engine.say((key, 1, [-1], None))
+    with pytest.raises(RayLMError, match="could not be decoded"):
+        await reading
+    counts = dict(re.findall(r'finished_reason="(\w+)",.*} (\d+)', llm.metrics_text().decode()))
+    assert counts == {"stop": "1", "error": "2", "abort": "0", "length": "0"}
 
 
 @pytest.mark.parametrize("error", [ContextLengthError("Too long.", param="prompt"), EngineUnavailableError("Later.")])
