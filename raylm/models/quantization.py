@@ -18,7 +18,7 @@ from raylm.models.rounding import RoundedInt4, RoundedInt8
 from raylm.native import NativeError, kernels
 
 # What is told, and the formats of the layers and of the head. At 4 bits the head made a fifth of the logits' error and
-# an eighth of the divergence, at 8 bits next to none; see benchmarks/RESULTS.md.
+# a quarter of the divergence, at 8 bits next to none; see benchmarks/quantization_choices.py.
 _ROUNDED: dict[str, tuple[str, WeightFormat, WeightFormat]] = {
     "int8": ("int8, head included", RoundedInt8(), RoundedInt8()),
     "int4": ("int4, head int8", RoundedInt4(), RoundedInt8()),
