@@ -44,11 +44,12 @@ def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
     try:
         return run(limits)
     except torch.OutOfMemoryError as error:
-        fitting = _fitting(run, limits)
-        raise ConfigError(
-            f"scheduler.max_num_batched_tokens: a step of {limits.max_num_tokens} tokens does not fit into the memory "
-            f"that the weights leave; {f'{fitting} tokens do' if fitting else 'nor does any smaller one'}."
-        ) from error
+        cause = error.with_traceback(None)  # its frames would keep what smaller steps need
+    fitting = _fitting(run, limits)
+    raise ConfigError(
+        f"scheduler.max_num_batched_tokens: a step of {limits.max_num_tokens} tokens does not fit into the memory "
+        f"that the weights leave; {f'{fitting} tokens do' if fitting else 'nor does any smaller one'}."
+    ) from cause
 
 
 def _fitting(run: Callable[[StepLimits], int], limits: StepLimits) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.worker import Worker
 from raylm.worker.attention import StepLimits
+from raylm.worker.memory import largest_step
 from tests.checkpoints import make_checkpoint
 
 
@@ -47,3 +49,17 @@ def test_a_step_that_does_not_fit(config: Config, monkeypatch: pytest.MonkeyPatc
     assert str(raised.value).startswith("scheduler.max_num_batched_tokens: a step of 1000 tokens does not fit")
     assert str(raised.value).endswith(said)
     assert tried[:3] == [1000, 500, 250]
+
+
+def test_what_the_step_that_failed_took_is_free_again() -> None:
+    taken: list[weakref.ref[torch.Tensor]] = []
+
+    def run(limits: StepLimits) -> int:
+        assert all(memory() is None for memory in taken)
+        memory = torch.zeros(limits.max_num_tokens)
+        taken.append(weakref.ref(memory))
+        return full() if limits.max_num_tokens > 100 else 0
+
+    with pytest.raises(ConfigError, match="; 64 tokens do"):
+        largest_step(run, StepLimits(256, 4, 16, 16))
+    assert len(taken) == 3
