@@ -52,6 +52,9 @@ class Edge:
                 logger.error("request %s broke off after its answer had begun", request_id, exc_info=error)
                 raise
             await error_response(as_known_error(error, request_id), scope["path"])(scope, receive, send_with_id)
+        finally:
+            # It leads back to the scope, and thousands of such rings are a long stop when the collector finds them.
+            del scope["raylm.send"]
 
 
 def _request_id(headers: _Headers) -> str:

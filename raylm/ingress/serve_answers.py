@@ -7,14 +7,16 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylm.errors import EngineUnavailableError, NotFoundError, OverloadedError, RayLMError
+from raylm.ingress.entrance import Entrance
 from raylm.ingress.envelope import error_response
 
 _STARTING = "The server is starting or has no free replica; try again shortly."
 
 
 def serve_middlewares() -> list[Middleware]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names: outermost in Serve's proxies and replica servers."""
-    return [Middleware(ServeAnswers)]
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names: outermost in Serve's proxies and replica servers, the last
+    one outside."""
+    return [Middleware(ServeAnswers), Middleware(Entrance)]
 
 
 class ServeAnswers:

@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from raylm.ingress import serve_middlewares
 
@@ -37,8 +38,9 @@ async def _chunks():  # type: ignore[no-untyped-def]
 def client() -> httpx.AsyncClient:
     routes = [Route("/plain/{status}", plain), Route("/ours", ours), Route("/stream", stream)]
     routes.append(Route("/-/{status}", plain))
-    (middleware,) = serve_middlewares()
-    app = middleware.cls(Starlette(routes=routes), *middleware.args, **middleware.kwargs)
+    app: ASGIApp = Starlette(routes=routes)
+    for middleware in serve_middlewares():
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
