@@ -8,8 +8,9 @@ from raylm.ingress.turnstile import Turnstile
 
 _PROBES = ("/health", "/ready")
 _SERVES = "/-/"
-# Of each turn that lets somebody in. uvloop takes up one connection a turn: turns that do little else keep short the
-# time for which a probe stands behind a crowd that has not even been taken up. Without a crowd they are microseconds.
+# Of each request that is let in. uvloop takes up one connection a turn: turns that do little else keep short the time
+# for which a probe stands behind a crowd that has not even been taken up, and give it room afterwards. Without a crowd
+# sixteen turns are a fraction of a millisecond.
 _TURNS = 16
 
 
