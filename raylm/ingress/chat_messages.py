@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import orjson
 
-from raylm.errors import UnsupportedFieldError
 from raylm.ingress.envelope import clip
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.protocol import json_name, string_field, unsupported, wrong
+from raylm.ingress.protocol import check_fields, check_optional, json_name, string_field, unsupported, wrong
 
 _TEMPLATE_ROLE = {
     "developer": "system",  # OpenAI's newer name for it; chat templates know only the older one
@@ -66,12 +65,8 @@ def _message(message: JSONObject, path: str) -> JSONObject:
     return rendered
 
 
-def _check_fields(message: JSONObject, known: set[str], path: str) -> None:
-    for name in message.keys() - known:
-        if name in _EMPTY_WHEN_ECHOED and not message[name]:
-            continue
-        where = f"{path}.{clip(name, 64)}"
-        raise UnsupportedFieldError(f"Unrecognized field: '{where}'.", param=where)
+def _check_fields(holder: JSONObject, known: set[str], path: str) -> None:
+    check_fields(holder, known | {name for name in _EMPTY_WHEN_ECHOED if not holder.get(name)}, path)
 
 
 def _content(content: object, path: str) -> str:
@@ -120,9 +115,9 @@ def _check_tool(tool: JSONObject, path: str) -> None:
     function = _function_object(tool, path, {"type", "function"})["function"]
     _check_fields(function, {"name", "description", "parameters", "strict"}, f"{path}.function")
     string_field(function, "name", f"{path}.function")
-    _optional(function, "description", str, "a string", path)
-    _optional(function, "parameters", dict, "an object", path)
-    _optional(function, "strict", bool, "a boolean", path)
+    check_optional(function, "description", str, "a string", f"{path}.function")
+    check_optional(function, "parameters", dict, "an object", f"{path}.function")
+    check_optional(function, "strict", bool, "a boolean", f"{path}.function")
 
 
 def _function_object(value: object, path: str, fields: set[str]) -> JSONObject:
@@ -136,9 +131,3 @@ def _function_object(value: object, path: str, fields: set[str]) -> JSONObject:
     if not isinstance(value.get("function"), dict):
         raise wrong(f"{path}.function", f"expected an object, but got {json_name(value.get('function'))}")
     return value
-
-
-def _optional(function: JSONObject, name: str, kind: type, expected: str, path: str) -> None:
-    value = function.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise wrong(f"{path}.function.{name}", f"expected {expected}, but got {json_name(value)}")

@@ -120,6 +120,17 @@ def string_field(holder: Mapping[str, Any], name: str, path: str) -> str:
     return value
 
 
+def check_optional(holder: Mapping[str, Any], name: str, kind: type, expected: str, path: str) -> None:
+    """Check the type of what may be missing of an object that stands at ``path``, or be null; ``expected`` in words.
+
+    Raises:
+        InvalidRequestError: it is there, and something else.
+    """
+    value = holder.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise wrong(f"{path}.{name}", f"expected {expected}, but got {json_name(value)}")
+
+
 def check_fields(holder: Mapping[str, Any], known: Set[str], path: str) -> None:
     """Refuse what an object at ``path`` of the body has besides its ``known`` fields.
 

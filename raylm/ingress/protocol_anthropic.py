@@ -9,7 +9,7 @@ from pydantic import Field
 from raylm.errors import InvalidRequestError
 from raylm.ingress.anthropic_input import chat_messages, chat_tools, system_text
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.protocol import Body, Strings, json_name, unsupported
+from raylm.ingress.protocol import Body, Strings, check_fields, json_name, unsupported, wrong
 from raylm.ingress.protocol_chat import MAX_TOOLS, ChatCompletionRequest
 
 # A chat completion's names of fields, and what they are called here; for errors.
@@ -67,7 +67,7 @@ class CountTokensRequest(Body):
         if self.thinking is not None:
             fields |= _chat_thinking(self.thinking)
         if self.output_config is not None:
-            _check_keys("output_config", self.output_config, {"effort", "format"})
+            check_fields(self.output_config, {"effort", "format"} | _HINTS, "output_config")
             fields["response_format"] = _chat_format(self.output_config.get("format"))
             fields["reasoning_effort"] = self.output_config.get("effort")
         return fields
@@ -96,7 +96,7 @@ class MessagesRequest(CountTokensRequest):
             InvalidRequestError: a value is wrong.
         """
         if self.metadata is not None:
-            _check_keys("metadata", self.metadata, {"user_id"})
+            check_fields(self.metadata, {"user_id"} | _HINTS, "metadata")
         budget = (self.thinking or {}).get("budget_tokens")
         if isinstance(budget, int) and budget >= self.max_tokens:
             message = "'thinking.budget_tokens' must be less than 'max_tokens'."
@@ -112,31 +112,27 @@ class MessagesRequest(CountTokensRequest):
 
 def _chat_tool_choice(choice: JSONObject) -> JSONObject:
     kind = choice.get("type")
-    _check_keys("tool_choice", choice, {"type", "name", "disable_parallel_tool_use"})
+    check_fields(choice, {"type", "name", "disable_parallel_tool_use"} | _HINTS, "tool_choice")
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}} | parallel
     if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
-        message = "Invalid value for 'tool_choice.type': expected auto, any, tool or none."
-        raise InvalidRequestError(message, param="tool_choice.type")
+        raise wrong("tool_choice.type", "expected auto, any, tool or none")
     return {"tool_choice": _TOOL_CHOICES[kind]} | parallel
 
 
 def _chat_thinking(thinking: JSONObject) -> JSONObject:
     kind = thinking.get("type")
-    _check_keys("thinking", thinking, {"type", "budget_tokens", "display"})
+    check_fields(thinking, {"type", "budget_tokens", "display"} | _HINTS, "thinking")
     if thinking.get("display") not in (None, "summarized"):
         raise unsupported("thinking.display", "thoughts are always shown.")
     if kind == "disabled":
         return {}
     if kind not in ("enabled", "adaptive"):
-        message = "Invalid value for 'thinking.type': expected enabled, adaptive or disabled."
-        raise InvalidRequestError(message, param="thinking.type")
+        raise wrong("thinking.type", "expected enabled, adaptive or disabled")
     budget = thinking.get("budget_tokens")
     if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-        where = "thinking.budget_tokens"
-        message = f"Invalid value for '{where}': expected a positive integer, but got {json_name(budget)}."
-        raise InvalidRequestError(message, param=where)
+        raise wrong("thinking.budget_tokens", f"expected a positive integer, but got {json_name(budget)}")
     return {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": budget}
 
 
@@ -145,10 +141,5 @@ def _chat_format(chosen: object) -> JSONObject | None:
         return None
     if not isinstance(chosen, dict) or chosen.get("type") != "json_schema":
         raise unsupported("output_config.format", "only {'type': 'json_schema', 'schema': …} is supported.")
-    _check_keys("output_config.format", chosen, {"type", "schema"})
+    check_fields(chosen, {"type", "schema"} | _HINTS, "output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": chosen.get("schema"), "strict": True}}
-
-
-def _check_keys(param: str, value: JSONObject, known: set[str]) -> None:
-    for name in value.keys() - known - _HINTS:
-        raise unsupported(f"{param}.{name[:64]}", "this field is not supported.")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from raylm.errors import InvalidRequestError
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.protocol import Body, RequestId, at_most, json_name, unsupported
+from raylm.ingress.protocol import Body, RequestId, at_most, check_fields, json_name, unsupported
 from raylm.ingress.protocol_chat import MAX_TOOLS, ChatCompletionRequest
 from raylm.params import MAX_LOGPROBS
 
@@ -112,15 +112,15 @@ class ResponsesRequest(Body):
 
     def _check_objects(self) -> None:
         if self.stream_options is not None:
-            _check_keys("stream_options", self.stream_options, {"include_obfuscation"})
+            check_fields(self.stream_options, {"include_obfuscation"}, "stream_options")
             if self.stream_options.get("include_obfuscation"):
                 raise unsupported("stream_options.include_obfuscation", "obfuscation is not supported; give false.")
         if self.text is not None:
-            _check_keys("text", self.text, {"format", "verbosity"})
+            check_fields(self.text, {"format", "verbosity"}, "text")
             if self.text.get("verbosity") not in (None, "medium"):
                 raise unsupported("text.verbosity", "only medium is supported.")
         if self.reasoning is not None:
-            _check_keys("reasoning", self.reasoning, {"effort", "summary", "generate_summary"})
+            check_fields(self.reasoning, {"effort", "summary", "generate_summary"}, "reasoning")
             for name in ("summary", "generate_summary"):
                 if self.reasoning.get(name) not in (None, "auto"):
                     raise unsupported(f"reasoning.{name}", "thoughts are returned whole and are not summarized.")
@@ -151,19 +151,13 @@ class ResponsesRequest(Body):
         return ChatCompletionRequest.parse({name: value for name, value in body.items() if value is not None})
 
 
-def _check_keys(param: str, value: JSONObject, known: set[str]) -> None:
-    for name in value.keys() - known:
-        where = f"{param}.{name[:64]}"
-        raise unsupported(where, "this field is not supported.")
-
-
 def _chat_tool(tool: JSONObject, path: str) -> JSONObject:
     """{"type": "function", "name": …} as chat completions nest it."""
     kind = tool.get("type")
     if kind != "function":
         shown = f"'{kind[:30]}'" if isinstance(kind, str) else json_name(kind)
         raise unsupported(f"{path}.type", f"{shown} is not supported; only function is.")
-    _check_keys(path, tool, {"type", "name", "description", "parameters", "strict"})
+    check_fields(tool, {"type", "name", "description", "parameters", "strict"}, path)
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
@@ -173,7 +167,7 @@ def _chat_tool_choice(choice: object) -> object:
         return choice
     if choice.get("type") != "function":
         raise unsupported("tool_choice.type", "only function is supported.")
-    _check_keys("tool_choice", choice, {"type", "name"})
+    check_fields(choice, {"type", "name"}, "tool_choice")
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from raylm.errors import InvalidRequestError, UnsupportedFieldError
+from raylm.errors import InvalidRequestError
 from raylm.frontend import NamedTool, ToolChoice
 from raylm.ingress.envelope import clip
-from raylm.ingress.protocol import json_name, unsupported, wrong
+from raylm.ingress.protocol import check_fields, check_optional, json_name, string_field, unsupported, wrong
 from raylm.params import StructuredOutputs
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -60,21 +60,19 @@ def tool_choice_of(value: object, tools: list[dict[str, Any]] | None) -> ToolCho
 def _named_function(value: dict[str, Any]) -> str:
     if value.get("type") != "function":
         raise unsupported("tool_choice.type", "only function is supported.")
-    _check_keys(value, {"type", "function"}, "tool_choice")
+    check_fields(value, {"type", "function"}, "tool_choice")
     function = value.get("function")
     if not isinstance(function, dict):
         raise wrong("tool_choice.function", f"expected an object, but got {json_name(function)}")
-    _check_keys(function, {"name"}, "tool_choice.function")
-    if not isinstance(function.get("name"), str):
-        raise wrong("tool_choice.function.name", f"expected a string, but got {json_name(function.get('name'))}")
-    return str(function["name"])
+    check_fields(function, {"name"}, "tool_choice.function")
+    return string_field(function, "name", "tool_choice.function")
 
 
 def _response_format(chosen: dict[str, Any]) -> StructuredOutputs | None:
     kind = chosen.get("type")
     if kind not in _FORMATS:
         raise unsupported("response_format.type", f"only {', '.join(_FORMATS)} are supported.")
-    _check_keys(chosen, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format")
+    check_fields(chosen, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -82,12 +80,10 @@ def _response_format(chosen: dict[str, Any]) -> StructuredOutputs | None:
     named, path = chosen.get("json_schema"), "response_format.json_schema"
     if not isinstance(named, dict):
         raise wrong(path, f"expected an object, but got {json_name(named)}")
-    _check_keys(named, {"name", "description", "schema", "strict"}, path)
-    if not isinstance(named.get("name"), str):
-        raise wrong(f"{path}.name", f"expected a string, but got {json_name(named.get('name'))}")
-    for name, type_, expected in (("description", str, "a string"), ("strict", bool, "a boolean")):
-        if named.get(name) is not None and not isinstance(named[name], type_):
-            raise wrong(f"{path}.{name}", f"expected {expected}, but got {json_name(named[name])}")
+    check_fields(named, {"name", "description", "schema", "strict"}, path)
+    string_field(named, "name", path)
+    check_optional(named, "description", str, "a string", path)
+    check_optional(named, "strict", bool, "a boolean", path)
     schema = named.get("schema")
     if schema is None:
         return StructuredOutputs(json_object=True, param=f"{path}.schema")
@@ -97,7 +93,7 @@ def _response_format(chosen: dict[str, Any]) -> StructuredOutputs | None:
 
 
 def _structured_outputs(asked: dict[str, Any]) -> StructuredOutputs:
-    _check_keys(asked, set(_KINDS), "structured_outputs")
+    check_fields(asked, set(_KINDS), "structured_outputs")
     given = {name: value for name, value in asked.items() if value is not None}
     if given.get("json_object") is False:
         del given["json_object"]
@@ -110,9 +106,3 @@ def _structured_outputs(asked: dict[str, Any]) -> StructuredOutputs:
         given["choice"] = tuple(given["choice"])
     param = f"structured_outputs.{next(iter(given))}" if len(given) == 1 else "structured_outputs"
     return StructuredOutputs(**given, param=param)
-
-
-def _check_keys(value: dict[str, Any], known: set[str], path: str) -> None:
-    for name in value.keys() - known:
-        where = f"{path}.{clip(name, 64)}"
-        raise UnsupportedFieldError(f"Unrecognized field: '{where}'.", param=where)
