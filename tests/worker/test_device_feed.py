@@ -63,6 +63,7 @@ class Life:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     told: dict[int, list[int]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, bytes] = field(default_factory=dict)
     step: int = 0
 
     def add(self, seq_id: int, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY) -> None:
@@ -104,6 +105,7 @@ class Life:
         for seq_id, token in zip(output.seq_ids, output.token_ids, strict=True):
             self.told[seq_id].append(token)
         self.failed |= dict(output.failed)
+        self.pooled |= dict(output.pooled)
 
     def end(self) -> dict[int, list[int]]:
         while self.flying:
