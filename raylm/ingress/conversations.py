@@ -33,11 +33,11 @@ class Conversations:
         Raises:
             RayLMError: the request is refused.
         """
+        head = body.head(name, arrival_time, "messages", self._check(body))
         params, prompt = await self._prepare(body, any_length=body.truncate_prompt_tokens is not None)
         token_ids = prompt.token_ids
         if body.truncate_prompt_tokens:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        head = body.head(name, arrival_time, "messages", check_model(body.model, self._llm))
         return params, self._llm.generate(token_ids, prompt.params, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
@@ -46,6 +46,7 @@ class Conversations:
         Raises:
             RayLMError: the request is refused.
         """
+        self._check(body)
         _, prompt = await self._prepare(body, any_length=True)
         return len(prompt.token_ids)
 
@@ -70,9 +71,12 @@ class Conversations:
                 low = middle + 1
         return _without(body, head, low)
 
-    async def _prepare(self, body: ChatCompletionRequest, *, any_length: bool) -> tuple[SamplingParams, ChatPrompt]:
+    def _check(self, body: ChatCompletionRequest) -> str | None:
+        """Refuse what is not served; the LoRA adapter that the body names."""
         body.check(self._config)
-        check_model(body.model, self._llm)
+        return check_model(body.model, self._llm)
+
+    async def _prepare(self, body: ChatCompletionRequest, *, any_length: bool) -> tuple[SamplingParams, ChatPrompt]:
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
         params = replace(params, thinking_token_budget=body.thinking_token_budget)
