@@ -51,7 +51,7 @@ def build(instructions: str) -> Path:
     Raises:
         NativeError: there is no compiler, or it fails.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     library = _cache() / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
     if library.exists():
         return library
@@ -75,7 +75,12 @@ def _compile(compiler: str, instructions: str, target: Path) -> None:
         raise NativeError(f"{compiler} cannot compile the native kernels: {said[0][:300]}")
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
+    """The C++ compiler of this machine.
+
+    Raises:
+        NativeError: there is none.
+    """
     for name in _COMPILERS:
         if found := shutil.which(name):
             return found

@@ -27,8 +27,9 @@ void attend(Team& team, const Batch& batch, const Heads& heads, const void* q, c
 
 template <class T>
 void multiply_rows(Team& team, const Linear& w, const void* x, int rows, void* out, ptrdiff_t stride) {
-  Quantized scratch;
-  if (w.kind == kInt8 || w.kind == kInt4) scratch.reserve(rows, w.depth);
+  QuantizedSpace space;
+  if (w.kind == kInt8 || w.kind == kInt4) space.reserve(rows, w.depth);
+  const Quantized scratch = space.number(0, rows, w.depth);
   team.run([&](int) {
     linear<Into::kStore>(team, w, static_cast<const T*>(x), rows, scratch, Target<T>{static_cast<T*>(out), stride});
   });

@@ -131,9 +131,10 @@ template <class T>
 struct AttentionSpace {
   AttentionSpace(int threads, const Heads& heads)
       : scratch(threads, AttentionScratch<T>(std::max(kTileRows, heads.heads / heads.kv_heads), heads.head_dim)) {}
-  void plan_for(const Batch& batch, const Heads& heads) {
+  // `layers` whose attention leaves its partial results in places of their own.
+  void plan_for(const Batch& batch, const Heads& heads, int layers = 1) {
     plan.make(batch, heads, int(scratch.size()));
-    partial.reserve(plan.slots(), heads.heads / heads.kv_heads, heads.head_dim);
+    partial.reserve(plan.slots() * layers, heads.heads / heads.kv_heads, heads.head_dim);
   }
   Plan plan;
   Partial partial;
@@ -148,25 +149,21 @@ class Attention {
 
  public:
   // `q` [tokens][q_stride] and `out` [tokens][heads * head_dim] of T; `pool` is keys, then values, of `blocks` blocks.
+  // `layer` is one of those that the space was planned for.
   Attention(const Batch& batch, const Heads& heads, const T* q, ptrdiff_t q_stride, const uint32_t* keys,
-            const uint32_t* values, T* out, AttentionSpace<T>& space)
+            const uint32_t* values, T* out, AttentionSpace<T>& space, int layer = 0)
       : b_(batch), h_(heads), group_(heads.heads / heads.kv_heads), units_(heads.head_dim / P), q_(q),
-        q_stride_(q_stride), keys_(keys), values_(values), out_(out), space_(space) {}
+        q_stride_(q_stride), keys_(keys), values_(values), out_(out), space_(space), first_slot_(size_t(layer) * space.plan.slots()) {}
 
   // In phases of its own; every thread of the team calls it.
   void run(Team& team, int thread) {
     const auto& items = space_.plan.items();
     const int count = int(items.size());
-    for (int i = team.claim(); i < count;) {
-      const int next = team.claim();
+    team.share(count, [&](int i, int next) {
       attend(items[i], next < count ? &items[next] : nullptr, space_.scratch[thread]);
-      i = next;
-    }
-    team.barrier();
+    });
     const auto& split = space_.plan.split();
-    if (split.empty()) return;
-    for (int i = team.claim(); i < int(split.size()); i = team.claim()) combine(split[i]);
-    team.barrier();
+    team.share(int(split.size()), [&](int i, int) { combine(split[i]); });
   }
 
  private:
@@ -380,16 +377,16 @@ class Attention {
   }
 
   void leave(const Item& item, Scratch& s, int rows) {
-    std::copy_n(s.o.begin(), size_t(rows) * h_.head_dim, &space_.partial.sums[size_t(item.slot) * group_ * h_.head_dim]);
+    std::copy_n(s.o.begin(), size_t(rows) * h_.head_dim, &space_.partial.sums[(first_slot_ + item.slot) * group_ * h_.head_dim]);
     for (int r = 0; r < rows; r++) {
-      space_.partial.norms[(size_t(item.slot) * group_ + r) * 2] = s.top[r];
-      space_.partial.norms[(size_t(item.slot) * group_ + r) * 2 + 1] = s.total[r];
+      space_.partial.norms[((first_slot_ + item.slot) * group_ + r) * 2] = s.top[r];
+      space_.partial.norms[((first_slot_ + item.slot) * group_ + r) * 2 + 1] = s.total[r];
     }
   }
 
   void combine(const Item& item) {
     for (int r = 0; r < group_; r++) {
-      const float* norms = &space_.partial.norms[(size_t(item.slot) * group_ + r) * 2];
+      const float* norms = &space_.partial.norms[((first_slot_ + item.slot) * group_ + r) * 2];
       const ptrdiff_t step = ptrdiff_t(group_) * 2;
       float top = kNever, total = 0;
       for (int part = 0; part < item.parts; part++) top = std::max(top, norms[part * step]);
@@ -399,7 +396,7 @@ class Attention {
       for (int d = 0; d < h_.head_dim; d += kLanes) {
         f32x16 sum = {};
         for (int part = 0; part < item.parts; part++) {
-          const size_t at = (size_t(item.slot + part) * group_ + r) * h_.head_dim + d;
+          const size_t at = ((first_slot_ + item.slot + part) * group_ + r) * h_.head_dim + d;
           sum += load<f32x16>(&space_.partial.sums[at]) * (std::exp(norms[part * step] - top) / total);
         }
         store_narrow(out + d, sum);
@@ -416,6 +413,7 @@ class Attention {
   const uint32_t* values_;
   T* out_;
   AttentionSpace<T>& space_;
+  const size_t first_slot_;
 };
 
 // Write one token's key and value of one head to its slot.

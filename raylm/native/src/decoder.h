@@ -38,101 +38,158 @@ struct Model {
 
 enum Part { kLinear, kAttention, kElementwise, kParts };
 
-// Scratch of the largest step, and the walk. One object a model.
+// What the layers hand on, for steps of a number of rows. In small steps each layer has places of its own, so that none
+// is written twice and pieces may be done again; in large ones all layers share one.
+template <class T>
+class Activations {
+ public:
+  static constexpr int kMostRowsApart = 8;
+
+  Activations(const Model& model, bool quantized) : m_(model), widest_(std::max({m_.hidden, m_.inner, width()})) {
+    const size_t shared = m_.max_tokens, apart = size_t(kMostRowsApart) * m_.layers;
+    const size_t once = std::max(shared, apart), twice = std::max(shared, 2 * apart + kMostRowsApart);
+    x_.resize(twice * m_.hidden);
+    normed_.resize(twice * m_.hidden);
+    qkv_.resize(once * qkv_width());
+    queries_.resize(once * width());
+    attended_.resize(once * width());
+    gated_.resize(once * m_.inner);
+    angles_.resize(shared * m_.heads.head_dim);
+    if (quantized) quantized_.reserve(std::max(shared, kSites * apart), widest_);
+  }
+
+  // The step has so many rows.
+  void use(int rows, Redo redo) { rows_ = rows, apart_ = redo == Redo::kYes ? rows : 0; }
+
+  int width() const { return m_.heads.heads * m_.heads.head_dim; }
+  int qkv_width() const { return (m_.heads.heads + 2 * m_.heads.kv_heads) * m_.heads.head_dim; }
+
+  // The residual stream and its norm, at the beginning (2 * layer) and in the middle of a layer.
+  float* x(int half) { return &x_[half * apart_ * m_.hidden]; }
+  T* normed(int half) { return &normed_[half * apart_ * m_.hidden]; }
+  T* qkv(int layer) { return &qkv_[layer * apart_ * qkv_width()]; }
+  T* queries(int layer) { return &queries_[layer * apart_ * width()]; }
+  T* attended(int layer) { return &attended_[layer * apart_ * width()]; }
+  T* gated(int layer) { return &gated_[layer * apart_ * m_.inner]; }
+  float* angles(int token) { return &angles_[size_t(token) * m_.heads.head_dim]; }
+  Quantized quantized(int number) { return quantized_.number(apart_ ? number : 0, rows_, widest_); }
+
+ private:
+  const Model& m_;
+  const int widest_;
+  int rows_ = 0;
+  size_t apart_ = 0;
+  std::vector<float> x_, angles_;
+  std::vector<T> normed_, qkv_, queries_, attended_, gated_;
+  QuantizedSpace quantized_;
+};
+
+// The walk of a step. One object a model.
 template <class T>
 class Decoder {
   typedef typename Lane<T>::Unit Unit;
   static constexpr int P = Lane<T>::kPack;
 
  public:
-  Decoder(Team& team, const Model& model) : team_(team), m_(model), space_(team.size(), model.heads) {
-    const size_t tokens = size_t(m_.max_tokens);
-    x_.resize(tokens * m_.hidden);
-    normed_.resize(tokens * m_.hidden);
-    qkv_.resize(tokens * qkv_width());
-    attended_.resize(tokens * m_.heads.heads * m_.heads.head_dim);
-    gated_.resize(tokens * m_.inner);
-    angles_.resize(tokens * m_.heads.head_dim);
-    const size_t widest = std::max({m_.hidden, m_.inner, m_.heads.heads * m_.heads.head_dim});
-    quantized_.reserve(tokens, widest);
-  }
+  Decoder(Team& team, const Model& model)
+      : team_(team), m_(model), space_(team.size(), model.heads), a_(m_, is_quantized(m_)) {}
 
   // One step. `pools` has one pool a layer: keys and values of `blocks` blocks; `hidden` [tokens][hidden] is the result.
   void step(const Batch& batch, const int64_t* ids, void* const* pools, int64_t blocks, T* hidden,
             const Adapters& adapters) {
-    space_.plan_for(batch, m_.heads);
     low_rank_.plan_for(adapters);
     if (low_rank_.any()) gate_up_.resize(std::max(gate_up_.size(), size_t(batch.tokens) * 2 * m_.inner));
+    const bool small = batch.tokens <= Activations<T>::kMostRowsApart && !low_rank_.any();
+    const Redo redo = small ? Redo::kYes : Redo::kNo;
+    a_.use(batch.tokens, redo);
+    space_.plan_for(batch, m_.heads, small ? m_.layers : 1);
     const size_t half = size_t(blocks) * m_.heads.kv_heads * m_.heads.head_dim * batch.block_size;
-    team_.run([&](int thread) {
+    const auto work = [&](int thread) {
       clock_start(thread);
       start(batch, ids);
-      norm(batch.tokens, m_.layer[0].input_norm, normed_.data());
+      norm(batch.tokens, a_.x(0), m_.layer[0].input_norm, a_.normed(0));
       mark(thread, kElementwise);
       for (int i = 0; i < m_.layers; i++) {
         T* keys = static_cast<T*>(pools[i]);
-        walk(batch, i, keys, keys + half, thread);
+        walk(batch, i, keys, keys + half, small ? i : 0, thread);
         const bool last = i + 1 == m_.layers;
-        norm(batch.tokens, last ? m_.last_norm : m_.layer[i + 1].input_norm, last ? hidden : normed_.data());
+        norm(batch.tokens, a_.x(2 * i + 2), last ? m_.last_norm : m_.layer[i + 1].input_norm,
+             last ? hidden : a_.normed(2 * i + 2));
         mark(thread, kElementwise);
       }
-    });
+    };
+    team_.run(work, redo);
   }
 
   // Rows of `hidden` -> float logits [rows][stride].
   void logits(const T* hidden, int rows, float* out, ptrdiff_t stride) {
-    team_.run([&](int thread) {
+    const Redo redo = rows <= Activations<T>::kMostRowsApart ? Redo::kYes : Redo::kNo;
+    a_.use(rows, redo);
+    const auto work = [&](int thread) {
       clock_start(thread);
-      linear<Into::kStore>(team_, m_.head, hidden, rows, quantized_, Target<float>{out, stride});
+      linear<Into::kStore>(team_, m_.head, hidden, rows, a_.quantized(0), Target<float>{out, stride});
       mark(thread, kLinear);
-    });
+    };
+    team_.run(work, redo);
   }
 
   const double* seconds() const { return seconds_; }
 
  private:
-  int qkv_width() const { return (m_.heads.heads + 2 * m_.heads.kv_heads) * m_.heads.head_dim; }
+  static bool is_quantized(const Model& model) {
+    const auto rounded = [](const Linear& w) { return w.kind == kInt8 || w.kind == kInt4; };
+    bool any = rounded(model.head);
+    for (int i = 0; i < model.layers; i++) {
+      const Layer& layer = model.layer[i];
+      any = any || rounded(layer.qkv) || rounded(layer.output) || rounded(layer.gate_up) || rounded(layer.down);
+    }
+    return any;
+  }
 
-  void walk(const Batch& batch, int number, T* keys, T* values, int thread) {
+  // One layer; attention leaves its partial results at number `partials`.
+  void walk(const Batch& batch, int number, T* keys, T* values, int partials, int thread) {
     const Layer& layer = m_.layer[number];
+    const int begin = 2 * number, middle = begin + 1, end = begin + 2, site = kSites * number;
     Heads heads = m_.heads;
     heads.window = layer.window;
-    low_rank_.begin(team_, layer.qkv, kSites * number + kQkv, normed_.data(), m_.hidden);
-    linear<Into::kStore>(team_, layer.qkv, normed_.data(), batch.tokens, quantized_, Target<T>{qkv_.data(), qkv_width()});
-    low_rank_.finish(team_, kSites * number + kQkv, Target<T>{qkv_.data(), qkv_width()});
+    apply<Into::kStore>(layer.qkv, site + kQkv, batch.tokens, a_.normed(begin), Target<T>{a_.qkv(number), a_.qkv_width()});
     mark(thread, kLinear);
-    rotate_and_write(batch, layer, keys, values);
+    rotate_and_write(batch, layer, number, keys, values);
     mark(thread, kElementwise);
-    Attention<T>(batch, heads, qkv_.data(), qkv_width(), reinterpret_cast<const uint32_t*>(keys),
-                 reinterpret_cast<const uint32_t*>(values), attended_.data(), space_)
+    Attention<T>(batch, heads, a_.queries(number), a_.width(), reinterpret_cast<const uint32_t*>(keys),
+                 reinterpret_cast<const uint32_t*>(values), a_.attended(number), space_, partials)
         .run(team_, thread);
     mark(thread, kAttention);
-    low_rank_.begin(team_, layer.output, kSites * number + kOutput, attended_.data(), m_.heads.heads * m_.heads.head_dim);
-    linear<Into::kAdd>(team_, layer.output, attended_.data(), batch.tokens, quantized_, Target<float>{x_.data(), m_.hidden});
-    low_rank_.finish(team_, kSites * number + kOutput, Target<float>{x_.data(), m_.hidden});
+    apply<Into::kAdd>(layer.output, site + kOutput, batch.tokens, a_.attended(number),
+                      Target<float>{a_.x(middle), m_.hidden, a_.x(begin)});
     mark(thread, kLinear);
-    norm(batch.tokens, layer.post_norm, normed_.data());
+    norm(batch.tokens, a_.x(middle), layer.post_norm, a_.normed(middle));
     mark(thread, kElementwise);
-    gate_and_up(batch, layer.gate_up, number);
-    low_rank_.begin(team_, layer.down, kSites * number + kDown, gated_.data(), m_.inner);
-    linear<Into::kAdd>(team_, layer.down, gated_.data(), batch.tokens, quantized_, Target<float>{x_.data(), m_.hidden});
-    low_rank_.finish(team_, kSites * number + kDown, Target<float>{x_.data(), m_.hidden});
+    gate_and_up(batch, layer.gate_up, site + kGateUp, a_.normed(middle), a_.gated(number));
+    apply<Into::kAdd>(layer.down, site + kDown, batch.tokens, a_.gated(number),
+                      Target<float>{a_.x(end), m_.hidden, a_.x(middle)});
     mark(thread, kLinear);
   }
 
+  // A linear layer with what adapters add to it.
+  template <Into INTO, class Out>
+  void apply(const Linear& weight, int site, int rows, const T* x, Target<Out> target) {
+    if (low_rank_.any()) low_rank_.begin(team_, site, x, weight.depth);
+    linear<INTO>(team_, weight, x, rows, a_.quantized(site), target);
+    if (low_rank_.any()) low_rank_.finish(team_, site, target);
+  }
+
   // With adapters the gate waits for what they add; in floats, so that nothing changes for the rows without one.
-  void gate_and_up(const Batch& batch, const Linear& weight, int number) {
+  void gate_and_up(const Batch& batch, const Linear& weight, int site, const T* x, T* gated) {
     if (!low_rank_.any()) {
-      linear<Into::kGate>(team_, weight, normed_.data(), batch.tokens, quantized_, Target<T>{gated_.data(), m_.inner});
+      apply<Into::kGate>(weight, site, batch.tokens, x, Target<T>{gated, m_.inner});
       return;
     }
     const Target<float> whole{gate_up_.data(), 2 * m_.inner};
-    low_rank_.begin(team_, weight, kSites * number + kGateUp, normed_.data(), m_.hidden);
-    linear<Into::kStore>(team_, weight, normed_.data(), batch.tokens, quantized_, whole);
-    low_rank_.finish(team_, kSites * number + kGateUp, whole);
+    apply<Into::kStore>(weight, site, batch.tokens, x, whole);
     team_.each(batch.tokens, [&](int token) {
       const float* gate = whole.out + token * whole.stride;
-      T* out = &gated_[size_t(token) * m_.inner];
+      T* out = gated + ptrdiff_t(token) * m_.inner;
       for (int d = 0; d < m_.inner; d += kLanes)
         store_narrow(out + d, Silu::of(load<f32x16>(gate + d)) * load<f32x16>(gate + m_.inner + d));
     });
@@ -142,8 +199,8 @@ class Decoder {
   void start(const Batch& batch, const int64_t* ids) {
     const int half = m_.heads.head_dim / 2;
     team_.each(batch.tokens, [&](int token) {
-      embed(ids[token], &x_[size_t(token) * m_.hidden]);
-      float* angle = &angles_[size_t(token) * m_.heads.head_dim];
+      embed(ids[token], a_.x(0) + size_t(token) * m_.hidden);
+      float* angle = a_.angles(token);
       for (int d = 0; d < half; d++) {
         const float turn = float(batch.positions[token]) * m_.inv_freq[d];
         angle[d] = std::cos(turn) * m_.rope_scaling;
@@ -166,10 +223,10 @@ class Decoder {
     }
   }
 
-  void norm(int rows, const float* weight, T* out) {
+  void norm(int rows, const float* from, const float* weight, T* out) {
     const int size = m_.hidden;
     team_.each(rows, [&](int row) {
-      const float* x = &x_[size_t(row) * size];
+      const float* x = from + ptrdiff_t(row) * size;
       f32x16 squares[4] = {};
       int d = 0;
       for (; d + 64 <= size; d += 64)
@@ -187,21 +244,24 @@ class Decoder {
     });
   }
 
-  // Norm and rotate the queries (in place) and the keys of every head; write keys and values to the pool.
-  void rotate_and_write(const Batch& batch, const Layer& layer, T* keys, T* values) {
+  // Norm and rotate the queries and the keys of every head; write keys and values to the pool.
+  void rotate_and_write(const Batch& batch, const Layer& layer, int number, T* keys, T* values) {
     const int kv_heads = m_.heads.kv_heads, group = m_.heads.heads / kv_heads, dim = m_.heads.head_dim;
     team_.each(batch.tokens * kv_heads, [&](int piece) {
       const int token = piece / kv_heads, head = piece % kv_heads;
-      T* row = &qkv_[size_t(token) * qkv_width()];
-      const float* angle = &angles_[size_t(token) * dim];
-      for (int g = 0; g < group; g++) turn(row + (head * group + g) * dim, layer.query_norm, angle);
-      T* key = row + (m_.heads.heads + head) * dim;
-      turn(key, layer.key_norm, angle);
-      write_kv(batch, m_.heads, token, head, key, key + kv_heads * dim, keys, values);
+      const T* row = a_.qkv(number) + ptrdiff_t(token) * a_.qkv_width();
+      T* queries = a_.queries(number) + ptrdiff_t(token) * a_.width();
+      const float* angle = a_.angles(token);
+      for (int g = 0; g < group; g++)
+        turn(row + (head * group + g) * dim, queries + (head * group + g) * dim, layer.query_norm, angle);
+      const T* key = row + (m_.heads.heads + head) * dim;
+      T turned[kMaxHeadDim];
+      turn(key, turned, layer.key_norm, angle);
+      write_kv(batch, m_.heads, token, head, turned, key + kv_heads * dim, keys, values);
     });
   }
 
-  void turn(T* head, const float* weight, const float* angle) {
+  void turn(const T* head, T* out, const float* weight, const float* angle) {
     const int dim = m_.heads.head_dim, half = dim / 2;
     float x[kMaxHeadDim];
     f32x16 squares = {};
@@ -219,7 +279,7 @@ class Decoder {
       x[d] = left * angle[d] - right * angle[half + d];
       x[half + d] = right * angle[d] + left * angle[half + d];
     }
-    for (int d = 0; d < dim; d += kLanes) store_narrow(head + d, load<f32x16>(x + d));
+    for (int d = 0; d < dim; d += kLanes) store_narrow(out + d, load<f32x16>(x + d));
   }
 
   // Where the time goes, by the clock of thread 0.
@@ -239,10 +299,9 @@ class Decoder {
   Team& team_;
   const Model m_;
   AttentionSpace<T> space_;
-  std::vector<float> x_, angles_, gate_up_;
-  std::vector<T> normed_, qkv_, attended_, gated_;
-  Quantized quantized_;
+  Activations<T> a_;
   LowRankProducts<T> low_rank_;
+  std::vector<float> gate_up_;
   std::chrono::steady_clock::time_point last_;
   double seconds_[kParts] = {};
 };

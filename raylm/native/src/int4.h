@@ -138,10 +138,10 @@ void sum_groups(const T* x, int depth, int group, float* out) {
   }
 }
 
-// One thread's share of a product; all threads of the team call it, and a barrier must follow.
+// A product as one phase; all threads of the team call it.
 // `x` is [rows][depth], `x_sums` [rows][groups] where there are offsets.
 template <Into INTO, class T, class Out>
-void int4_share(Team& team, const Linear& w, const T* x, const float* x_sums, int rows, Target<Out> target) {
+void int4_product(Team& team, const Linear& w, const T* x, const float* x_sums, int rows, Target<Out> target) {
   constexpr auto tiles_by_rows = int4_tiles_of<T>(std::make_integer_sequence<int, kInt4Rows>());
   const bool gated = INTO == Into::kGate;
   const int streams = w.columns / kLanes, groups = w.depth / w.group;
@@ -153,9 +153,7 @@ void int4_share(Team& team, const Linear& w, const T* x, const float* x_sums, in
   };
   const auto first_of = [&](int pair) { return gated ? pair : 2 * pair; };
   const auto second_of = [&](int pair) { return gated ? pair + pairs : std::min(2 * pair + 1, streams - 1); };
-  int pair = team.claim(pairs);
-  while (pair < pairs) {
-    const int next_pair = team.claim(pairs);
+  team.share(pairs, [&](int pair, int next_pair) {
     const int first = first_of(pair), second = second_of(pair);
     const Int4Stream pieces[2] = {stream(first), stream(second)};
     const ptrdiff_t apart = second > first ? kLanes : 0;
@@ -175,11 +173,10 @@ void int4_share(Team& team, const Linear& w, const T* x, const float* x_sums, in
           one += load<f32x16>(w.bias + first * kLanes);
           two += load<f32x16>(w.bias + second * kLanes);
         }
-        put<INTO>(target.out + row * target.stride + first * kLanes, one, two, apart);
+        put<INTO>(target, row * target.stride + first * kLanes, one, two, apart);
       }
     }
-    pair = next_pair;
-  }
+  });
 }
 
 }  // namespace raylm

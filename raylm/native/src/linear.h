@@ -24,13 +24,23 @@ constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
 constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
 #endif
 
-// What quantized weights need of x, allocated once for the largest step: its rows in 8 bits, each with a scale of its
-// own, and the sums of its groups.
+// What quantized weights need of x: its rows in 8 bits, each with a scale of its own, and the sums of its groups.
 struct Quantized {
+  uint8_t* values;    // [rows][depth]
+  float* scales;      // [rows]
+  float* group_sums;  // [rows][depth / group]
+};
+
+// The memory of some of them, each for rows of any depth up to the one reserved.
+struct QuantizedSpace {
   void reserve(size_t rows, size_t depth) {
     values.resize(rows * depth);
     scales.resize(rows);
     group_sums.resize(rows * (depth / 8));
+  }
+  // Number `at` of those that have `rows` rows of depth `depth`.
+  Quantized number(size_t at, size_t rows, size_t depth) {
+    return {values.data() + at * rows * depth, scales.data() + at * rows, group_sums.data() + at * rows * (depth / 8)};
   }
   std::vector<uint8_t> values;
   std::vector<float> scales;
@@ -74,10 +84,10 @@ struct Finished<int8_t> {
   }
 };
 
-// One thread's share of a product; all threads of the team call it, and a barrier must follow.
-// `x` is [rows][w.units] units; a thread claims pairs of column groups and asks for the next pair while it computes.
+// A product as one phase; all threads of the team call it. `x` is [rows][w.units] units; a piece is a pair of column
+// groups, and a thread asks for its next pair while it computes.
 template <class T, Into INTO, class Out>
-void multiply_share(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const float* row_scales, int rows,
+void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const float* row_scales, int rows,
                     Target<Out> target) {
   const int groups = w.columns / kLanes;
   const bool gated = INTO == Into::kGate;
@@ -86,9 +96,7 @@ void multiply_share(Team& team, const Linear& w, const typename Lane<T>::Unit* x
   const int tiles = (rows + kRows - 1) / kRows;
   constexpr auto plain = tiles_of<T, 0>(std::make_integer_sequence<int, kRows>());
   constexpr auto asking = tiles_of<T, 1>(std::make_integer_sequence<int, kRows>());
-  int pair = team.claim(pairs);
-  while (pair < pairs) {
-    const int next_pair = team.claim(pairs);
+  team.share(pairs, [&](int pair, int next_pair) {
     const int first = gated ? pair : 2 * pair;
     const int second = gated ? pair + pairs : std::min(2 * pair + 1, groups - 1);
     const uint32_t* const streams[2] = {w.packed + first * size, w.packed + second * size};
@@ -109,12 +117,11 @@ void multiply_share(Team& team, const Linear& w, const typename Lane<T>::Unit* x
       for (int row = begin; row < end; row++) {
         const float scale = row_scales ? row_scales[row] : 1.0f;
         const auto& sum = sums[row - begin];
-        put<INTO>(target.out + row * target.stride + first * kLanes, Finished<T>::of(w, first * kLanes, scale, sum[0]),
+        put<INTO>(target, row * target.stride + first * kLanes, Finished<T>::of(w, first * kLanes, scale, sum[0]),
                   Finished<T>::of(w, second * kLanes, scale, sum[1]), apart);
       }
     }
-    pair = next_pair;
-  }
+  });
 }
 
 // Eight bits a value, symmetric, one scale a row: no request of a batch changes another's numbers.
@@ -141,14 +148,13 @@ void quantize_row(const T* x, int depth, uint8_t* out, float* scale) {
 
 // `out = x . weight^T + bias` by the whole team, in phases of its own: every thread calls it. `x` is [rows][w.depth].
 template <Into INTO, class T, class Out>
-void linear(Team& team, const Linear& w, const T* x, int rows, Quantized& scratch, Target<Out> target) {
+void linear(Team& team, const Linear& w, const T* x, int rows, Quantized scratch, Target<Out> target) {
   if (w.kind == kInt8) {
     team.each(rows, [&](int row) {
       const ptrdiff_t at = ptrdiff_t(row) * w.depth;
       quantize_row(x + at, w.depth, &scratch.values[at], &scratch.scales[row]);
     });
-    multiply_share<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values.data()),
-                                      scratch.scales.data(), rows, target);
+    product<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values), scratch.scales, rows, target);
   } else if (w.kind == kInt4) {
     if (w.offsets) {
       const int groups = w.depth / w.group;
@@ -156,12 +162,11 @@ void linear(Team& team, const Linear& w, const T* x, int rows, Quantized& scratc
         sum_groups(x + ptrdiff_t(row) * w.depth, w.depth, w.group, &scratch.group_sums[ptrdiff_t(row) * groups]);
       });
     }
-    int4_share<INTO, T, Out>(team, w, x, scratch.group_sums.data(), rows, target);
+    int4_product<INTO, T, Out>(team, w, x, scratch.group_sums, rows, target);
   } else {
     typedef typename Lane<T>::Unit Unit;
-    multiply_share<T, INTO, Out>(team, w, reinterpret_cast<const Unit*>(x), nullptr, rows, target);
+    product<T, INTO, Out>(team, w, reinterpret_cast<const Unit*>(x), nullptr, rows, target);
   }
-  team.barrier();
 }
 
 // Bring [columns][units] words into packed form, [ceil(columns / 16)][units][16]; columns that only fill up are 0.

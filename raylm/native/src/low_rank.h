@@ -1,7 +1,7 @@
 // What LoRA adapters (Hu et al. 2021) add to linear layers: `out += up . (down . x)` for the tokens that have one.
 //
 // A step's tokens stand in runs of the same adapter. Two phases a layer: first every run's product down, into rows of
-// its rank, beside the layer's own product; then up from there, each part of a fused layer into its own columns.
+// its rank; after the layer's own product up from there, each part of a fused layer into its own columns.
 #pragma once
 
 #include <algorithm>
@@ -55,19 +55,15 @@ class LowRankProducts {
 
   bool any() const { return !chunks_.empty(); }
 
-  // The products down of a layer's input, before its own product with the weights `beside`, whose barrier ends both;
-  // every thread calls it. `x` is [tokens][depth].
-  void begin(Team& team, const Linear& beside, int site, const T* x, int depth) {
-    if (!any()) return;
+  // The products down of a layer's input; every thread calls it. `x` is [tokens][depth].
+  void begin(Team& team, int site, const T* x, int depth) {
     each(team, [&](int at) { return tasks(chunks_[at].sites[site].down.columns, kDownColumns); },
          [&](int at, int task) { down(at, site, task, x, depth); });
-    if (beside.kind == kInt8 || beside.kind == kInt4) team.barrier();  // these begin with a phase that claims as we do
   }
 
   // Add to the output of the layer, after its own product; every thread calls it.
   template <class Out>
   void finish(Team& team, int site, Target<Out> target) {
-    if (!any()) return;
     each(team,
          [&](int at) {
            int count = 0;
@@ -76,7 +72,6 @@ class LowRankProducts {
            return count;
          },
          [&](int at, int task) { up(at, site, task, target); });
-    team.barrier();
   }
 
  private:
@@ -90,18 +85,16 @@ class LowRankProducts {
 
   static int tasks(int columns, int each) { return (columns + each - 1) / each; }
 
-  // The tasks of all chunks, counted one after the other, shared by the threads; a barrier must follow.
+  // The tasks of all chunks, counted one after the other, as one phase.
   template <class Count, class Work>
   void each(Team& team, const Count& count, const Work& work) {
-    int at = 0, before = 0, here = count(0);
-    for (int task = team.claim();; task = team.claim()) {
-      while (task - before >= here) {
-        if (++at == int(chunks_.size())) return;
-        before += here;
-        here = count(at);
-      }
-      work(at, task - before);
-    }
+    int total = 0;
+    for (int at = 0; at < int(chunks_.size()); at++) total += count(at);
+    team.share(total, [&](int task, int) {
+      int at = 0;
+      for (int here; task >= (here = count(at)); at++) task -= here;
+      work(at, task);
+    });
   }
 
   // What `down` gives for a chunk, the parts one after the other, each [rows][its rank].

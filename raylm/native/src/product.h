@@ -32,20 +32,24 @@ struct Silu {
   static RAYLM_INLINE f32x16 of(f32x16 x) { return x / (1.0f + exp(-max(x, splat(-80.0f)))); }
 };
 
-// Where the result goes: `out` [rows][stride] of type Out. With kGate the first half of the columns gates the second.
+// Where the result goes: `out` [rows][stride] of type Out. With kGate the first half of the columns gates the second,
+// with kAdd it is added to `before`, which may be `out`.
 template <class Out>
 struct Target {
   Out* out;
   ptrdiff_t stride;
+  const Out* before = nullptr;
 };
 
 template <Into INTO, class Out>
-RAYLM_INLINE void put(Out* at, f32x16 first, f32x16 second, ptrdiff_t apart) {
+RAYLM_INLINE void put(const Target<Out>& target, ptrdiff_t offset, f32x16 first, f32x16 second, ptrdiff_t apart) {
+  Out* at = target.out + offset;
   if constexpr (INTO == Into::kGate) {
     store_narrow(at, Silu::of(first) * second);
   } else if constexpr (INTO == Into::kAdd) {
-    store_narrow(at, load_wide(at) + first);
-    if (apart) store_narrow(at + apart, load_wide(at + apart) + second);
+    const Out* from = target.before + offset;
+    store_narrow(at, load_wide(from) + first);
+    if (apart) store_narrow(at + apart, load_wide(from + apart) + second);
   } else {
     store_narrow(at, first);
     if (apart) store_narrow(at + apart, second);

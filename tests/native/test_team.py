@@ -1,0 +1,29 @@
+"""The team of threads: whatever holds its threads up, every phase computes what one thread would."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from raylm.native.build import SOURCES, find_compiler
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that walks a team through random phases while its threads fall asleep."""
+    program = tmp_path_factory.mktemp("team") / "stress"
+    source = Path(__file__).with_name("team_stress.cpp")
+    command = [find_compiler(), "-O2", "-std=c++20", "-pthread", f"-I{SOURCES}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True)
+    return program
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 7])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_phase_is_computed_whole_whoever_is_held_up(stress: Path, threads: int, seed: int) -> None:
+    done = subprocess.run(
+        [stress, str(threads), "20", str(seed)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "right\n"
