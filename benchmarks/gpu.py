@@ -266,9 +266,10 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     results.add({"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")})
     if "greedy" in args.phases:
-        from gpu_greedy import greedy_row
+        from gpu_greedy import greedy_rows
 
-        results.add(greedy_row(args.device))
+        for row in greedy_rows(args.device):
+            results.add(row)
         release(device)
     for shape in args.shape if set(args.phases) - {"greedy"} else []:
         measure(shape, args, device, results)

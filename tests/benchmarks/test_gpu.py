@@ -39,10 +39,11 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [json.loads(line) for line in (out / "gpu.jsonl").read_text().splitlines()]
-    machine, greedy, device, about, one, three, prompt, *theirs = rows
+    machine, questions, beginnings, device, about, one, three, prompt, *theirs = rows
     assert machine["device"]
-    assert greedy["equal"] == greedy["greedy_prompts"] == 20
-    assert greedy["margins"] == []
+    for greedy in (questions, beginnings):
+        assert greedy["equal"] == greedy["prompts"] == 20
+        assert greedy["margins"] == []
     assert device["GB_s"] > 0
     assert about["shape"] == "tiny"
     assert [row["batch"] for row in (one, three)] == [1, 3]
@@ -71,17 +72,12 @@ def test_covered_time_counts_what_overlaps_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_answers_that_part_are_told_with_their_margins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_greedy
+    from gpu_greedy import compare
 
     def completion(tokens: list[int]) -> Completion:
         tops = [[(token, -0.1), (999, -0.1 - 0.5**place)] for place, token in enumerate(tokens)]
         logprobs = [TokenLogprob(token, -0.1, 1, top) for token, top in zip(tokens, tops, strict=True)]
         return Completion(0, "", tokens, "length", logprobs=logprobs)
 
-    def answers(logprobs: int | None = None, *, device: str) -> list[Completion]:
-        return [completion([1, 2, 3]), completion([4, 5, 6 if device == "cpu" else 7])]
-
-    monkeypatch.setattr(gpu_greedy, "answers", answers)
-    row = gpu_greedy.greedy_row("cuda")
-    assert (row["tokens"], row["equal"]) == (6, 19)
-    assert row["margins"] == pytest.approx([0.25])
+    row = compare([completion([1, 2, 3]), completion([4, 5, 6])], [completion([1, 2, 3]), completion([4, 5, 7])])
+    assert row == {"prompts": 2, "tokens": 6, "equal": 1, "margins": [pytest.approx(0.25)]}

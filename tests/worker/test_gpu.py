@@ -48,13 +48,14 @@ def test_a_worker_has_graphs_and_feeds_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they part, the CPU's two best tokens are within 0.01 of each other."""
+    """Questions differ in ties at most; behind beginnings that mean nothing to it, where bfloat16 alone may decide."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from gpu_greedy import greedy_row
+    from gpu_greedy import greedy_rows
 
-    row = greedy_row("cuda", engine={"cuda_graphs": graphs})
-    assert row["greedy_prompts"] == 20
-    assert all(margin < 1e-2 for margin in row["margins"]), row
+    questions, beginnings = greedy_rows("cuda", engine={"cuda_graphs": graphs})
+    assert questions["prompts"] == beginnings["prompts"] == 20
+    assert all(margin < 1e-2 for margin in questions["margins"]), questions
+    assert all(margin < 0.3 for margin in beginnings["margins"]), beginnings
 
 
 def test_a_steady_step_waits_for_nothing_but_the_step_before(tmp_path: Path) -> None:
