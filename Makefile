@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine:  make serve  and  make test
 PYTHON ?= python3
 VENV   := .venv
+OTHERS := .venv-clients
 BIN    := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check conformance format figures clean
+.PHONY: help serve test check conformance clients format figures clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -25,6 +26,10 @@ check: $(VENV)/.dev  ## format, lint, types, layers and figures of the house
 conformance: $(VENV)/.dev  ## check every endpoint's answers against the specifications (URL=… for a running server)
 	@$(BIN)/python -m tests.conformance $(URL)
 
+clients: $(VENV)/.dev $(OTHERS)/.installed  ## try clients that need other packages than ours: litellm, openai 2.x
+	@LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python -m tests.conformance.with_server \
+		$(OTHERS)/bin/python tests/conformance/clients.py {url} openai litellm
+
 format: $(VENV)/.dev  ## write the format, fix what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
@@ -32,8 +37,8 @@ format: $(VENV)/.dev  ## write the format, fix what the linter can
 figures: $(VENV)/.dev  ## print the figures of the house over raylm/
 	@$(BIN)/python tests/house.py
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+clean:  ## remove the virtual environments and caches
+	rm -rf $(VENV) $(OTHERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 $(BIN)/python:
 	@echo "make: creating $(VENV) with $$($(PYTHON) --version)"
@@ -48,3 +53,9 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "make: installing RayLM with its tests' needs (a minute or two the first time)"
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+$(OTHERS)/.installed: tests/conformance/clients.txt
+	@echo "make: installing other clients into $(OTHERS)"
+	@$(PYTHON) -m venv --clear $(OTHERS)
+	@$(OTHERS)/bin/python -m pip install --quiet --requirement $<
+	@touch $@

@@ -23,6 +23,7 @@ _FIELDS = {
     "tool": {"role", "content", "name", "tool_call_id"},
 }
 _EMPTY_WHEN_ECHOED = ("refusal", "annotations", "audio", "function_call")  # of an answer sent back as history
+_WRAPPED = "provider_specific_fields"
 
 
 def template_messages(messages: list[JSONObject]) -> list[JSONObject]:
@@ -51,6 +52,7 @@ def _message(message: JSONObject, path: str) -> JSONObject:
         known = ", ".join(_TEMPLATE_ROLE)
         shown = f"'{clip(role, 30)}'" if isinstance(role, str) else json_name(role)
         raise wrong(f"{path}.role", f"expected one of {known}, but got {shown}")
+    message = _unwrapped(message, path) if role == "assistant" else message
     _check_fields(message, _FIELDS[role], path)
     calls, content = message.get("tool_calls"), message.get("content")
     content = "" if content is None and calls else content
@@ -63,6 +65,16 @@ def _message(message: JSONObject, path: str) -> JSONObject:
     if role == "tool":
         string_field(message, "tool_call_id", path)
     return rendered
+
+
+def _unwrapped(message: JSONObject, path: str) -> JSONObject:
+    """An answer as it was: litellm hands back what OpenAI's messages do not have in a field of its own."""
+    own = {name: value for name, value in message.items() if name != _WRAPPED}
+    wrapped = message.get(_WRAPPED) or {}
+    if not isinstance(wrapped, dict):
+        raise wrong(f"{path}.{_WRAPPED}", f"expected an object, but got {json_name(wrapped)}")
+    _check_fields(wrapped, _FIELDS["assistant"], f"{path}.{_WRAPPED}")
+    return wrapped | own
 
 
 def _check_fields(holder: JSONObject, known: set[str], path: str) -> None:

@@ -1,9 +1,10 @@
 """What client libraries do against a running server: chat, tools, thoughts, responses, embeddings, typed errors.
 
-    python tests/conformance/clients.py URL
+    python tests/conformance/clients.py URL             # all that are installed
+    python tests/conformance/clients.py URL litellm     # those named, which must be installed
 
-runs all that are installed; it needs nothing else of this repository, so that other versions of a library can be tried
-from an environment of their own.
+It needs nothing else of this repository, so that other versions of a library can be tried from an environment of their
+own: `make clients` does.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 MODEL = "embedded"
+HOSTED = f"hosted_vllm/{MODEL}"
 QUESTION = "What is a KV cache?"
 WEATHER = "What is the weather in Rome?"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "The weather of a city.", "parameters": PARAMETERS}
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 ASK: Any = [{"role": "user", "content": QUESTION}]
+# Short calls, so that a least number of tokens makes sure of several: the end may not come before, only another call.
+CITIES = {"type": "string", "enum": ["Rome", "Paris", "Oslo"]}
+SHORT: Any = {**PARAMETERS, "properties": {"city": CITIES}, "additionalProperties": False}
+SEVERAL: Any = {"tools": [{"type": "function", "function": {**FUNCTION, "parameters": SHORT}}]}
+AT_LEAST = {"min_tokens": 80}
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
@@ -74,6 +81,32 @@ def openai_parallel_tools(url: str) -> None:
             assert len({call.id for call in calls}) == len(calls) >= 1
             assert all(isinstance(json.loads(call.function.arguments)["city"], str) for call in calls)
             assert parallel or len(calls) == 1
+
+
+def openai_several_calls(url: str) -> None:
+    """Several calls in one answer, whole and streamed, and an answer to all of their results."""
+    api = _openai(url)
+    ask: Any = [{"role": "user", "content": "What is the weather in Rome and in Paris?"}]
+    common: Any = {"model": MODEL, "messages": ask, "tool_choice": "required", "seed": 1, "extra_body": AT_LEAST}
+    whole = api.chat.completions.create(**common, **SEVERAL).choices[0]
+    with api.chat.completions.stream(**common, **SEVERAL) as stream:
+        done = [event.index for event in stream if event.type == "tool_calls.function.arguments.done"]
+        streamed = stream.get_final_completion().choices[0]
+    calls, again = whole.message.tool_calls, streamed.message.tool_calls
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    assert len({call.id for call in calls}) == len(calls) >= 2
+    assert [call.function.arguments for call in calls] == [call.function.arguments for call in again]
+    assert done == list(range(len(calls)))
+    for call in calls:
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "get_weather"
+        assert arguments.keys() == {"city"}
+        assert arguments["city"] in CITIES["enum"]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny"}'} for call in calls]
+    history: Any = [*ask, whole.message.model_dump(exclude_none=True), *results]
+    told = api.chat.completions.create(model=MODEL, messages=history, temperature=0, **SEVERAL).choices[0]
+    assert told.finish_reason == "stop"
+    assert "sunny" in told.message.content
 
 
 def openai_structured(url: str) -> None:
@@ -189,35 +222,75 @@ def langchain_chat(url: str) -> None:
     assert len(embeddings.embed_documents(["a", "b"])) == 2
 
 
-def litellm_calls(url: str) -> None:
-    """litellm by its OpenAI and Anthropic providers: whole, streamed, tools, embeddings, errors as its types."""
+def litellm_chat(url: str) -> None:
+    """litellm by its OpenAI, vLLM and Anthropic providers: whole and streamed; an answer by the schema of a model."""
+    import litellm
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        name: str
+        people: int
+
+    common = _litellm(url)
+    whole = litellm.completion(model=HOSTED, messages=ASK, **common).choices[0].message.content
+    chunks = litellm.completion(model=HOSTED, messages=ASK, stream=True, **common)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    assert litellm.completion(model=f"openai/{MODEL}", messages=ASK, **common).choices[0].message.content == whole
+    message = litellm.completion(model=f"anthropic/{MODEL}", messages=ASK, **common | {"api_base": url})
+    assert message.choices[0].message.content == whole
+    formed = litellm.completion(model=HOSTED, messages=ASK, response_format=City, **common)
+    assert City.model_validate_json(formed.choices[0].message.content).name is not None
+
+
+def litellm_tools(url: str) -> None:
+    """A call that comes by itself, and a whole round trip of calls that must come, several of them, streamed."""
     import litellm
 
-    common: Any = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 200}
-    name = f"hosted_vllm/{MODEL}"
-    whole = litellm.completion(model=name, messages=ASK, **common)
-    chunks = litellm.completion(model=name, messages=ASK, stream=True, **common)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    ask = [{"role": "user", "content": WEATHER}]
-    (call,) = litellm.completion(model=name, messages=ask, tools=TOOLS, **common).choices[0].message.tool_calls
+    common, ask = _litellm(url), [{"role": "user", "content": WEATHER}]
+    (call,) = litellm.completion(model=HOSTED, messages=ask, tools=TOOLS, **common).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Rome"}
-    other = litellm.completion(model=f"openai/{MODEL}", messages=ASK, **common)
-    assert other.choices[0].message.content == whole.choices[0].message.content
-    message = litellm.completion(model=f"anthropic/{MODEL}", messages=ASK, **common | {"api_base": url})
-    assert message.choices[0].message.content == whole.choices[0].message.content
-    vectors = litellm.embedding(model=name, input=["a"], api_base=f"{url}/v1", api_key="none")
-    assert vectors.data[0]["embedding"]
+    required: Any = common | SEVERAL | {"tool_choice": "required", "extra_body": AT_LEAST}
+    first = litellm.completion(model=HOSTED, messages=ask, **required)
+    chunks = litellm.completion(model=HOSTED, messages=ask, stream=True, **required)
+    again = litellm.stream_chunk_builder(list(chunks)).choices[0].message.tool_calls
+    calls = first.choices[0].message.tool_calls
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert len(calls) >= 2
+    assert [call.function.arguments for call in again] == [call.function.arguments for call in calls]
+    assert all(json.loads(call.function.arguments)["city"] in CITIES["enum"] for call in calls)
+    results = [{"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny"}'} for call in calls]
+    history = [*ask, first.choices[0].message, *results]
+    assert "sunny" in litellm.completion(model=HOSTED, messages=history, **common, **SEVERAL).choices[0].message.content
+
+
+def litellm_rest(url: str) -> None:
+    """Embeddings; errors as litellm's types."""
+    import litellm
+
+    common = _litellm(url)
+    vectors = litellm.embedding(model=HOSTED, input=["a", "b"], api_base=f"{url}/v1", api_key="none")
+    norms = [round(sum(number * number for number in entry["embedding"]), 4) for entry in vectors.data]
+    assert norms == [1, 1]
     long = [{"role": "user", "content": "a " * 30_000}]
-    _raises(litellm.ContextWindowExceededError, lambda: litellm.completion(model=name, messages=long, **common))
+    _raises(litellm.ContextWindowExceededError, lambda: litellm.completion(model=HOSTED, messages=long, **common))
     wrong = common | {"temperature": 3}
-    _raises(litellm.BadRequestError, lambda: litellm.completion(model=name, messages=ASK, **wrong))
+    _raises(litellm.BadRequestError, lambda: litellm.completion(model=HOSTED, messages=ASK, **wrong))
+    _raises(litellm.NotFoundError, lambda: litellm.completion(model="hosted_vllm/gpt", messages=ASK, **common))
 
 
 CHECKS: dict[str, list[Callable[[str], None]]] = {
-    "openai": [openai_chat, openai_tools, openai_parallel_tools, openai_structured, openai_responses, openai_rest],
+    "openai": [
+        openai_chat,
+        openai_tools,
+        openai_parallel_tools,
+        openai_several_calls,
+        openai_structured,
+        openai_responses,
+        openai_rest,
+    ],
     "anthropic": [anthropic_messages],
     "langchain_openai": [langchain_chat],
-    "litellm": [litellm_calls],
+    "litellm": [litellm_chat, litellm_tools, litellm_rest],
 }
 
 
@@ -225,6 +298,13 @@ def _openai(url: str) -> Any:
     import openai
 
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def _litellm(url: str) -> dict[str, Any]:
+    import litellm
+
+    litellm.suppress_debug_info = True  # it would print advice at each error that is asked for
+    return {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 200, "max_retries": 0}
 
 
 def _raises(kind: type[Exception], call: Callable[[], object]) -> Any:
@@ -236,18 +316,20 @@ def _raises(kind: type[Exception], call: Callable[[], object]) -> Any:
 
 
 def main() -> int:
-    """Run what is installed; 1 if anything failed."""
+    """Run what is named, or else what is installed; 1 if anything failed."""
+    url, *named = sys.argv[1:]
     failed = False
-    for library, checks in CHECKS.items():
+    for library in named or CHECKS:
         try:
             module = importlib.import_module(library)
         except ImportError:
-            print(f"--    {library} is not installed")
+            print(f"{'FAIL' if named else '--  '}  {library} is not installed")
+            failed = failed or bool(named)
             continue
         version = getattr(module, "__version__", "")
-        for check in checks:
+        for check in CHECKS[library]:
             try:
-                check(sys.argv[1])
+                check(url)
                 print(f"ok    {library} {version} {check.__name__}")
             except Exception as error:
                 failed = True

@@ -193,6 +193,8 @@ async def test_messages_as_the_template_reads_them(client: httpx.AsyncClient, ll
         {"role": "assistant", "content": None, "tool_calls": [call], **echoed},
         {"role": "tool", "content": "7", "tool_call_id": "c1"},
         {"role": "assistant", "content": "done", "tool_calls": None},
+        {"role": "assistant", "content": "so", "provider_specific_fields": {"refusal": None, "reasoning": "Hm."}},
+        {"role": "assistant", "content": "on", "provider_specific_fields": None},
     ]
     tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
     await post(client, messages=messages, tools=tools, tool_choice="auto", chat_template_kwargs={"think": True})
@@ -207,6 +209,8 @@ async def test_messages_as_the_template_reads_them(client: httpx.AsyncClient, ll
         },
         {"role": "tool", "content": "7", "tool_call_id": "c1"},
         {"role": "assistant", "content": "done"},
+        {"role": "assistant", "content": "so", "reasoning": "Hm."},
+        {"role": "assistant", "content": "on"},
     ]
     assert rendered.tools == tools
     assert rendered.template_kwargs == {"think": True}
