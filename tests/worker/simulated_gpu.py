@@ -297,6 +297,13 @@ def _bracketed(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
     return tensor, indexes if any(index is not None for index in indexes) else []
 
 
+class Stream:
+    """torch.cuda.Stream: all are one queue."""
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
 def _as_meta(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), tree)
 
@@ -313,7 +320,15 @@ def _poison(memory: Tensor) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A machine with a GPU of 1 GiB, an H100 otherwise."""
     device = Gpu()
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+
+    class OwnEvent(Event):  # classes, for others write torch.cuda.Event | None
+        def __init__(self) -> None:
+            super().__init__(device)
+
+    class OwnGraph(Graph):
+        def __init__(self) -> None:
+            super().__init__(device)
+
     stand_ins: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -325,12 +340,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "synchronize": lambda asked=None: device.run(),
-        "Event": lambda: Event(device),
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
+        "Event": OwnEvent,
+        "Stream": Stream,
+        "current_stream": Stream,
         "stream": lambda stream: nullcontext(),
         "graph_pool_handle": lambda: (0, 1),
-        "CUDAGraph": lambda: Graph(device),
+        "CUDAGraph": OwnGraph,
         "graph": device.recording,
     }
     for name, stand_in in stand_ins.items():
