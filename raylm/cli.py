@@ -70,6 +70,7 @@ def run_serve(config: Path) -> None:
         raise KeyboardInterrupt
 
     if "RAY_ADDRESS" in os.environ:
+        say("stage", "ray", f"connecting to {os.environ['RAY_ADDRESS']}")
         ray.init(namespace="serve")
     else:
         ray.init(address="local", namespace="serve", include_dashboard=False)

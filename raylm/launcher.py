@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import signal
@@ -17,7 +16,7 @@ from raylm.checkpoint import resolve
 from raylm.config import IngressConfig
 from raylm.errors import ConfigError
 from raylm.serve_file import ServedFile
-from raylm.serve_process import ServeProcess, check_cluster, claim_port, port_is_free
+from raylm.serve_process import ServeProcess, claim_port, port_is_free
 from raylm.stages import parse
 
 TEARDOWN_S = 7.0
@@ -51,12 +50,9 @@ class Launcher:
         """Serve; return the exit status.
 
         Raises:
-            ConfigError: no Ray is where RAY_ADDRESS says, the port is taken, the host is none of this machine's, or
-                the model is not there.
+            ConfigError: the port is taken, the host is none of this machine's, or the model is not there.
         """
         config, served = self._served.config, self._served
-        if "RAY_ADDRESS" in os.environ:
-            check_cluster(os.environ["RAY_ADDRESS"])
         claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None
         if claim is None:
             raise ConfigError(f"http_options.port: something listens on port {served.port} already.")

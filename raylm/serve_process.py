@@ -16,7 +16,6 @@ from pathlib import Path
 from raylm.errors import ConfigError
 
 _POLL_S = 0.05
-_CONNECT_S = 5.0
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray would run its workers at nice 15: behind everything else on the machine
     "RAY_prestart_worker_first_driver": "0",  # no process can be used that started before its environment was known
@@ -49,21 +48,6 @@ def port_is_free(host: str, port: int) -> bool:
             reason = error.strerror or str(error)
             raise ConfigError(f"http_options: cannot listen on {host}:{port}: {reason}.") from error
     return True
-
-
-def check_cluster(address: str) -> None:
-    """See that somebody listens where a Ray is said to be: Ray itself tries for minutes and says nothing.
-
-    Raises:
-        ConfigError: nobody does.
-    """
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        return  # "auto", and whatever else Ray understands
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"RAY_ADDRESS: no Ray answers at {address} ({error}).") from error
 
 
 def claim_port(port: int, host: str = "") -> socket.socket | None:

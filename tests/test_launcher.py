@@ -17,7 +17,7 @@ from raylm.cli import app
 from raylm.config import IngressConfig, knobs
 from raylm.errors import ConfigError
 from raylm.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
-from raylm.serve_process import check_cluster, claim_port, port_is_free, serve_ports, session_members
+from raylm.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.stages import parse, say
 from tests.serving import ROOT
 
@@ -156,17 +156,6 @@ def test_where_nobody_can_listen_is_told_from_where_somebody_does() -> None:
         port_is_free("192.0.2.77", 81)  # of the block for documentation
     with pytest.raises(ConfigError, match="cannot listen on no such host:81"):
         port_is_free("no such host", 81)
-
-
-def test_a_ray_that_is_not_there_is_said_at_once() -> None:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
-        check_cluster(address)
-    with pytest.raises(ConfigError, match=f"RAY_ADDRESS: no Ray answers at {address}"):
-        check_cluster(address)
-    check_cluster("auto")
 
 
 def test_servers_that_start_together_take_different_ports() -> None:
