@@ -1,4 +1,4 @@
-"""Entrance: outermost in a replica's server, where a crowd is let into Ray Serve's own handling one by one."""
+"""Entrance: outermost in a replica's server, where a crowd is let into Ray Serve's own handling a few at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from raylm.ingress.turnstile import Turnstile
 
 _PROBES = ("/health", "/ready")
 _SERVES = "/-/"
-# Of each request that is let in. uvloop takes up one connection a turn: turns that do little else keep short the time
-# for which a probe stands behind a crowd that has not even been taken up, and give it room afterwards. Without a crowd
-# sixteen turns are a fraction of a millisecond.
-_TURNS = 16
 
 
 class Entrance:
@@ -20,7 +16,7 @@ class Entrance:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turnstile = Turnstile(per_turn=1, turns=_TURNS)
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection scope, at once or in a later turn."""
