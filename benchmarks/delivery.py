@@ -128,7 +128,7 @@ def serve(scratch: Path, model: str, notes: Path) -> subprocess.Popen[bytes]:
     application["runtime_env"]["env_vars"][NOTES] = str(notes)
     path = scratch / "serve.yaml"
     path.write_text(yaml.safe_dump(data))
-    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "RAY_worker_niceness": "0"}
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "RAY_worker_niceness": "0", "RAY_ADDRESS": "local"}
     command = [str(Path(sys.executable).with_name("serve")), "run", str(path)]
     with (scratch / "log").open("w") as log:
         return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
