@@ -88,6 +88,9 @@ class EngineConfig(Frozen):
     num_cpus: float = Field(
         0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."
     )
+    step_timeout_s: float = Field(
+        300, gt=0, description="A worker that takes longer for one step is lost, and replaced; not with executor local."
+    )
 
     @model_validator(mode="after")
     def _ranks_are_actors(self) -> EngineConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -58,10 +59,12 @@ def start() -> Iterator[Start]:
     """Starts engines, which end with the test."""
     actors: list[ActorHandle] = []
 
-    def start_engine(name: str | None = None, worker_class: type = FakeWorker, **fake: int) -> EngineActors:
+    def start_engine(
+        name: str | None = None, worker_class: type = FakeWorker, config: Config = CONFIG, **fake: int
+    ) -> EngineActors:
         name = name or uuid.uuid4().hex
         worker = ray.remote(worker_class).options(num_cpus=0.1).remote(**fake)
-        core = create_engine_core(CONFIG, name, name, [worker], num_cpus=0.1)
+        core = create_engine_core(config, name, name, [worker], num_cpus=0.1)
         actors.extend((core, worker))
         return EngineActors(name, core, worker)
 
@@ -180,6 +183,26 @@ async def test_a_step_that_fails_ends_the_engine_and_says_why(start: Start) -> N
     assert await run == "RuntimeError: out of everything"
     with pytest.raises(EngineDiedError):
         await read(client.outputs(), {1})
+
+
+class HangingWorker(FakeWorker):
+    """A worker whose first step never ends."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Hang."""
+        time.sleep(600)
+        raise AssertionError
+
+
+async def test_a_worker_that_hangs_in_a_step_is_lost(start: Start) -> None:
+    engine = start(worker_class=HangingWorker, config=Config.model_validate({"engine": {"step_timeout_s": 0.5}}))
+    run = await running(engine)
+    client = await RayEngineClient.connect(engine.core)
+    client.add(request(1, 5))
+    async with asyncio.timeout(20):
+        assert await run == "A step has taken longer than engine.step_timeout_s, 0.5 s."
+        with pytest.raises(EngineDiedError):
+            await read(client.outputs(), {1})
 
 
 class UnservableWorker(FakeWorker):

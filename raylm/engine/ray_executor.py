@@ -113,11 +113,13 @@ def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:
 class RayExecutor(ModelExecutor):
     """Drives worker actors that somebody else created, so that they start beside the EngineCore and not after it.
 
-    Every worker is handed every step at once; only the first one's result is awaited.
+    Every worker is handed every step at once; only the first one's result is awaited, at most ``timeout_s`` seconds:
+    a worker that hangs gives no other sign of it.
     """
 
-    def __init__(self, workers: list[ActorHandle]) -> None:
+    def __init__(self, workers: list[ActorHandle], timeout_s: float) -> None:
         self._workers = workers
+        self._timeout_s = timeout_s
         self._ways: list[Way] = []
 
     async def start(self) -> WorkerInfo:
@@ -139,7 +141,16 @@ class RayExecutor(ModelExecutor):
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         """Submit the step before returning; the awaitable only waits."""
         results = [way(plan) for way in self._ways]
-        return self._result(results[0])
+        return self._in_time(self._result(results[0]))
+
+    async def _in_time(self, result: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await result
+        except TimeoutError as error:
+            raise EngineDiedError(
+                f"A step has taken longer than engine.step_timeout_s, {self._timeout_s:g} s."
+            ) from error
 
     async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
         try:
