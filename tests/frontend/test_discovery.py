@@ -6,21 +6,44 @@ import asyncio
 
 import pytest
 
+from raylm.engine import NAMESPACE
 from raylm.frontend import discovery
 
 
-async def test_a_look_for_engines_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
+class Client:
+    """All that Discovery asks of a client."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+
+async def test_an_engine_is_found_after_looks_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+    client = Client()
 
     def list_named_actors(all_namespaces: bool) -> list[dict[str, str]]:
-        loop.call_soon_threadsafe(looks.put_nowait, 1)
-        raise ConnectionError("the control plane is away")
+        nonlocal looks
+        looks += 1
+        if looks < 3:
+            raise ConnectionError("the control plane is away")
+        names = [("EngineCore:a", NAMESPACE), ("EngineCore:b", "another"), ("Other", NAMESPACE)]
+        return [{"name": name, "namespace": namespace} for name, namespace in names]
+
+    async def connect(core: object) -> Client:
+        assert core == "the actor EngineCore:a"
+        return client
 
     monkeypatch.setattr(discovery, "list_named_actors", list_named_actors)
     monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
-    watching = discovery.Discovery("EngineCore:", lambda client: None)
+    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: f"the actor {name}")
+    monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
+    found: asyncio.Queue[object] = asyncio.Queue()
+    watching = discovery.Discovery("EngineCore:", found.put_nowait)
     async with asyncio.timeout(30):
-        for _ in range(3):
-            await looks.get()
+        assert await found.get() is client
+    assert [record.getMessage() for record in caplog.records] == [
+        "Ray could not be asked for engines, and will be again: the control plane is away"
+    ] * 2
     watching.stop()
