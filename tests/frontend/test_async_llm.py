@@ -187,9 +187,14 @@ async def test_a_request_that_fails_ends_alone(llm: AsyncLLM, engine: PlayedEngi
 
 
 async def test_tokens_that_cannot_be_decoded_end_their_request_alone(llm: AsyncLLM, engine: PlayedEngine) -> None:
-    bad, good = begin(llm), begin(llm)
+    await ends_alone(begin(llm), -1, llm, engine)
+
+
+async def ends_alone(bad: asyncio.Task[Any], token: int, llm: AsyncLLM, engine: PlayedEngine) -> None:
+    """Check that ``token`` ends the request ``bad``, and nothing else."""
+    good = begin(llm)
     await settle()
-    engine.say((engine.added[0].key, 0, [-1], None), (engine.added[1].key, 0, [EOS], "stop"))
+    engine.say((engine.added[0].key, 0, [token], None), (engine.added[1].key, 0, [EOS], "stop"))
     with pytest.raises(RayLMError, match="could not be decoded"):
         await bad
     assert (await good)[-1].finished
@@ -212,15 +217,7 @@ async def test_an_answer_that_cannot_be_read_ends_its_request_alone(llm: AsyncLL
         async with aclosing(llm.generate("hello", SamplingParams(), head, answer_format=form)) as outputs:
             await anext(outputs)
 
-    bad, good = asyncio.create_task(read()), begin(llm)
-    await settle()
-    engine.say((engine.added[0].key, 0, [5], None), (engine.added[1].key, 0, [EOS], "stop"))
-    with pytest.raises(RayLMError, match="could not be decoded"):
-        await bad
-    assert (await good)[-1].finished
-    await settle()
-    assert engine.stopped == [(engine.added[0].key, 0)]
-    assert llm.is_ready
+    await ends_alone(asyncio.create_task(read()), 5, llm, engine)
 
 
 async def test_the_prompts_own_computation_tells_what_was_cached(llm: AsyncLLM, engine: PlayedEngine) -> None:
