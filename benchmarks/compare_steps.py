@@ -92,7 +92,7 @@ class StepBench:
 
     def __init__(self, config: Config, worker: Any) -> None:
         self._worker = worker
-        self._executor = NotingExecutor(RayExecutor([worker], config.engine.step_timeout_s))
+        self._executor = NotingExecutor(RayExecutor([worker]))
         self._core = EngineCore(config, self._executor)
         self._scheduler = Clock()
 

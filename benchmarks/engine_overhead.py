@@ -92,7 +92,7 @@ class Bench:
 
 def _executor(config: Config, forward_s: float | None, worker: Any) -> ModelExecutor:
     if worker is not None:
-        return RayExecutor([worker], config.engine.step_timeout_s)
+        return RayExecutor([worker])
     prepare_process()
     return LocalExecutor(config) if forward_s is None else LocalExecutor(config, lambda _: FixedTimeWorker(forward_s))
 

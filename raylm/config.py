@@ -89,7 +89,7 @@ class EngineConfig(Frozen):
         0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."
     )
     step_timeout_s: float = Field(
-        300, gt=0, description="A worker that takes longer for one step is lost, and replaced; not with executor local."
+        300, gt=0, description="A worker that takes longer for one step is given up; a served engine is then replaced."
     )
 
     @model_validator(mode="after")

@@ -123,8 +123,8 @@ class FakeWorker:
             kv_cache_bytes=0,
         )
 
-    def steps_address(self) -> None:
-        """As a Ray actor it takes steps as Ray's calls alone."""
+    def open_channel(self, node_id: str) -> None:
+        """As a Ray actor it takes steps as Ray's calls alone, as from another node."""
 
     def load_adapter(self, adapter: int, path: str) -> None:
         """Take it in; a path that begins with "bad" is refused."""

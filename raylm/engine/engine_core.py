@@ -180,8 +180,17 @@ class EngineCore:
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         assert self._in_flight, "requests are open, nothing is in flight, and nothing can be scheduled"
         plan, result = self._in_flight[0]
-        self._deliver(self.scheduler.update(plan, await result))
+        self._deliver(self.scheduler.update(plan, await self._in_time(result)))
         self._in_flight.popleft()
+
+    async def _in_time(self, result: asyncio.Future[ModelRunnerOutput]) -> ModelRunnerOutput:
+        """The result of the oldest step, which has the worker to itself; a worker that hangs gives no other sign."""
+        limit_s = self._config.engine.step_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await result
+        except TimeoutError as error:
+            raise EngineDiedError(f"A step has taken longer than engine.step_timeout_s, {limit_s:g} s.") from error
 
     async def run(self) -> None:
         """Step while there is work, wait while there is none; ends only by cancellation or with the engine.

@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raylm.config import Config
 from raylm.engine.model_executor import ModelExecutor
-from raylm.engine.step_channel import StepAddress, StepClient, StepFailure, StepServer
+from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
@@ -77,12 +77,14 @@ class WorkerActor:
     def start(self, port: int = 0) -> WorkerInfo:
         """Load weights, profile, allocate the KV pool; several ranks meet at ``port``."""
         info = self._worker.start(port)
-        self._steps = StepServer(self._worker.launch, overlapped=info.device != "cpu")
+        self._overlapped = info.device != "cpu"
         return info
 
-    def steps_address(self) -> StepAddress | None:
-        """Where steps may be sent by who is on this node; None where they only come as Ray's calls."""
-        return StepAddress(ray.get_runtime_context().get_node_id(), self._steps.path)
+    def open_channel(self, node_id: str) -> str | None:
+        """Take steps from an EngineCore on that node, and say where; None if it is another node than this one."""
+        if node_id != ray.get_runtime_context().get_node_id():
+            return None
+        return StepServer(self._worker.launch, overlapped=self._overlapped).path
 
     def ping(self) -> None:
         """Give a sign of life, between two steps."""
@@ -113,13 +115,11 @@ def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:
 class RayExecutor(ModelExecutor):
     """Drives worker actors that somebody else created, so that they start beside the EngineCore and not after it.
 
-    Every worker is handed every step at once; only the first one's result is awaited, at most ``timeout_s`` seconds:
-    a worker that hangs gives no other sign of it.
+    Every worker is handed every step at once; only the first one's result is awaited.
     """
 
-    def __init__(self, workers: list[ActorHandle], timeout_s: float) -> None:
+    def __init__(self, workers: list[ActorHandle]) -> None:
         self._workers = workers
-        self._timeout_s = timeout_s
         self._ways: list[Way] = []
 
     async def start(self) -> WorkerInfo:
@@ -141,16 +141,7 @@ class RayExecutor(ModelExecutor):
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         """Submit the step before returning; the awaitable only waits."""
         results = [way(plan) for way in self._ways]
-        return self._in_time(self._result(results[0]))
-
-    async def _in_time(self, result: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await result
-        except TimeoutError as error:
-            raise EngineDiedError(
-                f"A step has taken longer than engine.step_timeout_s, {self._timeout_s:g} s."
-            ) from error
+        return self._result(results[0])
 
     async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
         try:
@@ -188,10 +179,10 @@ async def way_to(worker: ActorHandle) -> Way:
     Raises:
         RayError: the worker is gone.
     """
-    address: StepAddress | None = await worker.steps_address.remote()
-    if address is None or address.node_id != ray.get_runtime_context().get_node_id():
+    path: str | None = await worker.open_channel.remote(ray.get_runtime_context().get_node_id())
+    if path is None:
         return worker.execute.remote  # type: ignore[no-any-return]  # Ray's handles have no types
-    client = await StepClient.connect(address.path)
+    client = await StepClient.connect(path)
 
     async def outcome(sent: Awaitable[ModelRunnerOutput | StepFailure]) -> ModelRunnerOutput:
         try:

@@ -31,14 +31,6 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class StepAddress:
-    """Where a worker takes steps: the node it is on, in Ray's words, and the path of its socket there."""
-
-    node_id: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepFailure:
     """What a step came to instead of a result."""
 

@@ -39,7 +39,7 @@ class TensorParallelExecutor(RayExecutor):
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         """Submit the step to all ranks before returning."""
-        return self._in_time(self._first([way(plan) for way in self._ways]))
+        return self._first([way(plan) for way in self._ways])
 
     async def _first(self, refs: list[Awaitable[ModelRunnerOutput]]) -> ModelRunnerOutput:
         results = await _all_or_cause(refs)
@@ -79,5 +79,4 @@ def _distance(error: BaseException) -> int:
 
 def create_executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
     """The executor over the workers that there are."""
-    kind = RayExecutor if config.engine.tensor_parallel_size == 1 else TensorParallelExecutor
-    return kind(workers, config.engine.step_timeout_s)
+    return RayExecutor(workers) if config.engine.tensor_parallel_size == 1 else TensorParallelExecutor(workers)

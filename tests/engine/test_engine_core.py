@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -336,6 +336,32 @@ async def test_an_engine_that_cannot_go_on_does_not_hang(monkeypatch: pytest.Mon
     monkeypatch.setattr(core.scheduler.kv, "admit", lambda *args, **kwargs: None)
     with pytest.raises(EngineDiedError, match="nothing can be scheduled"):
         await core.run()
+
+
+LIMITED = Config.model_validate({"engine": {"step_timeout_s": 0.2}})
+
+
+async def test_a_step_has_its_time_for_itself_and_not_with_the_one_before_it() -> None:
+    async with running(FakeExecutor(delay_s=0.15), LIMITED) as core:
+        outbox = core.connect("a")
+        core.add("a", some(1, max_tokens=4))
+        await collect(outbox, 1)
+
+
+async def test_a_worker_that_hangs_in_a_step_is_given_up() -> None:
+    class Hanging(FakeExecutor):
+        def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
+            return super().execute(plan) if plan.step < 3 else asyncio.get_running_loop().create_future()
+
+    core = EngineCore(LIMITED, Hanging())
+    await core.start()
+    outbox = core.connect("a")
+    core.add("a", some(1))
+    with pytest.raises(EngineDiedError, match=r"longer than engine\.step_timeout_s, 0\.2 s"):
+        await core.run()
+    with pytest.raises(EngineDiedError):
+        await collect(outbox, 1)
+    await core.shutdown()
 
 
 # -------------------------------------------------------------------- LocalExecutor
