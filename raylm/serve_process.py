@@ -58,8 +58,10 @@ def claim_port(port: int, host: str = "") -> socket.socket | None:
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0raylm-port-{host}-{port}")  # an abstract name: no file that could be left behind
-    except OSError:
+    except OSError as error:
         claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise  # a system without such names would never give one
         return None
     return claim
 
