@@ -31,10 +31,10 @@ from ray.serve import Application
 from serving import Answer, Client, closed_loop, quantile
 
 import raylm.app
+from raylm.cli.serve_process import session_members
 from raylm.config import Config
 from raylm.engine import Engine, ray_executor
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
-from raylm.serve_process import session_members
 
 NOTES = "DELIVERY_NOTES"  # names the file of the times, for the worker's process
 HERE = Path(__file__).parent

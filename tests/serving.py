@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
-from raylm.serve_process import session_members
+from raylm.cli.serve_process import session_members
 
 ROOT = Path(__file__).parent.parent
 START_LIMIT_S = 120
@@ -66,7 +66,7 @@ class Server:
         self.log = path.with_suffix(".log")
         with self.log.open("w") as log:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "raylm.cli", "serve", str(path)],
+                [sys.executable, "-m", "raylm.cli.main", "serve", str(path)],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from raylm.checkpoint import EMBEDDED, Checkpoint
-from raylm.serve_process import port_is_free
+from raylm.cli.serve_process import port_is_free
 from tests.ingress.bad_inputs import bad_inputs
 from tests.ingress.test_bad_inputs import LIMIT_S, good_answer, refuse
 from tests.reference import greedy, random_prompts
@@ -216,7 +216,7 @@ def test_a_start_that_cannot_succeed_ends_with_one_message(
     tmp_path: Path, args: dict[str, object], said: str, status: int
 ) -> None:
     path = serve_file(tmp_path / "serve.yaml", free_port(), ARGS | args)
-    command = [sys.executable, "-m", "raylm.cli", "serve", str(path)]
+    command = [sys.executable, "-m", "raylm.cli.main", "serve", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == status
     written = done.stdout + done.stderr
@@ -231,7 +231,7 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         path = serve_file(tmp_path / "serve.yaml", port, ARGS)
-        command = [sys.executable, "-m", "raylm.cli", "serve", str(path)]
+        command = [sys.executable, "-m", "raylm.cli.main", "serve", str(path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert f"port {port}" in done.stderr

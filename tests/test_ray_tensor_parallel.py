@@ -19,12 +19,12 @@ from ray.exceptions import RayError
 
 from raylm import LLM, SamplingParams
 from raylm.checkpoint import EMBEDDED
+from raylm.cli.serve_process import port_is_free
 from raylm.config import Config
 from raylm.engine import as_raylm_error, create_engine_core, create_worker
 from raylm.errors import ConfigError, EngineDiedError, PeerLostError
 from raylm.frontend import RayEngineClient
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
-from raylm.serve_process import port_is_free
 from tests.checkpoints import make_checkpoint
 from tests.fakes import FakeWorker
 from tests.reference import greedy, random_prompts

@@ -27,8 +27,8 @@ def serve(
     verbose: Annotated[bool, typer.Option(help="Show everything that Ray writes.")] = False,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
-    from raylm.launcher import Launcher
-    from raylm.serve_file import read_serve_file
+    from raylm.cli.launcher import Launcher
+    from raylm.cli.serve_file import read_serve_file
 
     try:
         status = Launcher(read_serve_file(config), verbose).run()
@@ -59,7 +59,7 @@ def run_serve(config: Path) -> None:
     from ray import serve
     from ray.serve.scripts import cli
 
-    from raylm.node_watch import end_with
+    from raylm.cli.node_watch import end_with
     from raylm.stages import say
 
     def delete_apps_first(number: int, frame: FrameType | None) -> None:

@@ -13,11 +13,11 @@ import yaml
 from typer.testing import CliRunner
 
 from raylm import launcher, node_watch
-from raylm.cli import app
+from raylm.cli.main import app
+from raylm.cli.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
+from raylm.cli.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.config import IngressConfig, knobs
 from raylm.errors import ConfigError
-from raylm.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
-from raylm.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.stages import parse, say
 from tests.serving import ROOT
 

@@ -13,10 +13,10 @@ from types import FrameType
 
 from raylm import __version__
 from raylm.checkpoint import resolve
+from raylm.cli.serve_file import ServedFile
+from raylm.cli.serve_process import ServeProcess, claim_port, port_is_free
 from raylm.config import IngressConfig
 from raylm.errors import ConfigError
-from raylm.serve_file import ServedFile
-from raylm.serve_process import ServeProcess, claim_port, port_is_free
 from raylm.stages import parse
 
 TEARDOWN_S = 7.0

@@ -96,7 +96,7 @@ class ServeProcess:
         ports, self._claims = serve_ports()
         self.lines: queue.Queue[str] = queue.Queue()  # a SimpleQueue's timeout is lost when a signal comes in its end
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "raylm.cli", "run-serve", str(path)],
+            [sys.executable, "-m", "raylm.cli.main", "run-serve", str(path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
