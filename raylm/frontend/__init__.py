@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.frontend.adapters import AdapterDirectory
-    from raylm.frontend.admission import Admission, Hold
-    from raylm.frontend.answer_format import AnswerFormat
+    from raylm.frontend.admission.queue import Admission, Hold
+    from raylm.frontend.answers.answer_format import AnswerFormat
+    from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest, NamedTool, ToolChoice
     from raylm.frontend.async_llm import AsyncLLM
-    from raylm.frontend.chat_request import ChatPrompt, ChatRequest, NamedTool, ToolChoice
-    from raylm.frontend.discovery import Discovery
-    from raylm.frontend.engine_client import EngineClient
-    from raylm.frontend.local_engine_client import LocalEngineClient
-    from raylm.frontend.offload import LARGE, aside
+    from raylm.frontend.engines.adapters import AdapterDirectory
+    from raylm.frontend.engines.discovery import Discovery
+    from raylm.frontend.engines.engine_client import EngineClient
+    from raylm.frontend.engines.local_engine_client import LocalEngineClient
+    from raylm.frontend.engines.ray_engine_client import RayEngineClient
+    from raylm.frontend.engines.router import Router
     from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta, join_calls
-    from raylm.frontend.ray_engine_client import RayEngineClient
     from raylm.frontend.request_head import RequestHead
-    from raylm.frontend.router import Router
+    from raylm.frontend.threads import LARGE, aside
 
 __all__ = [
     "LARGE",
@@ -47,20 +47,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LARGE": "raylm.frontend.offload",
-    "AdapterDirectory": "raylm.frontend.adapters",
-    "Admission": "raylm.frontend.admission",
-    "AnswerFormat": "raylm.frontend.answer_format",
+    "LARGE": "raylm.frontend.threads",
+    "AdapterDirectory": "raylm.frontend.engines.adapters",
+    "Admission": "raylm.frontend.admission.queue",
+    "AnswerFormat": "raylm.frontend.answers.answer_format",
     "AsyncLLM": "raylm.frontend.async_llm",
-    "aside": "raylm.frontend.offload",
-    "Discovery": "raylm.frontend.discovery",
-    "EngineClient": "raylm.frontend.engine_client",
-    "Hold": "raylm.frontend.admission",
-    "LocalEngineClient": "raylm.frontend.local_engine_client",
-    "RayEngineClient": "raylm.frontend.ray_engine_client",
+    "aside": "raylm.frontend.threads",
+    "Discovery": "raylm.frontend.engines.discovery",
+    "EngineClient": "raylm.frontend.engines.engine_client",
+    "Hold": "raylm.frontend.admission.queue",
+    "LocalEngineClient": "raylm.frontend.engines.local_engine_client",
+    "RayEngineClient": "raylm.frontend.engines.ray_engine_client",
     "RequestHead": "raylm.frontend.request_head",
-    "Router": "raylm.frontend.router",
-} | dict.fromkeys(("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"), "raylm.frontend.chat_request")
+    "Router": "raylm.frontend.engines.router",
+} | dict.fromkeys(("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"), "raylm.frontend.answers.chat_request")
 _HOMES |= dict.fromkeys(
     ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"), "raylm.frontend.outputs"
 )

@@ -8,23 +8,23 @@ from typing import Any
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError, UnsupportedFieldError
-from raylm.frontend.adapters import AdapterDirectory
-from raylm.frontend.admission import Admission, Hold
-from raylm.frontend.answer_format import AnswerFormat
-from raylm.frontend.chat_processor import ChatProcessor
-from raylm.frontend.chat_request import ChatPrompt, ChatRequest
-from raylm.frontend.chat_template import ChatTemplate, check_templates, content_chars
-from raylm.frontend.engine_client import EngineClient
-from raylm.frontend.grammar_compiler import GrammarCompiler
+from raylm.frontend.admission.queue import Admission, Hold
+from raylm.frontend.answers.answer_format import AnswerFormat
+from raylm.frontend.answers.chat_processor import ChatProcessor
+from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest
+from raylm.frontend.answers.grammar_compiler import GrammarCompiler
+from raylm.frontend.engines.adapters import AdapterDirectory
+from raylm.frontend.engines.engine_client import EngineClient
+from raylm.frontend.engines.router import RoutedEngine, Router
 from raylm.frontend.input_processor import InputProcessor, Limits, default_max_tokens, sampling_defaults
 from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.pooling import PoolingDefaults, pooling_defaults
 from raylm.frontend.request_head import RequestHead
-from raylm.frontend.router import RoutedEngine, Router
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.tokenizer import Tokenizer
+from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
+from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest
 from raylm.params import PoolingParams, SamplingParams
 

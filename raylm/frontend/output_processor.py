@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from itertools import repeat
 
 from raylm.errors import RayLMError
-from raylm.frontend.answer_format import AnswerFormat, AnswerReader
+from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import CompletionDelta, TokenLogprob
-from raylm.frontend.sequence_text import SequenceText
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.tokenizer import Tokenizer
+from raylm.frontend.text.sequence_text import SequenceText
+from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, Logprobs
 
 logger = logging.getLogger("raylm.frontend")

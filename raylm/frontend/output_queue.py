@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from raylm.errors import RayLMError
-from raylm.frontend.offload import aside
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, join_calls
+from raylm.frontend.threads import aside
 from raylm.messages import EngineCoreRequest
 
 PromptLogprobs = list[TokenLogprob | None]

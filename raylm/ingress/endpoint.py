@@ -11,12 +11,12 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from raylm.frontend import Admission
+from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
+from raylm.frontend.admission.throttle import Turnstile
 from raylm.ingress.deadline import Deadline
 from raylm.ingress.envelope import as_known_error, error_event, logger
 from raylm.ingress.json_body import JSONObject, check_head, content_length, read_json_object
-from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 from raylm.ingress.protocol import Body
-from raylm.ingress.turnstile import Turnstile
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks

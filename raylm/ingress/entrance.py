@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylm.ingress.turnstile import Turnstile
+from raylm.frontend.admission.throttle import Turnstile
 
 _PROBES = ("/health", "/ready")
 _SERVES = "/-/"

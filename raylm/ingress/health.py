@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 import raylm
 from raylm.errors import EngineUnavailableError, ShuttingDownError
+from raylm.frontend.admission.lifecycle import Lifecycle
 from raylm.ingress.http_metrics import HTTPMetrics
-from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.openapi import endpoints
 
 if TYPE_CHECKING:

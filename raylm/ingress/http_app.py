@@ -14,6 +14,8 @@ from starlette.routing import Route
 from raylm.config import Config, IngressConfig
 from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError
 from raylm.frontend import Admission
+from raylm.frontend.admission.lifecycle import Lifecycle
+from raylm.frontend.admission.throttle import Turnstile
 from raylm.ingress.adapters import LoadAdapter, UnloadAdapter
 from raylm.ingress.anthropic import CountTokens, CreateMessage
 from raylm.ingress.chat import ChatCompletions
@@ -27,7 +29,6 @@ from raylm.ingress.envelope import clip, error_response
 from raylm.ingress.health import health_routes
 from raylm.ingress.http_metrics import HTTPMetrics
 from raylm.ingress.keys import KeyGate, read_keys
-from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.models import model_routes
 from raylm.ingress.openapi import openapi_route
 from raylm.ingress.response_routes import response_routes
@@ -35,7 +36,6 @@ from raylm.ingress.response_store import Responses, ResponseStore
 from raylm.ingress.responses import CreateResponse
 from raylm.ingress.scores import Rerank, Score
 from raylm.ingress.tokenize import Detokenize, Tokenize
-from raylm.ingress.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM

@@ -13,11 +13,11 @@ import orjson
 
 from raylm.errors import NotFoundError
 from raylm.frontend import aside
+from raylm.frontend.admission.lifecycle import Lifecycle
 from raylm.ingress.conversations import Conversations
 from raylm.ingress.endpoint import Answer, Chunks
 from raylm.ingress.envelope import logger
 from raylm.ingress.json_body import JSONObject
-from raylm.ingress.lifecycle import Lifecycle
 from raylm.ingress.logprobs import TokenTexts
 from raylm.ingress.models import check_model
 from raylm.ingress.protocol_responses import PARAM_NAMES, ResponsesRequest

@@ -9,7 +9,7 @@ import pytest
 
 from raylm.config import Config
 from raylm.frontend import AsyncLLM
-from raylm.frontend.tokenizer import Tokenizer
+from raylm.frontend.text.tokenizer import Tokenizer
 from tests.frontend.checkpoints import byte_fallback, byte_level, write_checkpoint
 from tests.frontend.played_engine import PlayedEngine
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raylm.errors import OverloadedError
 from raylm.frontend import Admission, AsyncLLM, Hold, RequestHead
-from raylm.frontend.admission import CURRENT
+from raylm.frontend.admission.queue import CURRENT
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import PlayedEngine
 
@@ -112,7 +112,7 @@ def test_when_to_come_back_is_told_and_travels() -> None:
 
 def test_when_to_come_back_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("raylm.frontend.admission.time.monotonic", lambda: now)
+    monkeypatch.setattr("raylm.frontend.admission.queue.time.monotonic", lambda: now)
     admission = Admission(max_requests=10)
     admission.prompt(1, 1).begin([0])
     now += 1000.0

@@ -21,10 +21,10 @@ from raylm.errors import (
     RayLMError,
 )
 from raylm.frontend import AsyncLLM, ChatRequest, RequestHead, RequestOutput
-from raylm.frontend.answer_format import AnswerFormat
-from raylm.frontend.tokenizer import MAX_CHARS
-from raylm.frontend.tool_parsers.base import Parsed
-from raylm.frontend.tool_parsers.hermes import HermesParser
+from raylm.frontend.answers.answer_format import AnswerFormat
+from raylm.frontend.answers.tool_parsers.base import Parsed
+from raylm.frontend.answers.tool_parsers.hermes import HermesParser
+from raylm.frontend.text.tokenizer import MAX_CHARS
 from raylm.messages import Logprobs
 from raylm.params import SamplingParams
 from tests.frontend.checkpoints import byte_level, write_checkpoint
@@ -340,7 +340,7 @@ async def test_a_conversation_that_can_never_fit_is_not_rendered(
 
 
 async def test_no_conversation_is_endless(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raylm.frontend.chat_template._render", None)
+    monkeypatch.setattr("raylm.frontend.text.chat_template._render", None)
     messages = [{"role": "user", "content": "x" * (MAX_CHARS // 2 + 1)}] * 2
     with pytest.raises(InvalidRequestError) as refused:
         await llm.render_chat(ChatRequest(messages=messages))

@@ -12,7 +12,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.frontend.input_processor import InputProcessor, Limits, default_max_tokens, sampling_defaults
-from raylm.frontend.tokenizer import Tokenizer
+from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest
 from raylm.params import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend import Admission
-from raylm.ingress.lifecycle import Lifecycle
+from raylm.frontend.admission.lifecycle import Lifecycle
 from raylm.params import PoolingParams, SamplingParams
 from tests.ingress.fake_llm import FakeAsyncLLM
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylm.frontend.offload import LARGE
+from raylm.frontend.threads import LARGE
 from raylm.ingress import json_body
 from raylm.ingress.json_answer import Pieces, json_answer
 from tests.ingress.fake_llm import FakeAsyncLLM

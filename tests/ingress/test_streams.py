@@ -12,9 +12,9 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError
+from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 from raylm.frontend.outputs import CompletionDelta
 from raylm.ingress import build_asgi_app
-from raylm.ingress.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
 from tests.ingress.refused import error_of

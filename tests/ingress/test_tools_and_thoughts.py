@@ -11,8 +11,8 @@ import pytest
 from starlette.applications import Starlette
 
 from raylm.frontend import AnswerFormat
-from raylm.frontend.reasoning_parsers import REASONING_PARSERS
-from raylm.frontend.tool_parsers import TOOL_PARSERS
+from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
+from raylm.frontend.answers.tool_parsers import TOOL_PARSERS
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, events, served

@@ -13,8 +13,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
+from raylm.frontend.admission.throttle import PER_TURN, Turnstile
 from raylm.ingress.entrance import Entrance
-from raylm.ingress.turnstile import PER_TURN, Turnstile
 from tests.ingress.harness import TEXT
 
 

@@ -1,0 +1,1 @@
+"""What shape an answer has and how it is read: grammars, tool calls, reasoning."""

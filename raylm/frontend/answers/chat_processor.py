@@ -1,0 +1,143 @@
+"""ChatProcessor: turns a conversation into a prompt, and says how the answers are to be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from raylm.config import Config
+from raylm.errors import ConfigError, UnsupportedFieldError
+from raylm.frontend.answers.answer_format import AnswerFormat
+from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest
+from raylm.frontend.answers.grammar_compiler import GrammarCompiler
+from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningParser, detect_reasoning_parser
+from raylm.frontend.answers.tool_forms import ToolForms
+from raylm.frontend.answers.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.text.chat_template import ChatTemplate
+from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.messages import Thinking
+from raylm.params import SamplingParams
+
+_TAIL_TOKENS = 16  # of a prompt, in which it opens or closes the thoughts of the answer
+
+
+class ChatProcessor:
+    """The checkpoint's chat template with the parsers of its answers.
+
+    Raises:
+        ConfigError: a configured parser is not known, or does not fit the tokenizer.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate, compiler: GrammarCompiler) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.tool_parser_name = _choose("tool_parser", config.tool_parser, [*TOOL_PARSERS])
+        if self.tool_parser_name == "auto":
+            self.tool_parser_name = detect_tool_parser(template.source) or "none"
+        self.reasoning_parser_name = _choose("reasoning_parser", config.reasoning_parser, [*REASONING_PARSERS])
+        if self.reasoning_parser_name == "auto":
+            self.reasoning_parser_name = detect_reasoning_parser(template.source) or "none"
+        self._tool_parser: type[ToolParser] | None = None
+        if self.tool_parser_name != "none":
+            self._tool_parser = TOOL_PARSERS[self.tool_parser_name]
+            self._tools = ToolForms(self._tool_parser, tokenizer, compiler)
+        self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
+
+    @property
+    def description(self) -> str:
+        """The parsers in words."""
+        return f"tool calls: {self.tool_parser_name}; thoughts: {self.reasoning_parser_name}"
+
+    async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
+        """Render, tokenize, and find out what the answers may hold.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or a field asks for what this model cannot do.
+        """
+        tools = request.tools if request.tool_choice != "none" else None
+        if tools and self._tool_parser is None:
+            raise UnsupportedFieldError(
+                "'tools' is not supported: this model's chat template has no form of tool calls that is known here.",
+                param="tools",
+            )
+        if params.thinking_token_budget is not None and self._reasoning_parser is None:
+            raise _never_thinks("thinking_token_budget")
+        shown = replace(
+            request,
+            tools=[_without_strict(tool) for tool in tools] if tools else None,
+            template_kwargs=self._template_kwargs(request),
+        )
+        text = await self._template.render(shown)
+        token_ids = await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
+        form = AnswerFormat(
+            reasoning=self._reasoning_parser,
+            thinking=self._thinking(token_ids, request.add_generation_prompt),
+            tool_parser=self._tool_parser if tools else None,
+            tools={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()},
+            one_call=not request.parallel_tool_calls,
+        )
+        if form.thinking is None:  # nothing is left that a budget could limit
+            params = replace(params, thinking_token_budget=None)
+        if tools:
+            params = replace(params, structured_outputs=await self._tools.form_of(request, tools, params))
+        if form.thinking is None and form.tool_parser is None:
+            return ChatPrompt(token_ids, params, None)
+        return ChatPrompt(token_ids, self._showing_markers(params, form), form)
+
+    def _template_kwargs(self, request: ChatRequest) -> dict[str, Any] | None:
+        effort = request.reasoning_effort
+        if effort is None:
+            return request.template_kwargs
+        if self._reasoning_parser is None:
+            raise _never_thinks("reasoning_effort")
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | (request.template_kwargs or {})
+
+    def _thinking(self, prompt: list[int], opens_turn: bool) -> Thinking | None:
+        """How answers to ``prompt`` may begin; None if they cannot hold thoughts, as the prompt has closed them."""
+        parser = self._reasoning_parser
+        if parser is None or not opens_turn:
+            return None
+        tail = self._tokenizer.backend.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        if tail.endswith(parser.end):
+            return None
+        return replace(self._marks, begun=tail.endswith(parser.start))
+
+    def _showing_markers(self, params: SamplingParams, form: AnswerFormat) -> SamplingParams:
+        """Markers that are special tokens must be seen to be found."""
+        special = form.thinking is not None and form.thinking.start_token_id in self._tokenizer.special_token_ids
+        if special or (form.tool_parser is not None and form.tool_parser.keeps_special_tokens):
+            return replace(params, skip_special_tokens=False)
+        return params
+
+    def _find_reasoning_parser(self, asked: str) -> type[ReasoningParser] | None:
+        if self.reasoning_parser_name == "none":
+            return None
+        parser = REASONING_PARSERS[self.reasoning_parser_name]
+        start, end = (self._tokenizer.backend.token_to_id(marker) for marker in (parser.start, parser.end))
+        if start is None or end is None:
+            if asked != "auto":
+                raise ConfigError(
+                    f"reasoning_parser: {parser.start} and {parser.end} are no tokens of this model's vocabulary."
+                )
+            self.reasoning_parser_name = "none"
+            return None
+        closing = self._tokenizer.encode_now(parser.closing, add_special_tokens=False)
+        self._marks = Thinking(start, end, tuple(closing) if end in closing else (end,), begun=False)
+        return parser
+
+
+def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool as a model shall read it: ``strict`` is between caller and server."""
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+
+
+def _never_thinks(param: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"'{param}' is not supported: this model does not think before it answers.", param=param
+    )
+
+
+def _choose(knob: str, asked: str, known: list[str]) -> str:
+    if asked not in ("auto", "none", *known):
+        raise ConfigError(f"{knob}: {asked!r} is not known; use auto, none, {', '.join(known)}.")
+    return asked

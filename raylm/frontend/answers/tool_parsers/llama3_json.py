@@ -1,0 +1,62 @@
+"""Calls as {"name": …, "parameters": {…}}, nothing before them: Llama 3.1, 3.2 and 3.3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raylm.frontend.answers.tool_parsers.base import Mark
+from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser
+
+_PYTHON_TAG = "<|python_tag|>"
+_SPACE = " \t\r\n"
+
+
+class Llama3JSONParser(JSONCallsParser):
+    """An answer that begins with an object that names a known function is a call; others may follow, after ``;``.
+
+    An object without such a name, which is an ordinary JSON answer, is content.
+    """
+
+    marker = ""
+    keeps_special_tokens = True  # <|python_tag|>, which may stand before a call
+
+    @classmethod
+    def serves(cls, template: str) -> bool:
+        return '"parameters": ' in template and ("python_tag" in template or "ipython" in template)
+
+    @classmethod
+    def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
+        return "object", '"; "', cls.objects(names, "parameters")
+
+    @classmethod
+    def free_text(cls) -> str:
+        return "calls | /[^{](.|\\n)*/"
+
+    def _text(self) -> bool:
+        """The beginning of the answer, or what follows a call: an object, or content until the end."""
+        begun = self._buffer.lstrip(_SPACE + ";" if self.has_calls else _SPACE)
+        begun = begun.removeprefix(_PYTHON_TAG).lstrip()
+        if _PYTHON_TAG.startswith(begun):
+            return False
+        if begun[0] == "{":
+            self._buffer = begun
+            return self._call()
+        self._state = self._rest
+        return True
+
+    def _call(self) -> bool:
+        self._behind = self._text
+        return self._begin_object()
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._tools
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        self._state = self._rest
+
+    def _rest(self) -> bool:
+        """Content until the end."""
+        self._say(self._buffer)
+        self._buffer = ""
+        return False

@@ -1,0 +1,84 @@
+"""Calls behind [TOOL_CALLS]: a list of objects, or the name and then the arguments, as Mistral's newer models write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from raylm.frontend.answers.tool_parsers.base import Mark, Tools, short_id
+from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser
+from raylm.frontend.answers.tool_parsers.json_scanner import ValueScanner
+
+_ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
+
+
+class MistralParser(JSONCallsParser):
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` once for each call."""
+
+    marker = "[TOOL_CALLS]"
+    keeps_special_tokens = True
+
+    def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
+        super().__init__(tools, one_call=one_call)
+        self._value = ValueScanner()
+
+    @classmethod
+    def serves(cls, template: str) -> bool:
+        return cls.marker in template
+
+    @classmethod
+    def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
+        """The newer form where the vocabulary has a marker for it, else a list of one for each call."""
+        args = mark(_ARGS)
+        if args.startswith('"'):
+            return f'{mark(cls.marker)} "[" object "]"', "", cls.objects(names)
+        each = [f"{json.dumps(name, ensure_ascii=False)} {args} args_{i}" for i, name in enumerate(names)]
+        return f"{mark(cls.marker)} named", "", "named: " + " | ".join(each)
+
+    def new_id(self) -> str:
+        """Mistral's templates take ids of nine letters and digits only."""
+        return short_id()
+
+    def _call(self) -> bool:
+        if not self._skip_space():
+            return False
+        self._state = self._list if self._buffer[0] == "[" else self._name
+        self._behind = self._list
+        return True
+
+    def _list(self) -> bool:
+        """Within a list: before, between and behind objects."""
+        self._buffer = self._buffer.lstrip(" \t\r\n[,")
+        if not self._buffer:
+            return False
+        if self._buffer[0] == "{":
+            return self._begin_object()
+        self._buffer = self._buffer.removeprefix("]")
+        self._state = self._text
+        return True
+
+    def _name(self) -> bool:
+        """A name, and perhaps an id and a marker, up to the arguments."""
+        at = self._buffer.find("{")
+        if at < 0:
+            return False
+        name = self._buffer[:at].strip().removesuffix(_ARGS).partition(_CALL_ID)[0].strip()
+        self._buffer = self._buffer[at:]
+        self._open_call(name)
+        self._value = ValueScanner()
+        self._state = self._arguments
+        return True
+
+    def _end(self) -> None:
+        super()._end()
+        if self._state == self._name:
+            self._say(self.marker)
+
+    def _arguments(self) -> bool:
+        end = self._value.push(self._buffer)
+        self._add_arguments(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if self._value.done:
+            self._close_call()
+            self._state = self._text
+        return bool(self._buffer)

@@ -1,0 +1,1 @@
+"""The lines to the engines: discovery, routing, and one client for each EngineCore."""

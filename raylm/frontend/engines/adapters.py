@@ -1,0 +1,149 @@
+"""AdapterDirectory: the LoRA adapters that this replica's engines have, learned from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError, RayLMError
+from raylm.frontend.engines.engine_client import EngineClient
+from raylm.messages import LoRAAdapter
+
+logger = logging.getLogger("raylm.frontend")
+
+
+class AdapterDirectory:
+    """Engines own adapters and tell all their clients of every change, so each replica knows what any has loaded.
+
+    ``known`` are the adapters by name that requests may name, ``lost`` why one that was known is gone without having
+    been unloaded. An engine that takes the place of a lost one, or joins later, is given what is known.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, LoRAAdapter] = {}
+        self.lost: dict[str, str] = {}
+        self._engines: dict[str, tuple[EngineClient, frozenset[LoRAAdapter]]] = {}
+        self._restoring: set[asyncio.Task[None]] = set()
+
+    def check(self, name: str) -> None:
+        """Refuse a name that no adapter has.
+
+        Raises:
+            ModelNotFoundError: naming ``model``; it says so if the adapter was lost.
+        """
+        if name in self.known:
+            return
+        if name in self.lost:
+            raise ModelNotFoundError(f"The LoRA adapter '{name}' was lost: {self.lost[name]}", param="model")
+        raise ModelNotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="model")
+
+    def engines_with(self, name: str) -> set[str]:
+        """The ids of the engines that can serve an adapter.
+
+        Raises:
+            ModelNotFoundError: nobody knows it.
+            EngineUnavailableError: it is being loaded into an engine that is new.
+        """
+        self.check(name)
+        adapter = self.known[name]
+        found = {engine_id for engine_id, (_, adapters) in self._engines.items() if adapter in adapters}
+        if not found:
+            raise EngineUnavailableError(f"The LoRA adapter '{name}' is being loaded again; try again shortly.")
+        return found
+
+    def heard(self, client: EngineClient, adapters: Iterable[LoRAAdapter]) -> None:
+        """An engine says what it has; called from a task that outlives every request."""
+        engine_id, now = client.info.engine_id, frozenset(adapters)
+        joined = engine_id not in self._engines
+        before = self._engines.get(engine_id, (client, frozenset()))[1]
+        self._engines[engine_id] = client, now
+        for adapter in now - before:
+            self._learn(adapter)
+        for adapter in before - now:
+            if self.known.get(adapter.name) == adapter:
+                del self.known[adapter.name]
+        if joined:
+            for adapter in [adapter for adapter in self.known.values() if adapter not in now]:
+                task = asyncio.create_task(self._restore(client, adapter))
+                self._restoring.add(task)
+                task.add_done_callback(self._restoring.discard)
+
+    def leave(self, engine_id: str) -> None:
+        """An engine is gone; what it had stays known."""
+        self._engines.pop(engine_id, None)
+
+    async def load(self, adapter: LoRAAdapter) -> None:
+        """Load an adapter into every engine, or into none.
+
+        Raises:
+            InvalidRequestError: the name is taken, or it cannot be served.
+            RayLMError: an engine could not; EngineUnavailableError if there is none.
+        """
+        if adapter.name in self.known:
+            raise InvalidRequestError(
+                f"A LoRA adapter '{adapter.name}' is loaded already; unload it first.", param="lora_name"
+            )
+        clients = self._clients()
+        had = {client.info.engine_id for client in clients if adapter in self._engines[client.info.engine_id][1]}
+        try:
+            await _all(clients, lambda client: client.load_adapter(adapter))
+        except RayLMError:
+            undo = [client for client in clients if client.info.engine_id not in had]
+            for client in undo:
+                await self._undo(client, adapter)
+            raise
+        for client in clients:  # what the engines tell comes by another way, and may come later
+            engine_id = client.info.engine_id
+            if engine_id in self._engines:
+                self._engines[engine_id] = client, self._engines[engine_id][1] | {adapter}
+        self._learn(adapter)
+
+    async def unload(self, name: str) -> None:
+        """Take an adapter out of every engine; requests that use it end with an error that names it.
+
+        Raises:
+            NotFoundError: nobody knows it; ``param`` is ``lora_name``.
+            EngineUnavailableError: there is no engine.
+        """
+        if name not in self.known:
+            raise NotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="lora_name")
+        clients = self._clients()
+        await _all(clients, lambda client: client.unload_adapter(name))
+        self.known.pop(name, None)
+
+    def _clients(self) -> list[EngineClient]:
+        if not self._engines:
+            raise EngineUnavailableError("No engine is ready; try again shortly.")
+        return [client for client, _ in self._engines.values()]
+
+    def _learn(self, adapter: LoRAAdapter) -> None:
+        self.known[adapter.name] = adapter
+        self.lost.pop(adapter.name, None)
+
+    async def _undo(self, client: EngineClient, adapter: LoRAAdapter) -> None:
+        """Only what this loading has brought: the name may stand for an adapter that was there before."""
+        if self.known.get(adapter.name, adapter) != adapter:
+            return
+        try:
+            await client.unload_adapter(adapter.name)
+        except RayLMError as error:
+            logger.warning("engine %s may still have adapter %s: %s", client.info.engine_id, adapter.name, error)
+
+    async def _restore(self, client: EngineClient, adapter: LoRAAdapter) -> None:
+        try:
+            await client.load_adapter(adapter)
+        except RayLMError as error:
+            logger.warning("engine %s: adapter %s was not restored: %s", client.info.engine_id, adapter.name, error)
+            elsewhere = any(adapter in adapters for _, adapters in self._engines.values())
+            if self.known.get(adapter.name) == adapter and not elsewhere:
+                del self.known[adapter.name]
+                self.lost[adapter.name] = error.message
+
+
+async def _all(clients: list[EngineClient], ask: Callable[[EngineClient], Awaitable[None]]) -> None:
+    """Ask all, hear all, and raise the first error."""
+    results = await asyncio.gather(*map(ask, clients), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise errors[0]

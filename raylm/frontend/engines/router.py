@@ -1,0 +1,180 @@
+"""Router: owns the set of ready engines, one reader task for each, and the choice of an engine for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+from raylm.errors import EngineDiedError, EngineUnavailableError, RayLMError
+from raylm.frontend.engines.adapters import AdapterDirectory
+from raylm.frontend.engines.engine_client import EngineClient
+from raylm.frontend.input_processor import Limits
+from raylm.messages import EngineCoreOutputs, EngineStats
+
+logger = logging.getLogger("raylm.frontend")
+
+CHUNK_TOKENS = 64
+MAX_CHUNKS = 64
+MAX_REMEMBERED = 16_384
+NEAR = 4  # requests by which an engine may be busier and still get a prompt whose beginning it has seen
+
+Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
+Fail = Callable[[Iterable[int], RayLMError], None]
+
+
+class RoutedEngine:
+    """One ready engine: its client, this process's open requests on it, and what it last said of itself."""
+
+    __slots__ = ("client", "open_keys", "reader", "stats")
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.open_keys: set[int] = set()
+        self.stats = EngineStats()
+        self.reader: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Own open requests first: they are exact, while the stats are a step old and count other clients too."""
+        return len(self.open_keys), self.stats.running + self.stats.waiting
+
+
+class Router:
+    """``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests whose engine is lost."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, RoutedEngine] = {}
+        self._prefixes: OrderedDict[int, str] = OrderedDict()
+        self._deliver: Deliver | None = None
+        self._fail: Fail | None = None
+        self._farewells: set[asyncio.Task[None]] = set()
+        self.adapters = AdapterDirectory()
+
+    def bind(self, deliver: Deliver, fail: Fail) -> None:
+        """Say where outputs go; called once, before the first engine is added."""
+        self._deliver, self._fail = deliver, fail
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an engine to send requests to."""
+        return bool(self._engines)
+
+    @property
+    def limits(self) -> Limits:
+        """What every ready engine can take.
+
+        Raises:
+            EngineUnavailableError: no engine is ready.
+        """
+        self._check_ready()
+        infos = [engine.client.info for engine in self._engines.values()]
+        return Limits(min(i.max_model_len for i in infos), min(i.worker.vocab_size for i in infos))
+
+    def stats(self) -> dict[str, EngineStats]:
+        """The newest stats by engine id."""
+        return {engine_id: engine.stats for engine_id, engine in self._engines.items()}
+
+    def add(self, client: EngineClient) -> None:
+        """Take in a ready engine and start reading from it; call it from a task that outlives every request."""
+        assert self._deliver is not None, "bind first"
+        engine = self._engines[client.info.engine_id] = RoutedEngine(client)
+        engine.reader = asyncio.create_task(self._read(engine, self._deliver), name=f"read {client.info.engine_id}")
+
+    async def remove(self, engine_id: str) -> None:
+        """Leave an engine; its open requests end with EngineUnavailableError. Unknown ids are ignored."""
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            return
+        if engine.reader is not None:
+            engine.reader.cancel()
+        self._lose(engine, EngineUnavailableError("The engine that served this request was taken out of service."))
+        await self._farewell(engine.client)
+
+    async def close(self) -> None:
+        """Leave all engines."""
+        for engine_id in list(self._engines):
+            await self.remove(engine_id)
+        await asyncio.gather(*self._farewells)
+
+    def pick(self, prompt_token_ids: list[int], cache_salt: str | None, adapter: str | None = None) -> RoutedEngine:
+        """The least loaded engine; among those about as free, the one that has seen most of the prompt's beginning.
+
+        Raises:
+            EngineUnavailableError: no engine is ready, or none with the ``adapter`` yet.
+            ModelNotFoundError: there is no such adapter.
+        """
+        self._check_ready()
+        engines = self._engines
+        if adapter is not None:
+            able = self.adapters.engines_with(adapter)
+            engines = {engine_id: engine for engine_id, engine in engines.items() if engine_id in able}
+        best = min(engines.values(), key=lambda engine: engine.load)
+        if len(engines) == 1:
+            return best
+        hashes = list(_prefix_hashes(prompt_token_ids, (cache_salt, adapter)))
+        chosen = self._seen_by(hashes, engines, len(best.open_keys) + NEAR) or best
+        self._remember(hashes, chosen.client.info.engine_id)
+        return chosen
+
+    def _seen_by(self, hashes: list[int], engines: dict[str, RoutedEngine], most_open: int) -> RoutedEngine | None:
+        for value in reversed(hashes):
+            engine = engines.get(self._prefixes.get(value, ""))
+            if engine is not None and len(engine.open_keys) <= most_open:
+                return engine
+        return None
+
+    def _remember(self, hashes: list[int], engine_id: str) -> None:
+        for value in hashes:
+            self._prefixes[value] = engine_id
+            self._prefixes.move_to_end(value)
+        while len(self._prefixes) > MAX_REMEMBERED:
+            self._prefixes.popitem(last=False)
+
+    async def _read(self, engine: RoutedEngine, deliver: Deliver) -> None:
+        """Read until the engine is lost; nothing else ends this task but ``remove``."""
+        lost = EngineDiedError("The engine that served this request was lost; sending it again is safe.")
+        try:
+            async for outputs in engine.client.outputs():
+                engine.stats = outputs.stats
+                if outputs.adapters is not None:
+                    self.adapters.heard(engine.client, outputs.adapters)
+                if stops := deliver(outputs):
+                    engine.client.stop(stops)
+        except EngineDiedError as error:
+            logger.warning("engine %s was lost: %s", engine.client.info.engine_id, error)
+            lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
+        except Exception as error:
+            logger.exception("engine %s: reading its outputs failed", engine.client.info.engine_id)
+            lost.__cause__ = error
+        self._lose(engine, lost)
+        task = asyncio.create_task(self._farewell(engine.client))
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+    def _lose(self, engine: RoutedEngine, error: RayLMError) -> None:
+        engine_id = engine.client.info.engine_id
+        if self._engines.get(engine_id) is engine:
+            del self._engines[engine_id]
+            self.adapters.leave(engine_id)
+        assert self._fail is not None
+        self._fail(list(engine.open_keys), error)
+
+    async def _farewell(self, client: EngineClient) -> None:
+        try:
+            await client.close()
+        except Exception as error:
+            logger.warning("engine %s: could not be left in order: %s", client.info.engine_id, error)
+
+    def _check_ready(self) -> None:
+        if not self._engines:
+            raise EngineUnavailableError("No engine is ready; try again shortly.")
+
+
+def _prefix_hashes(token_ids: list[int], content: tuple[str | None, ...]) -> Iterator[int]:
+    """One hash for each whole chunk of the prompt's beginning, each over all chunks up to it, and what else counts."""
+    value = hash(content)
+    for end in range(CHUNK_TOKENS, min(len(token_ids), MAX_CHUNKS * CHUNK_TOKENS) + 1, CHUNK_TOKENS):
+        value = hash((value, *token_ids[end - CHUNK_TOKENS : end]))
+        yield value

@@ -1,0 +1,1 @@
+"""Text and tokens: chat template, tokenizer, detokenizer, stop strings."""

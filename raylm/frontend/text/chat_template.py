@@ -1,0 +1,229 @@
+"""ChatTemplate: renders conversations with the checkpoint's Jinja template, sandboxed and bounded in time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from raylm.errors import ConfigError, InvalidRequestError
+from raylm.frontend.answers.chat_request import ChatRequest
+from raylm.frontend.text.tokenizer import check_chars
+
+RENDER_LIMIT_S = 5.0
+_THREADS = 2
+_SHOWN_CHARS = 300
+_RESERVED = frozenset({
+    "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask",
+    "padding", "truncation", "max_length", "tokenizer_kwargs", "raise_exception", "strftime_now", "namespace",
+    "dict", "range", "loop", "self",
+})  # fmt: skip
+
+
+class ChatTemplate:
+    """The template of one checkpoint, or the lack of one.
+
+    ``templates`` by name: ``default``, and perhaps ``tool_use`` for conversations with tools.
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], model: str) -> None:
+        self._templates = dict(templates)
+        self._special_tokens = dict(special_tokens)
+        self._model = model
+        self._threads = ThreadPoolExecutor(_THREADS, "raylm-template")
+
+    @property
+    def source(self) -> str:
+        """The text of all templates."""
+        return "\n".join(self._templates.values())
+
+    async def render(self, request: ChatRequest) -> str:
+        """The prompt text of a conversation; of the request only what a template sees counts.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, takes too long, or the arguments contradict.
+        """
+        if request.add_generation_prompt and request.continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message cannot be combined with add_generation_prompt.", param="continue_final_message"
+            )
+        kwargs = request.template_kwargs or {}
+        self._check_kwargs(kwargs)
+        template = self._select(request.tools)
+        check_chars(content_chars(request.messages), "messages")
+
+        def work() -> str:
+            return _render(
+                template,
+                prepare_messages(request.messages, continue_final_message=request.continue_final_message),
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **{**self._special_tokens, **kwargs},
+            )
+
+        return await self._bounded(work)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _select(self, tools: list[dict[str, Any]] | None) -> str:
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise InvalidRequestError(
+                f"The model '{self._model}' has no chat template (neither chat_template.jinja nor chat_template in "
+                "tokenizer_config.json); use completions instead.",
+                param="messages",
+            )
+        return self._templates[name]
+
+    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        for name in kwargs:
+            if name in _RESERVED or name in self._special_tokens or name.startswith("_"):
+                raise InvalidRequestError(
+                    f"chat_template_kwargs must not set {name[:40]!r}.", param="chat_template_kwargs"
+                )
+
+    async def _bounded(self, work: Callable[[], str]) -> str:
+        job = _Job(work)
+        rendering = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+        try:
+            return await asyncio.wait_for(asyncio.shield(rendering), RENDER_LIMIT_S)
+        except TimeoutError:
+            rendering.add_done_callback(lambda done: done.exception())
+            raise InvalidRequestError(
+                f"The chat template did not render the messages within {RENDER_LIMIT_S:g} s.", param="messages"
+            ) from None
+        finally:
+            job.interrupt()
+
+
+class _Interrupted(BaseException):
+    """Raised inside a rendering thread that has run out of time; no Exception, so that nothing in it catches this."""
+
+
+class _Job:
+    """One call on a thread that another thread can break off; pure-Python loops end within a few bytecodes."""
+
+    def __init__(self, work: Callable[[], str]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._over = False
+
+    def run(self) -> str:
+        with self._lock:
+            if self._over:
+                raise TimeoutError
+            self._thread = threading.get_ident()
+        try:
+            return self._work()
+        except _Interrupted:
+            raise TimeoutError from None
+        finally:
+            # The lock decides: after this line nobody interrupts, so the thread is fit for its next job.
+            with self._lock:
+                self._thread = None
+
+    def interrupt(self) -> None:
+        """Break the call off if it runs, and keep it from starting if it does not yet."""
+        with self._lock:
+            self._over = True
+            if self._thread is not None:
+                target, error = ctypes.c_ulong(self._thread), ctypes.py_object(_Interrupted)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(target, error)
+
+
+def _render(template: str, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+    try:
+        rendered, _ = render_jinja_template([conversation], chat_template=template, **kwargs)
+    except TemplateError as error:
+        shown = str(error.message or type(error).__name__)[:_SHOWN_CHARS]
+        raise InvalidRequestError(f"The chat template refused the messages: {shown}", param="messages") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"The chat template could not render the messages ({type(error).__name__}).", param="messages"
+        ) from error
+    return str(rendered[0])
+
+
+def content_chars(messages: list[dict[str, Any]]) -> int:
+    """Characters of the messages' contents as far as they are text."""
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def prepare_messages(messages: list[dict[str, Any]], *, continue_final_message: bool = False) -> list[dict[str, Any]]:
+    """Bring OpenAI's messages into the form that templates expect: text as strings, tool arguments as objects.
+
+    Raises:
+        InvalidRequestError: a message is no object, has no role, or holds what is not text.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must not be empty.", param="messages")
+    prepared = [_prepare_message(place, message) for place, message in enumerate(messages)]
+    if continue_final_message and not (isinstance(prepared[-1].get("content"), str) and prepared[-1]["content"]):
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with text content.", param="continue_final_message"
+        )
+    return prepared
+
+
+def _prepare_message(place: int, message: dict[str, Any]) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"{where} must be an object with a role.", param=where)
+    prepared = dict(message)
+    if isinstance(message.get("content"), list):
+        prepared["content"] = "\n".join(_part_text(where, part) for part in message["content"])
+    if message.get("tool_calls"):
+        prepared["tool_calls"] = [_prepare_tool_call(where, call) for call in message["tool_calls"]]
+    return prepared
+
+
+def _part_text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidRequestError(f"{where}.content may hold text parts only.", param=f"{where}.content")
+
+
+def _prepare_tool_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise InvalidRequestError(f"{where}.tool_calls must hold function calls.", param=f"{where}.tool_calls")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return dict(call)
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{where}.tool_calls: arguments are no valid JSON.", param=f"{where}.tool_calls"
+        ) from error
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def check_templates(templates: Mapping[str, str]) -> None:
+    """Compile every template.
+
+    Raises:
+        ConfigError: one is no valid Jinja.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    for name, template in templates.items():
+        try:
+            _compile_jinja_template(template)
+        except TemplateError as error:
+            raise ConfigError(f"model: the chat template {name!r} is not valid: {error}") from error

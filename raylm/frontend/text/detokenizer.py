@@ -1,0 +1,79 @@
+"""Detokenizer: one sequence's tokens to text as they come, never half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tokenizers.decoders import DecodeStream
+
+from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.params import SamplingParams
+
+MOST_HELD = 16  # tokens; a UTF-8 character has at most four bytes, so more than a few held ones are no text
+
+
+class Detokenizer:
+    """Incremental decoding by tokenizers' DecodeStream.
+
+    The pieces join to the text that decoding all tokens at once gives. DecodeStream holds tokens while the text ends
+    in U+FFFD, and decodes all of them again at each step; a model that draws bytes that never become text would make
+    that quadratic, so the tokens are let go where no character is cut once ``MOST_HELD`` are held.
+    """
+
+    __slots__ = ("_added", "_backend", "_context", "_held", "_last_added", "_skip", "_stream")
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._backend = tokenizer.backend
+        self._skip = params.skip_special_tokens
+        apart = params.skip_special_tokens or params.spaces_between_special_tokens
+        self._added: Mapping[int, str] = {} if apart else tokenizer.added_tokens
+        self._last_added = False
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
+        self._context: list[int] = []  # the tokens of the last piece: what stands left of a text may change its start
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that is final with this token, "" while a character is incomplete."""
+        self._held.append(token_id)
+        piece = self._step(token_id)
+        if piece:
+            self._context, self._held = self._held, []
+        elif len(self._held) >= MOST_HELD:
+            piece = self._let_go()
+        if self._added:
+            piece = self._close_up(token_id, piece)
+        return piece
+
+    def flush(self) -> str:
+        """What the held tokens amount to when no more come: incomplete characters become U+FFFD."""
+        held, self._held = self._held, []
+        return self._text_after(self._context, held) if held else ""
+
+    def _step(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception:  # tokenizers raises a bare Exception where earlier text changed under later bytes
+            return self._let_go()
+
+    def _let_go(self) -> str:
+        """Give out the held tokens up to a place that cuts no character, and begin a new stream after it."""
+        held, whole = self._held, self._text_after(self._context, self._held)
+        for cut in range(max(1, len(held) - 3), len(held) + 1):
+            head = self._text_after(self._context, held[:cut])
+            if head + self._text_after(held[:cut], held[cut:]) == whole:
+                break
+        self._context, self._held = held[:cut], []
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
+        return head + "".join(map(self.push, held[cut:]))
+
+    def _text_after(self, context: list[int], token_ids: list[int]) -> str:
+        before = self._backend.decode(context, skip_special_tokens=self._skip)
+        return self._backend.decode(context + token_ids, skip_special_tokens=self._skip)[len(before) :]
+
+    def _close_up(self, token_id: int, piece: str) -> str:
+        """Without spaces_between_special_tokens, added tokens that follow one another stand close together."""
+        added = self._added.get(token_id)
+        if added is not None and self._last_added and piece.endswith(added):
+            piece = piece.removesuffix(added).rstrip(" ") + added
+        self._last_added = added is not None
+        return piece

@@ -1,0 +1,198 @@
+"""Tool parsers: calls found in texts written as the families' chat templates write them, however they are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raylm.frontend.answers.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.outputs import ToolCallDelta, join_calls
+
+TOOLS: dict[str, Any] = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "note": {"type": "object", "properties": {"text": {"type": "string"}, "tags": {"type": "array"}}},
+    "now": {},
+}
+CALLS = [
+    ("get_weather", {"city": "Paris", "days": 3}),
+    ("note", {"text": 'a "}]</tool_call>\\ é\n', "tags": [{"x": []}]}),
+]
+Call = tuple[str, dict[str, Any]]
+
+
+def hermes(calls: list[Call]) -> str:
+    dumped = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in dumped)
+
+
+def mistral_list(calls: list[Call]) -> str:
+    return "[TOOL_CALLS]" + json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def mistral_names(calls: list[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+
+
+def llama(calls: list[Call]) -> str:
+    return "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
+
+
+def coder(calls: list[Call]) -> str:
+    texts = []
+    for name, arguments in calls:
+        bare = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in bare.items())
+        texts.append(f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>")
+    return "\n".join(texts)
+
+
+WRITERS = [
+    ("hermes", hermes),
+    ("mistral", mistral_list),
+    ("mistral", mistral_names),
+    ("llama3_json", llama),
+    ("qwen3_coder", coder),
+    ("qwen3_coder", hermes),
+]
+
+
+def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[ToolCallDelta]]:
+    """All content, and the calls put together as a client does, with the stream's discipline checked."""
+    content, calls = "", None
+    opened = 0
+    for place in range(len(pieces) + 1):
+        text, news = parser.push(pieces[place]) if place < len(pieces) else parser.flush()
+        content += text
+        for call in news:
+            assert (call.id is None) == (call.name is None)
+            if call.id is not None:
+                assert call.index == opened
+                opened += 1
+            assert call.index == opened - 1
+        assert len({call.index for call in news}) == len(news)
+        calls = join_calls(calls, news)
+    return content, calls or []
+
+
+def cut(text: str, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    pieces = []
+    while text:
+        length = rng.choice((1, 1, 2, 3, 7, 40))
+        pieces.append(text[:length])
+        text = text[length:]
+    return pieces
+
+
+def plain(calls: list[ToolCallDelta]) -> list[Call]:
+    return [(call.name or "", json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+@pytest.mark.parametrize("seed", range(25))
+def test_calls_are_found_however_the_text_is_cut(name: str, write: Any, seed: int) -> None:
+    for wanted in (CALLS[:1], CALLS):
+        text = write(wanted)
+        whole = read(TOOL_PARSERS[name](TOOLS), [text])
+        pieces = read(TOOL_PARSERS[name](TOOLS), cut(text, seed))
+        assert plain(pieces[1]) == plain(whole[1]) == wanted
+        assert [call.arguments for call in pieces[1]] == [call.arguments for call in whole[1]]
+        assert pieces[0] == whole[0] == ""
+        assert len({call.id for call in pieces[1]}) == len(wanted)
+
+
+@pytest.mark.parametrize(("name", "write"), [w for w in WRITERS if w[0] != "llama3_json"])
+def test_content_before_and_behind_calls_stays(name: str, write: Any) -> None:
+    text = f"I look it up.\n\n{write(CALLS)}"
+    for seed in range(10):
+        content, calls = read(TOOL_PARSERS[name](TOOLS), cut(text, seed))
+        assert (content, plain(calls)) == ("I look it up.", CALLS)
+    if name != "mistral":
+        content, calls = read(TOOL_PARSERS[name](TOOLS), cut(text + "\nDone.", 3))
+        assert (content, plain(calls)) == ("I look it up.\nDone.", CALLS)
+
+
+ANSWERS = [
+    "", "Just text.", "a < b and <tool", "<tool_call>", "<tool_call>\n{\"nam", "<tool_call>no object</tool_call>",
+    '<tool_call>{"city": "Paris"}</tool_call>', '<tool_call>{"name": 3}</tool_call>', "  spaces  ", '{"a": 1}',
+    '{"name": "Ann", "age": 3}', "{", "[1, 2]", "{'name': 'x'}", "[TOOL", "line\n", "<|python_tag|>", "<tool_call>[1]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+@pytest.mark.parametrize("text", ANSWERS)
+def test_what_is_no_call_is_content_as_it_was_written(name: str, text: str) -> None:
+    for pieces in ([text], list(text), cut(text, 1)):
+        content, calls = read(TOOL_PARSERS[name](TOOLS), pieces)
+        assert calls == []
+        assert re.sub(r"\s", "", content) == re.sub(r"\s", "", text)
+        if "<tool_call>" not in text:
+            assert content == text
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+@given(text=st.text(st.sampled_from('{}[]":,nametool_callargumentsTOOL_CALLS<>/=; \n\\')), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_any_text_is_read_to_its_end_and_alike_however_cut(name: str, text: str, seed: int) -> None:
+    for begun in ("", TOOL_PARSERS[name].marker, hermes(CALLS)[:60]):
+        whole = read(TOOL_PARSERS[name](TOOLS), [begun + text])
+        pieces = read(TOOL_PARSERS[name](TOOLS), cut(begun + text, seed))
+        assert whole[0] == pieces[0]
+        assert [(c.name, c.arguments) for c in whole[1]] == [(c.name, c.arguments) for c in pieces[1]]
+
+
+def test_arguments_stream_before_they_are_complete() -> None:
+    parser = TOOL_PARSERS["hermes"](TOOLS)
+    parser.push('<tool_call>\n{"name": "note", "arguments": {"text": "one')
+    _, news = parser.push(" two")
+    assert [(call.index, call.id, call.arguments) for call in news] == [(0, None, " two")]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"name": "now"}', {}),
+        ('{"arguments": {"city": "x"}, "name": "get_weather"}', {"city": "x"}),
+        ('{"id": [1], "name": "now", "arguments": null}', {}),
+        ('{"name": "now", "arguments": "{\\"a\\": 1}"}', {"a": 1}),
+        ('{ "name" : "now" , "parameters" : { } }', {}),
+    ],
+)
+def test_objects_in_other_forms(name: str, written: str, arguments: dict[str, Any]) -> None:
+    text = f"<tool_call>{written}</tool_call>" if name == "hermes" else written
+    for pieces in ([text], list(text)):
+        _, (call,) = read(TOOL_PARSERS[name](TOOLS), pieces)
+        assert json.loads(call.arguments) == arguments
+
+
+def test_ids_of_mistral_are_of_nine_letters_and_digits() -> None:
+    _, calls = read(TOOL_PARSERS["mistral"](TOOLS), [mistral_list(CALLS)])
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", call.id or "") for call in calls)
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"x": True}}, {"properties": ["x"]}, {"properties": True}])
+def test_bare_values_under_a_schema_that_says_nothing_of_them(schema: dict[str, Any]) -> None:
+    _, (call,) = read(TOOL_PARSERS["qwen3_coder"]({"f": schema}), [coder([("f", {"x": 1})])])
+    assert json.loads(call.arguments) == {"x": 1}
+
+
+def test_bare_values_get_the_types_of_the_schema() -> None:
+    schema = {"properties": {"s": {"type": "string"}, "n": {"type": "number"}, "b": {"type": "boolean"}, "x": {}}}
+    text = coder([("f", {"s": "12", "n": 1.5, "b": True, "x": "bare", "y": {"z": None}})])
+    _, (call,) = read(TOOL_PARSERS["qwen3_coder"]({"f": schema}), cut(text.replace("true", "True"), 0))
+    assert json.loads(call.arguments) == {"s": "12", "n": 1.5, "b": True, "x": "bare", "y": {"z": None}}
+
+
+def test_parsers_are_told_by_templates() -> None:
+    assert detect_tool_parser("{{ '<tool_call>' }}") == "hermes"
+    assert detect_tool_parser("<tool_call>\n<function=x>\n<parameter=y>") == "qwen3_coder"
+    assert detect_tool_parser("[TOOL_CALLS]") == "mistral"
+    assert detect_tool_parser("""{"name": function name, "parameters": dict} Environment: ipython""") == "llama3_json"
+    assert detect_tool_parser("{{ messages }}") is None

@@ -1,0 +1,82 @@
+"""Router: which engine gets a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from raylm.errors import EngineUnavailableError
+from raylm.frontend import Router
+from raylm.frontend.engines.router import CHUNK_TOKENS, MAX_REMEMBERED, NEAR
+from raylm.messages import EngineStats
+from tests.frontend.played_engine import PlayedEngine
+
+
+@pytest.fixture
+def router() -> Router:
+    router = Router()
+    router.bind(lambda outputs: [], lambda keys, error: None)
+    return router
+
+
+def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
+    """Pick, and keep the request open."""
+    engine = router.pick(prompt, salt)
+    engine.open_keys.add(pick.__dict__.setdefault("key", 0))
+    pick.__dict__["key"] += 1
+    return engine.client.info.engine_id
+
+
+async def test_requests_spread_by_load(router: Router) -> None:
+    for name in "abc":
+        router.add(PlayedEngine(name))
+    assert Counter(pick(router, [n]) for n in range(30)) == {"a": 10, "b": 10, "c": 10}
+    await router.close()
+
+
+async def test_engine_stats_decide_between_equals(router: Router) -> None:
+    for name in "ab":
+        router.add(PlayedEngine(name))
+    router._engines["a"].stats = EngineStats(running=5)
+    assert pick(router, [1]) == "b"
+    await router.close()
+
+
+async def test_equal_beginnings_go_to_the_same_engine_until_it_is_busier(router: Router) -> None:
+    for name in "ab":
+        router.add(PlayedEngine(name))
+    shared = list(range(2 * CHUNK_TOKENS))
+    home = pick(router, shared)
+    found = [pick(router, [*shared, n]) for n in range(NEAR)]
+    assert set(found) == {home}
+    assert pick(router, shared) != home, "affinity must not outweigh load"
+    await router.close()
+
+
+async def test_other_salts_share_nothing(router: Router) -> None:
+    for name in "ab":
+        router.add(PlayedEngine(name))
+    shared = list(range(CHUNK_TOKENS))
+    home = pick(router, shared, "one")
+    assert pick(router, shared, "two") != home
+    await router.close()
+
+
+async def test_memory_of_prompts_is_bounded(router: Router) -> None:
+    for name in "ab":
+        router.add(PlayedEngine(name))
+    for n in range(MAX_REMEMBERED // 8):
+        router.pick([n] * (16 * CHUNK_TOKENS), None)
+    assert len(router._prefixes) == MAX_REMEMBERED
+    await router.close()
+
+
+async def test_without_engines_there_is_an_error(router: Router) -> None:
+    with pytest.raises(EngineUnavailableError):
+        router.pick([1], None)
+    router.add(PlayedEngine("a"))
+    await router.remove("a")
+    await router.remove("unknown")
+    with pytest.raises(EngineUnavailableError):
+        router.pick([1], None)

@@ -1,0 +1,129 @@
+"""Chat templates: what they get to see, and how they fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raylm.errors import ConfigError, InvalidRequestError
+from raylm.frontend import chat_template
+from raylm.frontend.answers.chat_request import ChatRequest
+from raylm.frontend.text.chat_template import ChatTemplate, check_templates, prepare_messages
+from tests.frontend.checkpoints import TEMPLATE
+
+HI = [{"role": "user", "content": "Hi"}]
+SPECIAL = {"eos_token": "<|im_end|>"}
+
+
+def make(template: str | None = TEMPLATE, **others: str) -> ChatTemplate:
+    return ChatTemplate({**({"default": template} if template else {}), **others}, SPECIAL, "some-model")
+
+
+async def render(template: ChatTemplate, messages: list[dict[str, Any]], **fields: Any) -> str:
+    return await template.render(ChatRequest(messages=messages, **fields))
+
+
+async def test_renders_a_conversation() -> None:
+    found = await render(make(), HI, template_kwargs={"enable_thinking": True})
+    assert found == "<|im_start|>user\nHi<|im_end|>\n<think><|im_start|>assistant\n"
+
+
+async def test_tool_arguments_reach_the_template_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    messages = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    found = await render(make(), messages, tools=tools)
+    assert "<tool_call>Ulm</tool_call>" in found
+    assert '"name": "weather"' in found
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Ulm"}'}, "the caller's messages were changed"
+
+
+async def test_conversations_with_tools_take_the_template_for_them() -> None:
+    template = make(tool_use="with tools")
+    assert await render(template, HI, tools=[{"type": "function"}]) == "with tools"
+    assert await render(template, HI) != "with tools"
+
+
+async def test_the_last_message_can_be_continued() -> None:
+    messages = [*HI, {"role": "assistant", "content": "The answer is "}]
+    found = await render(make(), messages, add_generation_prompt=False, continue_final_message=True)
+    assert found.endswith("<|im_start|>assistant\nThe answer is ")
+
+
+async def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "one\ntwo" in await render(make(), [{"role": "user", "content": parts}])
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "must not be empty"),
+    ({"messages": [{"role": "forbidden", "content": "x"}]}, "messages", "No such role: forbidden"),
+    ({"messages": [{"content": "x"}]}, "messages[0]", "with a role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text parts only"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls",
+        "no valid JSON",
+    ),
+    ({"messages": HI, "continue_final_message": True}, "continue_final_message", "cannot be combined"),
+    (
+        {"messages": [{"role": "user"}], "continue_final_message": True, "add_generation_prompt": False},
+        "continue_final_message",
+        "last message",
+    ),
+    *[
+        ({"messages": HI, "template_kwargs": {name: 1}}, "chat_template_kwargs", name)
+        for name in ("messages", "tools", "tokenize", "chat_template", "eos_token", "raise_exception", "_private")
+    ],
+]
+
+
+@pytest.mark.parametrize(("arguments", "param", "phrase"), REFUSED)
+async def test_refuses(arguments: dict[str, Any], param: str, phrase: str) -> None:
+    with pytest.raises(InvalidRequestError, match=phrase.replace("[", r"\[")) as caught:
+        await render(make(), **arguments)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[9].role }}", "{{ 1 // 0 }}", "{{ messages + 3 }}", "{{ nothing() }}"]
+)
+async def test_a_template_that_fails_is_the_messages_fault_and_shows_no_insides(template: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^The chat template") as caught:
+        await render(make(template), HI)
+    assert caught.value.param == "messages"
+    assert "0x" not in caught.value.message
+
+
+async def test_the_sandbox_holds() -> None:
+    with pytest.raises(InvalidRequestError):
+        await render(make("{{ messages.__class__.__mro__[1].__subclasses__() }}"), HI)
+
+
+async def test_no_template_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match=r"some-model.*no chat template.*chat_template\.jinja"):
+        await render(make(None), HI)
+
+
+async def test_endless_templates_are_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.1)
+    bomb = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = make("{% if endless %}" + bomb + "{% endif %}fine")
+    for _ in range(3):  # more often than there are threads
+        with pytest.raises(InvalidRequestError, match="did not render"):
+            await render(template, HI, template_kwargs={"endless": True})
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
+    assert await render(template, HI) == "fine"
+
+
+def test_broken_templates_are_found_at_start() -> None:
+    check_templates({"default": TEMPLATE})
+    with pytest.raises(ConfigError, match="'default' is not valid"):
+        check_templates({"default": "{% for %}"})
+
+
+def test_messages_are_copied() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    prepare_messages(messages)
+    assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
