@@ -35,7 +35,7 @@ from raylm.frontend import (
     RequestOutput,
 )
 from raylm.ingress import build_asgi_app
-from raylm.ingress.sse import ChunkTemplate
+from raylm.ingress.http.sse import ChunkTemplate
 from raylm.params import SamplingParams
 
 HEAD = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1, "model": "org/model-8b"}

@@ -13,7 +13,7 @@ import yaml
 
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError
-from raylm.ingress.envelope import error_response
+from raylm.ingress.http.errors import error_response
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))

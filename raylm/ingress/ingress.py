@@ -20,8 +20,8 @@ from raylm.errors import ConfigError
 from raylm.frontend import ChatRequest, RequestHead
 from raylm.frontend.admission.lifecycle import Lifecycle
 from raylm.ingress.handle_calls import check_messages, check_options, check_pooling, check_prompt
-from raylm.ingress.http_app import build_asgi_app
-from raylm.ingress.response_store import SharedResponses
+from raylm.ingress.responses.store import SharedResponses
+from raylm.ingress.routes import build_asgi_app
 from raylm.params import PoolingParams, SamplingParams
 from raylm.stages import say
 

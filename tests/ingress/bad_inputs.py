@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from raylm.ingress.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from raylm.ingress.protocol import Body
-from raylm.ingress.protocol_anthropic import CountTokensRequest, MessagesRequest
-from raylm.ingress.protocol_chat import ChatCompletionRequest
-from raylm.ingress.protocol_completions import CompletionRequest
-from raylm.ingress.protocol_embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from raylm.ingress.protocol_responses import ResponsesRequest
-from raylm.ingress.tokenize import DetokenizeRequest, TokenizeRequest
+from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
+from raylm.ingress.openai.chat_body import ChatCompletionRequest
+from raylm.ingress.openai.completion_body import CompletionRequest
+from raylm.ingress.openai.fields import Body
+from raylm.ingress.openai.lora import LoadAdapterRequest, UnloadAdapterRequest
+from raylm.ingress.openai.pooling_body import EmbeddingRequest, RerankRequest, ScoreRequest
+from raylm.ingress.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from raylm.ingress.responses.body import ResponsesRequest
 
 STRING: list[Any] = [5, True, [], {}]
 INTEGER: list[Any] = ["1", 1.5, True, [], {}, 10**30]

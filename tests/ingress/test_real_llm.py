@@ -21,8 +21,8 @@ from raylm.ingress import build_asgi_app
 from raylm.messages import EngineInfo
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
 from tests.ingress.harness import client_of, events, served, until
+from tests.ingress.openai.test_openai_schema import check
 from tests.ingress.refused import error_of
-from tests.ingress.test_openai_schema import check
 
 TOKENIZER = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
 MODEL = FakeModel(vocab_size=TOKENIZER.get_vocab_size(), eos_token_id=10**9, eos_period=10**12)  # never EOS

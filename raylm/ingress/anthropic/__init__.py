@@ -1,0 +1,1 @@
+"""Anthropic's messages API, which comes down to chat completions."""

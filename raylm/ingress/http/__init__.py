@@ -1,0 +1,1 @@
+"""What holds for every route: middleware, keys, bodies, errors, streams, probes."""

@@ -1,0 +1,148 @@
+"""GET /openapi.json: the API described from the routes and from the very models that check their bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+import raylm
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.http.endpoint import JSONEndpoint
+from raylm.ingress.http.errors import is_anthropic
+from raylm.ingress.openai.fields import Body
+
+_REFERENCE = "#/components/schemas/{model}"
+_QUERIES: dict[str, dict[str, JSONObject]] = {
+    "/v1/responses/{response_id}/input_items": {
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+        "order": {"type": "string", "enum": ["asc", "desc"]},
+        "after": {"type": "string"},
+    },
+}
+_TEXT_ANSWERS = {"/metrics": "text/plain"}
+_NULLABLE_STRING = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERRORS: dict[str, JSONObject] = {
+    "Error": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": _NULLABLE_STRING,
+                    "code": _NULLABLE_STRING,
+                },
+            }
+        },
+    },
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+        },
+    },
+}
+
+
+def openapi_route() -> Route:
+    """The route; it describes all routes of the app that it is a part of, once, off the event loop."""
+    described: list[bytes] = []
+
+    async def openapi(request: Request) -> Response:
+        if not described:
+            described.append(await asyncio.to_thread(document, request.app.routes))
+        return Response(described[0], media_type="application/json")
+
+    return Route("/openapi.json", openapi)
+
+
+def endpoints(routes: Sequence[BaseRoute]) -> list[str]:
+    """Method and path of every route, in their order."""
+    return [f"{method} {_path(route)}" for route in routes if isinstance(route, Route) for method in _methods(route)]
+
+
+def document(routes: Sequence[BaseRoute]) -> bytes:
+    """OpenAPI 3.1, as JSON."""
+    served = [route for route in routes if isinstance(route, Route)]
+    bodies = {route.endpoint.handler.body for route in served if isinstance(route.endpoint, JSONEndpoint)}
+    ordered: list[Any] = [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)]
+    _, schemas = models_json_schema(ordered, ref_template=_REFERENCE)
+    paths: dict[str, JSONObject] = {}
+    for route in served:
+        for method in _methods(route):
+            paths.setdefault(_path(route), {})[method.lower()] = _operation(route, method)
+    keys = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return orjson.dumps({
+        "openapi": "3.1.0",
+        "info": {"title": "RayLM", "version": raylm.__version__},
+        "security": [{}, {"bearer": []}, {"key": []}],
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"] | _ERRORS, "securitySchemes": keys},
+    })  # fmt: skip
+
+
+def _operation(route: Route, method: str) -> JSONObject:
+    path = _path(route)
+    error = "AnthropicError" if is_anthropic(path) else "Error"
+    refusal = _content("application/json", {"$ref": _REFERENCE.format(model=error)})
+    found: JSONObject = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}"),
+        "responses": {
+            "200": {"description": "The answer.", "content": _answers(route)},
+            "4XX": {"description": "The request is refused.", "content": refusal},
+            "5XX": {"description": "The request failed.", "content": refusal},
+        },
+    }
+    parameters = [_parameter(name, "path", {"type": "string"}) for name in route.param_convertors]
+    parameters += [_parameter(name, "query", schema) for name, schema in _QUERIES.get(path, {}).items()]
+    if parameters:
+        found["parameters"] = parameters
+    if isinstance(route.endpoint, JSONEndpoint):
+        reference = {"$ref": _REFERENCE.format(model=route.endpoint.handler.body.__name__)}
+        found["requestBody"] = {"required": True, "content": _content("application/json", reference)}
+    return found
+
+
+def _answers(route: Route) -> JSONObject:
+    content = _content(_TEXT_ANSWERS.get(route.path, "application/json"), {})
+    body: type[Body] | None = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
+    if body is not None and "stream" in body.model_fields:
+        content |= _content("text/event-stream", {"type": "string"})
+    return content
+
+
+def _parameter(name: str, place: str, schema: JSONObject) -> JSONObject:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}
+
+
+def _content(media_type: str, schema: JSONObject) -> JSONObject:
+    return {media_type: {"schema": schema}}
+
+
+def _path(route: Route) -> str:
+    """Without the kinds of its parameters: {model_id:path} is {model_id}."""
+    return re.sub(r":\w+}", "}", route.path)
+
+
+def _methods(route: Route) -> list[str]:
+    return sorted(set(route.methods or ()) - {"HEAD"})

@@ -1,0 +1,1 @@
+"""OpenAI's API, and vLLM's endpoints beside it."""

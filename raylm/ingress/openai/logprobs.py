@@ -1,0 +1,132 @@
+"""Log-probabilities as clients read them: OpenAI's forms for chat and for completions, vLLM's for prompts."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raylm.ingress.http.answer import Pieces
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM, TokenLogprob
+
+JSONObject = dict[str, Any]
+
+_LOWEST = -9999.0  # OpenAI's value for "very unlikely"; JSON has no -Infinity
+
+
+class TokenTexts:
+    """The bytes and text of token ids, remembered; at most one entry for each id of the vocabulary."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._token_bytes = llm.token_bytes
+        self._known: dict[int, tuple[bytes, str]] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's UTF-8 bytes, which may be a part of a character."""
+        return self._lookup(token_id)[0]
+
+    def text_of(self, token_id: int) -> str:
+        r"""The token's text; bytes that are no text by themselves are shown as \xe2\x80, as OpenAI does."""
+        return self._lookup(token_id)[1]
+
+    def _lookup(self, token_id: int) -> tuple[bytes, str]:
+        known = self._known.get(token_id)
+        if known is None:
+            raw = self._token_bytes(token_id)
+            known = self._known[token_id] = (raw, _readable(raw))
+        return known
+
+
+def _readable(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> JSONObject:
+    """``choices[].logprobs`` of a chat completion or chunk; ``content`` is made as it is gone through."""
+    return {"content": Pieces(_chat_entry(entry, tokens) for entry in entries), "refusal": None}
+
+
+def _chat_entry(entry: TokenLogprob, tokens: TokenTexts) -> JSONObject:
+    item = _chat_item(entry.token_id, entry.logprob, tokens)
+    item["top_logprobs"] = [_chat_item(token_id, logprob, tokens) for token_id, logprob in entry.top]
+    return item
+
+
+def _chat_item(token_id: int, logprob: float, tokens: TokenTexts) -> JSONObject:
+    raw = tokens.bytes_of(token_id)
+    return {"token": tokens.text_of(token_id), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
+
+
+class CompletionLogprobs:
+    """``choices[].logprobs`` of the chunks of one choice of a completion, with offsets that run on over its chunks.
+
+    ``text_offset`` counts characters of the choice's text before the token; a character made of several tokens
+    begins, and so counts, only with its last one.
+    """
+
+    def __init__(self, tokens: TokenTexts, num_top: int) -> None:
+        self._tokens = tokens
+        self._num_top = num_top
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def generated(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob]) -> JSONObject:
+        """The columns of generated tokens, which follow what came before."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
+        return self._columns(token_ids, entries, offsets)
+
+    def prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> JSONObject:
+        """The columns of an echoed prompt; tokens that are not in ``text`` (a BOS put before it) take no room."""
+        raw, place, offsets = text.encode(), 0, []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            piece = self._tokens.bytes_of(token_id)
+            if not raw.startswith(piece, place):
+                piece = piece.removeprefix(b" ")  # the space that some tokenizers put before a text
+            if raw.startswith(piece, place):
+                place += len(piece)
+                self._offset += len(self._decoder.decode(piece))
+        self._offset = len(text)
+        self._decoder.reset()
+        return self._columns(token_ids, entries, offsets)
+
+    def _columns(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: list[int]
+    ) -> JSONObject:
+        return {
+            "tokens": [self._tokens.text_of(token_id) for token_id in token_ids],
+            "token_logprobs": [None if entry is None else max(entry.logprob, _LOWEST) for entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        likely = [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]
+        return {self._tokens.text_of(token_id): max(logprob, _LOWEST) for token_id, logprob in likely}
+
+
+def join_columns(first: JSONObject, second: JSONObject) -> JSONObject:
+    """The columns of an echoed prompt and of what was generated after it, as one."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], num_top: int, tokens: TokenTexts) -> Pieces:
+    """vLLM's ``prompt_logprobs``: for each prompt token null or {token id: {logprob, rank, decoded_token}}."""
+    return Pieces(None if entry is None else _by_id(entry, num_top, tokens) for entry in entries)
+
+
+def _by_id(entry: TokenLogprob, num_top: int, tokens: TokenTexts) -> JSONObject:
+    found = {
+        str(token_id): {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": tokens.text_of(token_id)}
+        for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)
+    }
+    own = {"logprob": max(entry.logprob, _LOWEST), "rank": entry.rank, "decoded_token": tokens.text_of(entry.token_id)}
+    return found | {str(entry.token_id): own}

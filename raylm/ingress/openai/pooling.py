@@ -1,0 +1,104 @@
+"""PoolingHandler: what all endpoints share that answer by vectors, or by what is computed from them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from raylm.config import Config
+from raylm.frontend import RequestHead
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.openai.models import check_model
+from raylm.ingress.openai.outputs import interleave
+from raylm.ingress.openai.pooling_body import PoolingBody
+from raylm.ingress.openai.prompts import Prompt
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+
+B = TypeVar("B", bound=PoolingBody)
+Vector = NDArray[np.float32]
+Text = tuple[Prompt, str]
+"""What is to be embedded, and the field that it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The vectors of one HTTP request's texts, in order, and how many tokens the texts have."""
+
+    vectors: list[Vector]
+    num_tokens: int
+
+    @property
+    def usage(self) -> JSONObject:
+        """OpenAI's usage object."""
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+
+class PoolingHandler(ABC, Generic[B]):
+    """The handler of a route: sends the texts of a body to the engine at once, and answers when it has all vectors.
+
+    ``prefix`` begins the ids of answers.
+    """
+
+    body: type[B]
+    prefix: str
+
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+        self._llm = llm
+        self._config = config
+
+    @abstractmethod
+    async def texts(self, body: B) -> Sequence[Text]:
+        """What to embed.
+
+        Raises:
+            InvalidRequestError: a field that holds texts has a wrong form.
+        """
+
+    @abstractmethod
+    def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
+        """What the route makes of the vectors, which may stand in it as they are."""
+
+    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
+        """Answer one request.
+
+        Raises:
+            RayLMError: the request is refused or failed.
+        """
+        body = self.body.parse(data)
+        body.check(self._config)
+        name = f"{self.prefix}-{body.request_id or request_id}"
+        head = body.head(name, time.time(), "input", check_model(body.model, self._llm))
+        embedded = await self._embed(await self.texts(body), body, head)
+        return orjson.dumps(self.answer(body, head, embedded), option=orjson.OPT_SERIALIZE_NUMPY)
+
+    async def _embed(self, texts: Sequence[Text], body: B, head: RequestHead) -> Embedded:
+        """If one of the texts fails the others are given up."""
+        params = body.pooling_params(self._llm.pooling_defaults.pooling)
+        self._llm.admission.expect(len(texts))
+        streams = [
+            self._llm.embed(await self._truncate(prompt, body.truncate_prompt_tokens), params, head.nth(place, param))
+            for place, (prompt, param) in enumerate(texts)
+        ]
+        vectors, num_tokens = [np.empty(0, np.float32)] * len(streams), 0
+        async with aclosing(interleave(streams)) as outputs:
+            async for place, output in outputs:
+                assert output.vector is not None, "a pooled request was answered without a vector"
+                vectors[place] = np.frombuffer(output.vector, np.float32)
+                num_tokens += len(output.prompt_token_ids)
+        return Embedded(vectors, num_tokens)
+
+    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
+        if limit is None:
+            return prompt
+        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return token_ids[-limit:]

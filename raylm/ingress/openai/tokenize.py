@@ -1,0 +1,113 @@
+"""POST /tokenize and /detokenize: what the model's tokenizer and chat template make of a text, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from raylm.errors import InvalidRequestError
+from raylm.frontend import ChatRequest
+from raylm.ingress.http.answer import Pieces, json_answer
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.openai.fields import Body, TokenIds
+from raylm.ingress.openai.logprobs import TokenTexts
+from raylm.ingress.openai.messages import template_messages, template_tools
+from raylm.ingress.openai.models import check_model
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+
+
+class TokenizeRequest(Body):
+    """Either ``prompt`` or ``messages`` (with the template's fields)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuse fields of the other form.
+
+        Raises:
+            InvalidRequestError: not exactly one form was given.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
+        chat_only = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        for name in chat_only if self.prompt is not None else ("add_special_tokens",):
+            if getattr(self, name) is not None:
+                other = "messages" if self.prompt is not None else "prompt"
+                raise InvalidRequestError(f"'{name}' needs '{other}'.", param=name)
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "'continue_final_message' and 'add_generation_prompt' must not both be true."
+            raise InvalidRequestError(message, param="continue_final_message")
+
+
+class DetokenizeRequest(Body):
+    """Token ids to turn into text."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class Tokenize:
+    """The handler of /tokenize."""
+
+    body = TokenizeRequest
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._tokens = TokenTexts(llm)
+
+    async def __call__(self, data: JSONObject, request_id: str) -> list[bytes]:
+        """{count, max_model_len, tokens}, and token_strs if asked for."""
+        body = self.body.parse(data)
+        body.check()
+        if body.model is not None:
+            check_model(body.model, self._llm)
+        token_ids = await self._token_ids(body)
+
+        def make() -> JSONObject:
+            answer = {"count": len(token_ids), "max_model_len": self._llm.max_model_len, "tokens": Pieces(token_ids)}
+            if body.return_token_strs:
+                answer["token_strs"] = Pieces(self._tokens.text_of(token_id) for token_id in token_ids)
+            return answer
+
+        return await json_answer(make, len(token_ids))
+
+    async def _token_ids(self, body: TokenizeRequest) -> list[int]:
+        if body.prompt is not None:
+            return await self._llm.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        generation_prompt = body.add_generation_prompt
+        request = ChatRequest(
+            messages=template_messages(body.messages or []),
+            tools=template_tools(body.tools),
+            add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs,
+        )
+        return await self._llm.render_chat(request)
+
+
+class Detokenize:
+    """The handler of /detokenize."""
+
+    body = DetokenizeRequest
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
+        """{prompt}."""
+        body = self.body.parse(data)
+        if body.model is not None:
+            check_model(body.model, self._llm)
+        return orjson.dumps({"prompt": await self._llm.detokenize(body.tokens)})

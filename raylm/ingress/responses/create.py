@@ -1,0 +1,162 @@
+"""POST /v1/responses: OpenAI's newer form of a conversation; whole, streamed, or in the background, and stored."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import aclosing
+from contextvars import Context
+from typing import TYPE_CHECKING
+
+import orjson
+
+from raylm.errors import NotFoundError
+from raylm.frontend import aside
+from raylm.frontend.admission.lifecycle import Lifecycle
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.http.endpoint import Answer, Chunks
+from raylm.ingress.http.errors import logger
+from raylm.ingress.http.sse import named_event
+from raylm.ingress.openai.conversations import Conversations
+from raylm.ingress.openai.logprobs import TokenTexts
+from raylm.ingress.openai.models import check_model
+from raylm.ingress.openai.renaming import renamed
+from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
+from raylm.ingress.responses.input import chat_messages, count_input, input_items
+from raylm.ingress.responses.items import ResponseItems
+from raylm.ingress.responses.job import ResponseJob
+from raylm.ingress.responses.store import Responses
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+    from raylm.ingress.openai.outputs import Outputs
+
+_BYTES_A_THING = 64  # of JSON, about
+
+
+class CreateResponse:
+    """The handler of the route. ``conversations`` starts what responses come down to."""
+
+    body = ResponsesRequest
+
+    def __init__(self, llm: AsyncLLM, conversations: Conversations, store: Responses, lifecycle: Lifecycle) -> None:
+        self._llm = llm
+        self._conversations = conversations
+        self._store = store
+        self._lifecycle = lifecycle
+        self._tokens = TokenTexts(llm)
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
+        """Answer one request.
+
+        Raises:
+            RayLMError: the request is refused or failed.
+        """
+        body = self.body.parse(data)
+        body.check()
+        check_model(body.model, self._llm)
+        items = await aside(lambda: input_items(body.input), count_input(body.input))
+        history = await self._history(body.previous_response_id)
+        # Ids are unguessable: whoever knows one may read the response.
+        response_id = f"resp_{uuid.uuid4().hex}"
+        job, outputs = await self._start(response_id, body, history + items)
+        record = {"input": items, "history": history}
+        if body.background:
+            return await self._in_background(job, outputs, record)
+        if body.stream:
+            return self._stream(job, outputs, record)
+        async with aclosing(job.events(outputs)) as events:
+            async for _ in events:
+                pass
+        await self._keep(job, record)
+        return orjson.dumps(job.response())
+
+    async def _start(
+        self, response_id: str, body: ResponsesRequest, items: list[JSONObject]
+    ) -> tuple[ResponseJob, Outputs]:
+        head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        with renamed(PARAM_NAMES):
+            chat = await aside(lambda: body.as_chat(head + chat_messages(items)), len(items))
+            if body.truncation == "auto":
+                chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
+            params, outputs = await self._conversations.start(chat, response_id, time.time())
+        shown = ResponseItems(self._tokens, with_logprobs=body.with_logprobs)
+        return ResponseJob(response_id, body, params, shown), outputs
+
+    async def _history(self, response_id: str | None) -> list[JSONObject]:
+        """The items of the conversation that ends with a stored response."""
+        if response_id is None:
+            return []
+        found = await self._store.get(response_id)
+        if found is None:
+            message = "The response that 'previous_response_id' names was not found; it may have been too long ago."
+            raise NotFoundError(message, param="previous_response_id")
+        record: JSONObject = await aside(lambda: orjson.loads(found), len(found) // _BYTES_A_THING)
+        return [*record["history"], *record["input"], *record["response"]["output"]]
+
+    async def _keep(self, job: ResponseJob, record: JSONObject) -> None:
+        response = job.response()
+        if response["store"]:
+            things = len(record["history"]) + len(record["input"]) + len(response["output"])
+            kept = await aside(lambda: orjson.dumps(record | {"response": response}), things)
+            await self._store.put(job.id, kept)
+
+    async def _stream(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> Chunks:
+        number = 0
+        async with aclosing(job.events(outputs)) as items:
+            async for events in items:
+                if job.done:
+                    await self._keep(job, record)  # before the client hears of the end, and goes on from it
+                data = b""
+                for event in events:
+                    event["sequence_number"] = number
+                    number += 1
+                    data += named_event(event)
+                if data:
+                    yield data
+
+    async def _in_background(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> bytes:
+        """Answer at once; the response can be fetched, and cancelled, while it is made and afterwards."""
+        await self._keep(job, record)
+        answer = orjson.dumps(job.response())
+        # In a context of its own: it waits in the queue by itself, not as a part of the request that asked for it.
+        task = asyncio.create_task(self._make(job, outputs, record), context=Context())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return answer
+
+    async def _make(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
+        making = asyncio.create_task(self._run(job, outputs, record))
+        cancelled = asyncio.create_task(self._store.until_cancelled(job.id))
+        try:
+            await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
+            if cancelled.done() and cancelled.exception() is not None:
+                logger.warning("response %s can not be cancelled any more", job.id, exc_info=cancelled.exception())
+                await making
+        finally:
+            for task in (making, cancelled):
+                task.cancel()
+            await asyncio.gather(making, cancelled, return_exceptions=True)
+
+    async def _run(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
+        try:
+            ongoing = self._lifecycle.admit()
+            try:
+                with ongoing:
+                    await self._follow(job, outputs, record)
+            finally:
+                self._lifecycle.release(ongoing)
+        except Exception as error:
+            job.fail(error)
+        await self._keep(job, record)
+
+    async def _follow(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
+        """Read to the end; the store hears of the beginning."""
+        told = False
+        async with aclosing(job.events(outputs)) as items:
+            async for _ in items:
+                if not told:
+                    await self._keep(job, record)
+                told = True

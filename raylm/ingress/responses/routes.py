@@ -1,0 +1,98 @@
+"""/v1/responses/{id}: stored responses are fetched, cancelled and deleted, and their input is listed."""
+
+from __future__ import annotations
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from raylm.errors import InvalidRequestError, NotFoundError
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.http.errors import clip
+from raylm.ingress.openai.fields import unsupported
+from raylm.ingress.responses.store import Responses
+
+_MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
+
+
+def response_routes(store: Responses) -> list[Route]:
+    """The routes below /v1/responses."""
+
+    async def retrieve(request: Request) -> Response:
+        _check_query(request, {"include", "include[]", "stream"})
+        if request.query_params.get("stream", "false") != "false":
+            raise unsupported("stream", "a stored response is not streamed again; fetch it whole.")
+        return _json((await _record(store, request))["response"])
+
+    async def delete(request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        if not await store.delete(response_id):
+            raise _not_found(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(request: Request) -> Response:
+        record = await _record(store, request)
+        if not record["response"]["background"]:
+            message = "Only a response that was asked for with 'background' can be cancelled."
+            raise InvalidRequestError(message, param="response_id")
+        cancelled = await store.cancel(request.path_params["response_id"])
+        return _json((record if cancelled is None else orjson.loads(cancelled))["response"])
+
+    async def list_input(request: Request) -> Response:
+        _check_query(request, {"limit", "order", "after", "include", "include[]"})
+        return _json(_page((await _record(store, request))["input"], request))
+
+    async def retrieve_or_delete(request: Request) -> Response:
+        return await (delete if request.method == "DELETE" else retrieve)(request)
+
+    path = "/v1/responses/{response_id}"
+    return [
+        Route(path, retrieve_or_delete, methods=["GET", "DELETE"]),
+        Route(f"{path}/cancel", cancel, methods=["POST"]),
+        Route(f"{path}/input_items", list_input, methods=["GET"]),
+    ]
+
+
+async def _record(store: Responses, request: Request) -> JSONObject:
+    response_id = request.path_params["response_id"]
+    found = await store.get(response_id)
+    if found is None:
+        raise _not_found(response_id)
+    record: JSONObject = orjson.loads(found)
+    return record
+
+
+def _page(items: list[JSONObject], request: Request) -> JSONObject:
+    """The newest items first, or the oldest, after one that the client names."""
+    query = request.query_params
+    limit = query.get("limit", str(_DEFAULT_ITEMS))
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MOST_ITEMS):
+        raise InvalidRequestError(f"'limit' must lie between 1 and {_MOST_ITEMS}.", param="limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("'order' must be asc or desc.", param="order")
+    ordered = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise InvalidRequestError("'after' names no item of this input.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+    return {"object": "list", "data": page, "has_more": len(page) < len(ordered), **ends}
+
+
+def _check_query(request: Request, known: set[str]) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise unsupported(clip(name, 64), "this query parameter is not supported.")
+
+
+def _not_found(response_id: str) -> NotFoundError:
+    shown = clip(response_id, 100)
+    return NotFoundError(f"Response with id '{shown}' not found.", param="response_id")
+
+
+def _json(value: JSONObject) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

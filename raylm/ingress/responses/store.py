@@ -1,0 +1,139 @@
+"""ResponseStore: owns the stored responses of an application; one replica keeps it itself, several share an actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+import orjson
+
+from raylm.ingress.http.body import JSONObject
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 128 * 1024 * 1024
+_UNFINISHED = ("queued", "in_progress")
+
+
+class Responses(Protocol):
+    """What an ingress replica needs of a store. A record is {"response": …, "input": items, "history": items}."""
+
+    async def put(self, response_id: str, record: bytes) -> None:
+        """Keep a record; the oldest ones go when there are too many, and a cancelled one stays as it is."""
+
+    async def get(self, response_id: str) -> bytes | None:
+        """The record, None if there is none."""
+
+    async def delete(self, response_id: str) -> bool:
+        """Forget a record; whether there was one. One that is being made is cancelled too."""
+
+    async def cancel(self, response_id: str) -> bytes | None:
+        """Mark an unfinished response as cancelled, wake who makes it, and return its record."""
+
+    async def until_cancelled(self, response_id: str) -> None:
+        """Wait until a response is cancelled or deleted."""
+
+
+class ResponseStore:
+    """In memory, bounded by number and bytes; the least recently used go first. An actor, or a plain object."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._records: OrderedDict[str, bytes] = OrderedDict()
+        self._size = 0
+        self._cancelled: dict[str, asyncio.Event] = {}
+
+    async def put(self, response_id: str, record: bytes) -> None:
+        """Keep a record."""
+        known = self._records.get(response_id)
+        if known is not None and _status(known) == "cancelled":
+            return
+        self._set(response_id, record)
+        while len(self._records) > self._max_responses or (self._size > self._max_bytes and len(self._records) > 1):
+            self._drop(next(iter(self._records)))
+
+    async def get(self, response_id: str) -> bytes | None:
+        """The record."""
+        record = self._records.get(response_id)
+        if record is not None:
+            self._records.move_to_end(response_id)
+        return record
+
+    async def delete(self, response_id: str) -> bool:
+        """Forget a record."""
+        found = response_id in self._records
+        if found:
+            self._drop(response_id)
+            self._wake(response_id)
+        return found
+
+    async def cancel(self, response_id: str) -> bytes | None:
+        """Mark and wake."""
+        record = self._records.get(response_id)
+        if record is None or _status(record) not in _UNFINISHED:
+            return record
+        content: JSONObject = orjson.loads(record)
+        content["response"]["status"] = "cancelled"
+        self._set(response_id, orjson.dumps(content))
+        self._wake(response_id)
+        return self._records[response_id]
+
+    async def until_cancelled(self, response_id: str) -> None:
+        """Wait; one waiter a response, the replica that makes it."""
+        event = self._cancelled.setdefault(response_id, asyncio.Event())
+        try:
+            record = self._records.get(response_id)
+            if record is not None and _status(record) in _UNFINISHED:
+                await event.wait()
+        finally:
+            self._cancelled.pop(response_id, None)
+
+    def _set(self, response_id: str, record: bytes) -> None:
+        self._size += len(record) - len(self._records.get(response_id, b""))
+        self._records[response_id] = record
+        self._records.move_to_end(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self._size -= len(self._records.pop(response_id))
+
+    def _wake(self, response_id: str) -> None:
+        if response_id in self._cancelled:
+            self._cancelled[response_id].set()
+
+
+class SharedResponses:
+    """The store of an application with several ingress replicas: a ResponseStore that is a deployment of its own."""
+
+    def __init__(self, store: DeploymentHandle) -> None:
+        self._store = store
+
+    async def put(self, response_id: str, record: bytes) -> None:
+        """Keep a record."""
+        await self._store.put.remote(response_id, record)
+
+    async def get(self, response_id: str) -> bytes | None:
+        """The record."""
+        record: bytes | None = await self._store.get.remote(response_id)
+        return record
+
+    async def delete(self, response_id: str) -> bool:
+        """Forget a record."""
+        return bool(await self._store.delete.remote(response_id))
+
+    async def cancel(self, response_id: str) -> bytes | None:
+        """Mark and wake."""
+        record: bytes | None = await self._store.cancel.remote(response_id)
+        return record
+
+    async def until_cancelled(self, response_id: str) -> None:
+        """Wait."""
+        await self._store.until_cancelled.remote(response_id)
+
+
+def _status(record: bytes) -> str:
+    status: str = orjson.loads(record)["response"]["status"]
+    return status

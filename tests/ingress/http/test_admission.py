@@ -1,0 +1,170 @@
+"""The queue and the deadlines as clients meet them: 429 before anything is done, 504 for who waited too long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+
+from raylm.errors import InvalidRequestError
+from raylm.frontend import Admission
+from raylm.ingress.http.deadline import patience_s
+from tests.ingress.fake_llm import FakeAsyncLLM
+from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
+from tests.ingress.http.test_streams import held
+from tests.ingress.refused import JSON, error_of
+from tests.ingress.test_real_llm import running_stack, wanted
+
+PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_a_full_queue_refuses_before_the_body_is_read(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str, body: dict[str, Any]
+) -> None:
+    llm.admission._max_requests = 1
+    waiting = llm.admission.prompt(10, 1)
+    answer = await client.post(path, content=b"no JSON", headers=JSON)
+    error = error_of(answer, 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    assert int(answer.headers["retry-after"]) >= 1
+    for other in ("/tokenize", "/detokenize"):
+        error_of(await client.post(other, content=b"no JSON", headers=JSON), 400)
+    assert (await client.get("/health")).status_code == 200
+    waiting.release()
+    assert (await client.post(path, json=body)).status_code == 200
+    assert (llm.admission.requests, llm.admission.tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_a_prompt_that_does_not_fit_beside_others_is_not_rendered(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str, body: dict[str, Any]
+) -> None:
+    llm.admission._max_tokens = 1000
+    waiting = llm.admission.prompt(100, 1)
+    long = {"prompt": "x" * 8000} if "prompt" in body else {"messages": [{"role": "user", "content": "x" * 8000}]}
+    error_of(await client.post(path, json=body | long), 429)
+    assert (llm.rendered, llm.calls) == ([], [])
+    assert (await client.post(path, json=body)).status_code == 200
+    waiting.release()
+    llm.max_model_len = 10_000
+    assert (await client.post(path, json=body | long)).status_code == 200, "alone it has nothing to wait for"
+
+
+async def test_choices_count_each(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    llm.admission._max_requests = 8
+    waiting = llm.admission.prompt(1, 1)
+    error_of(await client.post("/v1/completions", json=TEXT | {"prompt": ["a"] * 4, "n": 2}), 429)
+    error_of(await client.post("/v1/chat/completions", json=CHAT | {"n": 8}), 429)
+    assert (await client.post("/v1/completions", json=TEXT | {"prompt": ["a"] * 3, "n": 2})).status_code == 200
+    waiting.release()
+
+
+async def test_refusals_leave_nothing_in_the_queue(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    for content in (b"{", b'{"model": 1}', b'{"model": "org/fake-model", "prompt": []}'):
+        error_of(await client.post("/v1/completions", content=content, headers=JSON))
+    assert (llm.admission.requests, llm.admission.tokens) == (0, 0)
+    assert "raylm:queued_requests{" in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("header", [("x-stainless-read-timeout", "0.2"), ("x-stainless-timeout", "0.2"),
+                                    ("request-timeout-ms", "200")])  # fmt: skip
+async def test_who_waited_longer_than_his_client_is_dropped(
+    app: Starlette, llm: FakeAsyncLLM, stream: bool, header: tuple[str, str]
+) -> None:
+    llm.gate, llm.open_outputs = asyncio.Event(), 0
+    async with client_of(app) as client:
+        answer = await client.post("/v1/completions", json=TEXT | {"stream": stream}, headers=dict([header]))
+        error = error_of(answer, 504)
+        assert (error["type"], error["code"]) == ("timeout_error", "deadline_exceeded")
+        await until(lambda: llm.calls[0].ended == "aborted" and held(app) == 0)
+        llm.gate.set()
+        assert (await client.post("/v1/completions", json=TEXT, headers=dict([header]))).status_code == 200
+
+
+async def test_a_stream_that_has_begun_has_no_deadline(app: Starlette, llm: FakeAsyncLLM) -> None:
+    llm.gate = asyncio.Event()
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        headers = {"request-timeout-ms": "150"}
+        task = asyncio.create_task(client.post("/v1/completions", json=TEXT | {"stream": True}, headers=headers))
+        await until(lambda: len(llm.calls) == 1)
+        await asyncio.sleep(0.3)
+        llm.gate.set()
+        assert events((await task).text)[-1] == "[DONE]"
+
+
+async def test_the_official_client_tells_its_patience(app: Starlette, llm: FakeAsyncLLM) -> None:
+    told: list[float | None] = []
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        told.append(patience_s(Headers(scope=scope)))
+        await app(scope, receive, send)
+
+    async with served(noting) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", timeout=7) as api:  # type: ignore[arg-type]
+        await api.completions.create(model=llm.model_name, prompt="x")
+    assert told == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({}, None),
+        ({"x-stainless-read-timeout": "600"}, 600.0),
+        ({"x-stainless-timeout": "NOT_GIVEN", "x-stainless-read-timeout": "30.5"}, 30.5),
+        ({"x-stainless-timeout": "600", "request-timeout-ms": "1500"}, 1.5),
+        ({"x-stainless-timeout": "nan"}, None),
+        ({"x-stainless-timeout": "-1"}, None),
+        ({"x-stainless-timeout": "1" * 400}, None),
+    ],
+)
+def test_patience_is_read_as_clients_tell_it(headers: dict[str, str], wanted: float | None) -> None:
+    assert patience_s(Headers(headers)) == wanted
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-5", "inf", "nan", "9" * 400])
+async def test_a_wrong_deadline_is_refused_by_name(client: httpx.AsyncClient, value: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        patience_s(Headers({"request-timeout-ms": value}))
+    answer = await client.post("/v1/completions", json=TEXT, headers={"request-timeout-ms": value})
+    assert error_of(answer)["param"] == "request-timeout-ms"
+
+
+async def test_of_a_flood_each_is_answered_rightly_or_told_to_come_back() -> None:
+    async with running_stack(Admission(max_requests=16, max_tokens=2_000)) as stack, served(stack.app) as url:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            flood = asyncio.gather(*(flooded(client, place) for place in range(300)))
+            healthy = [(await client.get("/health")).status_code for _ in range(20)]
+            statuses = await flood
+            assert (await client.post("/v1/completions", json=stack_body(1))).status_code == 200
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 16
+        assert set(healthy) == {200}
+        assert (stack.llm.admission.requests, stack.llm.admission.tokens) == (0, 0)
+        assert stack.running == 0
+
+
+def stack_body(place: int) -> dict[str, Any]:
+    return {"model": "embedded", "prompt": [10 + place, 5, 7], "max_tokens": 12, "seed": place}
+
+
+async def flooded(client: httpx.AsyncClient, place: int) -> int:
+    """The status of one request of the flood, whose answer must be the right one; the reference knows of no others."""
+    body = stack_body(place)
+    stream = place % 2 == 0
+    answer = await client.post("/v1/completions", json=body | {"stream": stream})
+    if answer.status_code == 429:
+        assert int(answer.headers["retry-after"]) >= 1
+        error_of(answer, 429)
+    elif stream:
+        text = "".join(chunk["choices"][0]["text"] for chunk in events(answer.text)[:-1])
+        assert text == wanted(body["prompt"], place, 12)
+    else:
+        assert answer.json()["choices"][0]["text"] == wanted(body["prompt"], place, 12)
+    return answer.status_code

@@ -1,0 +1,112 @@
+"""A crowd passes a few at a time, in order, and others get their turn in between."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+import orjson
+import pytest
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+
+from raylm.frontend.admission.throttle import PER_TURN, Turnstile
+from raylm.ingress.http.throttle import Entrance
+from tests.ingress.harness import TEXT
+
+
+async def test_a_crowd_passes_in_order_a_few_in_each_turn() -> None:
+    turnstile, passed, turns = Turnstile(), [], 0
+
+    async def come(place: int) -> None:
+        await turnstile.enter()
+        passed.append((place, turns))
+
+    crowd = [asyncio.create_task(come(place)) for place in range(10 * PER_TURN)]
+    while len(passed) < len(crowd):
+        before = len(passed)
+        await asyncio.sleep(0)
+        turns += 1
+        assert len(passed) - before <= PER_TURN
+    assert [place for place, _ in passed] == list(range(len(crowd)))
+    assert turns >= 10
+
+
+async def test_who_leaves_while_waiting_holds_up_nobody() -> None:
+    turnstile = Turnstile()
+    crowd = [asyncio.create_task(turnstile.enter()) for _ in range(5 * PER_TURN)]
+    await asyncio.sleep(0)
+    leaving = crowd[PER_TURN::2]
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    assert [task for task in crowd if task.cancelled()] == leaving
+    last = asyncio.create_task(turnstile.enter())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert last.done()
+
+
+async def test_alone_nobody_waits() -> None:
+    turnstile = Turnstile()
+    for _ in range(PER_TURN):
+        with pytest.raises(StopIteration):  # it ran to its end in one go
+            turnstile.enter().send(None)
+
+
+async def test_probes_pass_by_a_crowd_at_the_entrance() -> None:
+    entered: list[str] = []
+
+    async def inside(scope: Scope, receive: Receive, send: Send) -> None:
+        entered.append(scope["path"])
+
+    async def come(path: str) -> None:
+        await entrance({"type": "http", "path": path}, None, None)  # type: ignore[arg-type]
+
+    entrance = Entrance(inside)
+    paths = ["/v1/completions"] * 50 + ["/health", "/-/healthz", "/models/health"]
+    crowd = [asyncio.create_task(come(path)) for path in paths]
+    await asyncio.sleep(0)
+    assert entered == ["/v1/completions"] * PER_TURN + ["/health", "/-/healthz", "/models/health"]
+    await asyncio.gather(*crowd)
+    assert len(entered) == len(paths)
+
+
+class Connection:
+    """As uvicorn's: it holds the scope that it hands out, and is what the answer is sent to."""
+
+    def __init__(self, path: str, body: bytes) -> None:
+        headers = [(b"content-type", b"application/json")]
+        self.scope: Scope = {"type": "http", "method": "POST" if body else "GET", "path": path, "headers": headers}
+        self.scope |= {"query_string": b"", "root_path": ""}
+        self.body, self.statuses = body, []
+
+    async def receive(self) -> dict[str, Any]:
+        body, self.body = self.body, b""
+        if not body:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": body}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        self.statuses += [message["status"]] if "status" in message else []
+
+
+@pytest.mark.parametrize(("path", "body"), [("/health", None), ("/v1/completions", TEXT), ("/v1/completions", {})])
+async def test_an_answered_request_is_freed_without_the_collector(app: Starlette, path: str, body: Any) -> None:
+    """Rings of many requests pile up, and finding them is a stop that everybody waits for."""
+    await asyncio.sleep(0)
+    gc.disable()
+    try:
+        connection = Connection(path, b"" if body is None else orjson.dumps(body))
+        await app(connection.scope, connection.receive, connection.send)
+        assert connection.statuses == [400 if body == {} else 200]
+        gone = weakref.ref(connection)
+        del connection
+        for _ in range(3):
+            await asyncio.sleep(0)  # what watched for its end goes too
+        assert gone() is None
+    finally:
+        gc.enable()
