@@ -15,7 +15,7 @@ from tests.embedded_server import EmbeddedServer
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "lora_adapter"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "lora_adapter"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,

@@ -17,7 +17,7 @@ from raylm.ingress.responses.body import ResponsesRequest
 from tests.conformance.specification import violations
 from tests.ingress.harness import CHAT, TEXT, events
 
-SPEC = json.loads((Path(__file__).parent.parent / "data" / "openai_schemas.json").read_text())
+SPEC = json.loads((Path(__file__).parents[2] / "data" / "openai_schemas.json").read_text())
 
 
 def check(value: Any, name: str) -> None:
