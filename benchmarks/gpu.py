@@ -40,7 +40,7 @@ from gpu_shapes import SHAPES, embedding_size, make_checkpoint
 
 from raylm.config import Config
 from raylm.messages import WorkerInfo
-from raylm.worker.graph_forward import GraphForward
+from raylm.worker.gpu.cuda_graphs import GraphForward
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 

@@ -20,7 +20,7 @@ import torch
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.sampler import Sampler
+from raylm.worker.sampling.sampler import Sampler
 
 PROMPT_TOKENS = 512
 Plain = Callable[[torch.Tensor, torch.Tensor], Any]

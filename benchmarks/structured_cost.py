@@ -22,8 +22,8 @@ from raylm.grammar import grammar_of, load_tokenizer
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams, StructuredOutputs
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.sampler import Sampler
-from raylm.worker.structured_outputs import Grammars, forbid
+from raylm.worker.sampling.sampler import Sampler
+from raylm.worker.sampling.structured_outputs import Grammars, forbid
 
 ANSWER = {"name": "the quick brown fox", "age": 127, "tags": ["one", "two", "three four"], "at": {"x": 1.25, "y": "al"}}
 SCHEMA = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from raylm.models import Ranks
-from raylm.worker.process_group import DistributedRanks
+from raylm.worker.distributed.process_group import DistributedRanks
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -45,7 +45,7 @@ def test_a_planted_import_is_caught(file: str, source: str) -> None:
     [
         ("engine/ray_executor.py", "import ray"),
         ("engine/model_executor.py", "from raylm.worker import Worker"),
-        ("worker/sampler.py", "import torch\nfrom raylm.messages import Logprobs"),
+        ("worker/sampling/sampler.py", "import torch\nfrom raylm.messages import Logprobs"),
         ("app.py", "from raylm.ingress import Ingress\nfrom ray import serve"),
     ],
 )

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
-from raylm.worker.logits_processors import LogitsProcessor, build_logits_processors
-from raylm.worker.structured_outputs import Grammars, StructuredOutputs
-from raylm.worker.thoughts import ThinkingBudget
+from raylm.worker.sampling.logits_processors import LogitsProcessor, build_logits_processors
+from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
+from raylm.worker.sampling.thinking_budget import ThinkingBudget
 
 IntArray = NDArray[np.integer[Any]]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from raylm.models import AdapterRun
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.step_rows import StepRows
+from raylm.worker.step_batch import StepRows
 
 
 class Column:

@@ -14,7 +14,7 @@ from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
 from raylm.native import huge_empty
 from raylm.worker.attention import AnyBackend
-from raylm.worker.host import available_memory
+from raylm.worker.cgroup import available_memory
 
 GIB = 1 << 30
 _CPU_SHARE, _CPU_MOST = 0.4, 4 * GIB

@@ -14,7 +14,7 @@ from raylm.messages import NewSequence
 from raylm.models import AdapterRun, CausalLM, ModuleAdapter, adaptable_shapes, read_adapter
 from raylm.native import PackedAdapter
 from raylm.worker.forward import Forward
-from raylm.worker.step_rows import StepRows
+from raylm.worker.step_batch import StepRows
 
 BASE = 0  # the adapter of a row that has none
 

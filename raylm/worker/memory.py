@@ -11,7 +11,7 @@ import torch
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.worker.attention import StepLimits
-from raylm.worker.host import available_memory
+from raylm.worker.cgroup import available_memory
 
 _GIB = 1 << 30
 _FEWEST_TOKENS = 16

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
-from raylm.worker.device_feed import Feed, NoFeed
 from raylm.worker.forward import Forward
+from raylm.worker.gpu.device_tokens import Feed, NoFeed
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.lora import Adapters, NoAdapters
 from raylm.worker.pooler import Pooler
-from raylm.worker.sampler import Sampler, SamplerOutput
-from raylm.worker.speculator import NoSpeculation, Speculator
-from raylm.worker.step_rows import DrawRows, StepRows
+from raylm.worker.sampling.sampler import Sampler, SamplerOutput
+from raylm.worker.speculation.speculator import NoSpeculation, Speculator
+from raylm.worker.step_batch import DrawRows, StepRows
 
 _PROMPT_LOGITS_BYTES = 64 << 20
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from raylm.messages import NewSequence
 from raylm.params import PoolingParams
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.step_rows import StepRows
+from raylm.worker.step_batch import StepRows
 
 NOT_FINITE = "the model's hidden states are not finite"
 

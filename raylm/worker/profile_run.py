@@ -13,7 +13,7 @@ from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import allocate
 from raylm.worker.model_runner import ModelRunner
-from raylm.worker.sampler import Sampler
+from raylm.worker.sampling.sampler import Sampler
 
 _CPU_TOKENS = 256
 

@@ -17,23 +17,23 @@ from raylm.messages import WorkerInfo
 from raylm.models import CausalLM, Ranks, load_model, resolve_dtype
 from raylm.native import use_threads
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
-from raylm.worker.device_feed import create_feed
+from raylm.worker.cgroup import available_cores
+from raylm.worker.distributed.process_group import join_ranks
+from raylm.worker.distributed.rank_sampler import select_sampler
+from raylm.worker.distributed.rendezvous import Meeting
 from raylm.worker.forward import ModuleForward, select_forward
-from raylm.worker.graph_forward import CudaCapture, GraphForward
-from raylm.worker.host import available_cores
+from raylm.worker.gpu.cuda_graphs import CudaCapture, GraphForward
+from raylm.worker.gpu.device_tokens import create_feed
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import KVCacheSize, allocate, block_bytes, free_memory, size_pool
 from raylm.worker.lora import create_adapters
-from raylm.worker.meeting import Meeting
 from raylm.worker.memory import largest_step, loading
 from raylm.worker.model_runner import ModelRunner
-from raylm.worker.process_group import join_ranks
 from raylm.worker.profile_run import profile_run
-from raylm.worker.rank_sampler import select_sampler
-from raylm.worker.sampler import Sampler
-from raylm.worker.speculator import create_speculator
-from raylm.worker.structured_outputs import Grammars
+from raylm.worker.sampling.sampler import Sampler
+from raylm.worker.sampling.structured_outputs import Grammars
+from raylm.worker.speculation.speculator import create_speculator
 
 logger = logging.getLogger(__name__)
 

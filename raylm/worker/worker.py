@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raylm.config import Config
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
-from raylm.worker.meeting import Meeting, open_meeting
+from raylm.worker.distributed.rendezvous import Meeting, open_meeting
 
 if TYPE_CHECKING:
     from raylm.worker.model_runner import ModelRunner

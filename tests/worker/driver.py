@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from raylm.config import Config
 from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
-from raylm.worker.meeting import Meeting
+from raylm.worker.distributed.rendezvous import Meeting
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 

@@ -17,7 +17,7 @@ from raylm.messages import NewSequence, SchedulerOutput
 from raylm.native import kernels
 from raylm.params import SamplingParams
 from raylm.worker import Worker
-from raylm.worker.host import available_cores, available_memory
+from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.startup import available_threads, useful_threads
 from tests.checkpoints import make_checkpoint
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
-from raylm.worker.attention.ladder import rung, table_width
+from raylm.worker.attention.batch_buckets import rung, table_width
 from raylm.worker.attention.probe import probe
 from raylm.worker.attention.split_k import HEAD_DIMS, Pages, SplitK, queries_per_tile, refusals
 

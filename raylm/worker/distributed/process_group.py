@@ -1,0 +1,115 @@
+"""Worker: the process group of a rank, over which it exchanges tensors with the others, or finds them gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ReduceOp, Store, TCPStore
+
+from raylm.errors import PeerLostError
+from raylm.models import ALONE, Ranks
+from raylm.worker.distributed.rendezvous import LOOPBACK, Meeting
+
+# Longest wait for the others: at start they may read the same files after each other.
+TIMEOUT = timedelta(minutes=10)
+
+
+class DistributedRanks(Ranks):
+    """Ranks over gloo for tensors on the host, and over NCCL for those on a GPU.
+
+    Operations raise PeerLostError when another rank is gone, or does not come within TIMEOUT.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self._group = ProcessGroup(store, rank, size)
+        with self._together():
+            host, gpu = torch.device("cpu"), torch.device("cuda")
+            self._group._register_backend(host, ProcessGroup.BackendType.GLOO, _gloo(store, rank, size))
+            if device.type == "cuda":
+                self._group._register_backend(gpu, ProcessGroup.BackendType.NCCL, _nccl(store, rank, size))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place where ``x`` is contiguous."""
+        x = x.contiguous()
+        with self._together():
+            self._group.allreduce(x, ReduceOp.SUM).wait()
+        return x
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
+        """Columns side by side on rank 0; parts travel as wide as the widest."""
+        own = F.pad(x, (0, max(widths) - x.shape[1])).contiguous()
+        parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
+        with self._together():
+            self._group.gather(parts, own, 0).wait()
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1) if parts else x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's contiguous ``x``, into that of the others."""
+        with self._together():
+            self._group.broadcast(x, 0).wait()
+        return x
+
+    def least(self, values: list[int]) -> list[int]:
+        """The least of each, over the host."""
+        x = torch.tensor(values, dtype=torch.int64)
+        with self._together():
+            self._group.allreduce(x, ReduceOp.MIN).wait()
+        return [int(value) for value in x.tolist()]
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            said = str(error).splitlines()[0][:200]
+            raise PeerLostError(f"Rank {self.rank} of {self.size} lost another one: {said}") from error
+
+
+def join_ranks(meeting: Meeting, size: int, device: torch.device) -> Ranks:
+    """Meet the other ranks.
+
+    Raises:
+        PeerLostError: they do not come.
+    """
+    if size == 1:
+        return ALONE
+    try:
+        store = TCPStore(
+            LOOPBACK,
+            meeting.port,
+            size,
+            is_master=meeting.listener is not None,
+            timeout=TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=None if meeting.listener is None else meeting.listener.detach(),
+        )
+    except RuntimeError as error:
+        said = str(error).splitlines()[0][:200]
+        raise PeerLostError(f"Rank {meeting.rank} of {size} does not find rank 0: {said}") from error
+    return DistributedRanks(store, meeting.rank, size, device)
+
+
+def _gloo(store: Store, rank: int, size: int) -> Backend:
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    gloo: Any = ProcessGroupGloo  # its options are not in torch's stubs
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    options._timeout = TIMEOUT
+    found: Backend = gloo(PrefixStore("gloo", store), rank, size, options)
+    return found
+
+
+def _nccl(store: Store, rank: int, size: int) -> Backend:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # not there in torch for CPUs
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)

@@ -1,0 +1,1 @@
+"""What only a GPU needs: CUDA graphs, and decoding ahead of the host."""

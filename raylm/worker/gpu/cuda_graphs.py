@@ -1,0 +1,183 @@
+"""Worker: GraphForward, which replays steps that only decode as CUDA graphs; owns the buffers that graphs read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from raylm.models import LowRank, ModuleAdapter
+from raylm.worker.attention import AttentionMetadata, StepLimits
+from raylm.worker.attention.batch_buckets import rung, rungs, table_width
+from raylm.worker.forward import Forward, ModuleForward
+from raylm.worker.input_buffers import StepInputs
+
+logger = logging.getLogger(__name__)
+
+_AT_START = 256  # most sequences that a graph is captured for before the first request
+_WARM_UPS = 2
+
+
+class Capture(Protocol):
+    """Turns ``run``, which reads and writes the same memory every time, into something that does it again."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
+
+
+class CudaCapture:
+    """Captures CUDA graphs, all in one memory pool, as only one of them runs at a time, and on one stream.
+
+    A library takes a workspace for every stream that it is called on; on Hopper 32 MiB each.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        # Kernels are compiled, and libraries choose their workspaces, before anything is captured.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class DecodeBuffers:
+    """One token of each of so many sequences, in memory that stays in place.
+
+    Rows that pad are sequences of a single token, in a block that belongs to nobody: what a graph reads for them has
+    been written, by itself, and what it computes is not looked at.
+    """
+
+    def __init__(self, limits: StepLimits, scratch_block: int, device: torch.device) -> None:
+        most = rung(limits.max_num_seqs)
+        self._limits, self._scratch_block = limits, scratch_block
+        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.zeros(most, dtype=torch.int64, device=device)
+        self._block_tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let all rows pad."""
+        self._pad(0, len(self._seq_lens))
+
+    def _pad(self, start: int, end: int) -> None:
+        if start == end:
+            return
+        self._input_ids[start:end].fill_(0)
+        self._positions[start:end].fill_(0)
+        self._slot_mapping[start:end].fill_(self._scratch_block * self._limits.block_size)
+        self._block_tables[start:end, 0].fill_(self._scratch_block)
+        self._seq_lens[start:end].fill_(1)
+
+    def fill(self, inputs: StepInputs, size: int, width: int) -> None:
+        """Take over a step, its tables ``width`` blocks wide, and pad it to ``size`` sequences."""
+        meta, count = inputs.metadata, len(inputs.input_ids)
+        self._input_ids[:count] = inputs.input_ids
+        self._positions[:count] = inputs.positions
+        self._slot_mapping[:count] = meta.slot_mapping
+        self._block_tables[:count, :width] = meta.block_tables[:, :width]
+        self._seq_lens[:count] = meta.seq_lens
+        self._pad(count, size)
+
+    def inputs(self, size: int, width: int) -> StepInputs:
+        """The first ``size`` sequences; the host only knows that they are as long as their tables at most."""
+        longest = width * self._limits.block_size
+        return StepInputs(
+            self._input_ids[:size],
+            self._positions[:size],
+            AttentionMetadata(
+                num_decodes=size,
+                slot_mapping=self._slot_mapping[:size],
+                block_tables=self._block_tables[:size],
+                seq_lens=self._seq_lens[:size],
+                query_start_loc=self._query_start_loc[: size + 1],
+                seq_lens_host=np.full(size, longest, np.int32),
+                query_start_loc_host=np.arange(size + 1, dtype=np.int32),
+            ),
+        )
+
+
+class GraphForward(Forward):
+    """Steps that only decode are one launch; others, and those with adapters, go layer by layer through ``eager``.
+
+    There is a graph for each size of a ladder of batches and each width of a ladder of block tables. Those with the
+    narrowest tables are captured by ``capture_at_start``, others when the first step needs them. A graph for which
+    there is no memory left is done without: the log says so.
+    """
+
+    def __init__(
+        self, eager: ModuleForward, limits: StepLimits, scratch_block: int, device: torch.device, capture: Capture
+    ) -> None:
+        self.eager, self._limits, self._capture = eager, limits, capture
+        self._buffers = DecodeBuffers(limits, scratch_block, device)
+        self._graphs: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
+
+    @property
+    def captured(self) -> list[tuple[int, int]]:
+        """(sequences, blocks of a table) of the graphs there are."""
+        return [key for key, graph in self._graphs.items() if graph is not None]
+
+    def capture_at_start(self, most: int = _AT_START) -> None:
+        """Capture what the first steps will need, largest first, so that the smaller ones fit into its memory."""
+        sizes = rungs(min(self._limits.max_num_seqs, most))[::-1]
+        keys = list(product(sizes, [self._width(1)]))
+        for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
+            self._graph(*key)
+
+    def serve_adapters(self) -> None:
+        self.eager.serve_adapters()
+
+    def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter:
+        return self.eager.pack(weights)
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        meta = inputs.metadata
+        count = len(meta.seq_lens_host)
+        if meta.num_decodes < count or inputs.adapters:
+            return self.eager.hidden(inputs)
+        size, width = rung(count), self._width(int(meta.seq_lens_host.max()))
+        graph = self._graph(size, width)
+        if graph is None:
+            return self.eager.hidden(inputs)
+        self._buffers.fill(inputs, size, width)
+        return graph()[:count]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.eager.logits(hidden)
+
+    def _width(self, tokens: int) -> int:
+        return table_width(tokens, self._limits.block_size, self._limits.max_blocks)
+
+    def _graph(self, size: int, width: int) -> Callable[[], Tensor] | None:
+        key = size, width
+        if key not in self._graphs:
+            inputs = self._buffers.inputs(size, width)
+            # What lies in the buffers may be of another step: capturing runs it, and must write to nobody's blocks.
+            self._buffers.clear()
+            try:
+                self._graphs[key] = self._capture(lambda: self.eager.hidden(inputs))
+            except torch.OutOfMemoryError as error:
+                logger.warning("Steps of %d sequences are slower, their CUDA graph has no memory: %s", size, error)
+                self._graphs[key] = None
+        return self._graphs[key]

@@ -1,0 +1,185 @@
+"""Worker: DeviceFeed, which lets greedy decoding go on from tokens that the host has not seen yet."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raylm.messages import ModelRunnerOutput
+from raylm.worker.attention import StepLimits
+from raylm.worker.forward import Forward
+from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
+from raylm.worker.input_buffers import Column, InputBuffers
+from raylm.worker.sampling.step_logits import NOT_FINITE
+from raylm.worker.step_batch import StepRows
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class FedStep:
+    """A step on its way: once ``done``, what it drew is on the host, as ``tokens`` and ``peaks`` (rows,)."""
+
+    number: int
+    seq_ids: list[int]
+    rows: Ints
+    positions: Ints
+    lives: Ints
+    tokens: Tensor
+    peaks: Tensor
+    done: torch.cuda.Event | None
+    started: float = field(default_factory=time.perf_counter)
+
+    def output(self) -> ModelRunnerOutput:
+        """Wait for what it drew; may be called from another thread than the one that launches steps."""
+        if self.done is not None:
+            self.done.synchronize()
+        fine = self.peaks.isfinite().numpy()
+        seconds = time.perf_counter() - self.started
+        return ModelRunnerOutput(
+            step=self.number,
+            seq_ids=[seq_id for seq_id, drew in zip(self.seq_ids, fine.tolist(), strict=True) if drew],
+            token_counts=[1] * int(fine.sum()),
+            token_ids=self.tokens.numpy()[fine].tolist(),
+            failed=[(self.seq_ids[at], NOT_FINITE) for at in np.flatnonzero(~fine).tolist()],
+            forward_s=seconds,
+            step_s=seconds,
+        )
+
+
+class Feed(ABC):
+    """Whether, and how, a step runs without the host waiting for what it draws."""
+
+    @abstractmethod
+    def add(self, row: int) -> None:
+        """The row belongs to another sequence from now on."""
+
+    @abstractmethod
+    def takes(self, step: StepRows, batch: InputBatch) -> bool:
+        """Whether the step can run this way."""
+
+    @abstractmethod
+    def launch(self, number: int, step: StepRows, batch: InputBatch, forward: Forward) -> FedStep:
+        """Start a step that it takes; the tokens of the rows become known later."""
+
+    @abstractmethod
+    def settle(self, batch: InputBatch) -> None:
+        """Wait until all tokens are known to the host; steps of other kinds need them."""
+
+
+class NoFeed(Feed):
+    """Every step ends before the next one begins."""
+
+    def add(self, row: int) -> None:
+        """Nothing is on its way."""
+
+    def takes(self, step: StepRows, batch: InputBatch) -> bool:
+        """Never."""
+        return False
+
+    def launch(self, number: int, step: StepRows, batch: InputBatch, forward: Forward) -> FedStep:
+        """Not called."""
+        raise AssertionError("no step is taken")
+
+    def settle(self, batch: InputBatch) -> None:
+        """Nothing is on its way."""
+
+
+class DeviceFeed(Feed):
+    """Steps in which every sequence decodes greedily, with no wish that needs its logits on the host.
+
+    Each row's last token stays on the device, where the next step finds it. The host learns of it by a copy into
+    pinned memory, which whoever wants the step's output waits for, while the next step is launched already. All memory
+    that such copies read and write is there twice, for no more than two steps are on their way at a time.
+
+    Args:
+        buffers: two, of the same limits.
+    """
+
+    def __init__(self, buffers: tuple[InputBuffers, InputBuffers], max_num_seqs: int, device: torch.device) -> None:
+        self._buffers, self._device = buffers, device
+        self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._rows = [Column((2, max_num_seqs), torch.int64, device) for _ in buffers]
+        pinned = device.type == "cuda"
+        self._tokens = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in buffers]
+        self._peaks = [torch.zeros(max_num_seqs, pin_memory=pinned) for _ in buffers]
+        self._under_way: deque[FedStep] = deque()
+        self._lives = np.zeros(max_num_seqs, np.int64)
+        self._newest = np.full(max_num_seqs, -1, np.int64)  # the step on its way that draws the row's last token
+        self._turn = 0
+
+    def add(self, row: int) -> None:
+        self._lives[row] += 1
+        self._newest[row] = -1
+
+    def takes(self, step: StepRows, batch: InputBatch) -> bool:
+        if not (step.counts == 1).all() or not (step.draws == 1).all():
+            return False
+        wishes = batch.sampling[step.rows]
+        if (wishes["temperature"] != 0).any() or (wishes["logprobs"] != NO_LOGPROBS).any():
+            return False
+        return not any(processor.states and processor.owned(step.rows).size for processor in batch.processors)
+
+    def launch(self, number: int, step: StepRows, batch: InputBatch, forward: Forward) -> FedStep:
+        while len(self._under_way) > 1:
+            self._settle_oldest(batch)
+        self._turn ^= 1
+        inputs = self._buffers[self._turn].build(step, batch)
+        rows, fed = self._upload_rows(step.rows)
+        inputs.input_ids.copy_(torch.where(fed, self._last[rows], inputs.input_ids))
+        logits = forward.logits(forward.hidden(inputs))
+        drawn, peaks = logits.argmax(dim=1), logits.amax(dim=1)
+        self._last[rows] = drawn
+        count = len(step.rows)
+        tokens, heights = self._tokens[self._turn][:count], self._peaks[self._turn][:count]
+        tokens.copy_(drawn, non_blocking=True)
+        heights.copy_(peaks, non_blocking=True)
+        done = None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        positions = batch.num_tokens[step.rows].astype(np.int64)
+        started = FedStep(number, step.seq_ids, step.rows, positions, self._lives[step.rows], tokens, heights, done)
+        batch.num_tokens[step.rows] += 1
+        self._newest[step.rows] = number
+        self._under_way.append(started)
+        return started
+
+    def settle(self, batch: InputBatch) -> None:
+        while self._under_way:
+            self._settle_oldest(batch)
+
+    def _upload_rows(self, rows: Ints) -> tuple[Tensor, Tensor]:
+        """The rows, and which of them have their last token on the device only."""
+        column = self._rows[self._turn]
+        column.host[0, : len(rows)] = rows
+        column.host[1, : len(rows)] = self._newest[rows] >= 0
+        both = column.upload(2)[:, : len(rows)]
+        return both[0], both[1].bool()
+
+    def _settle_oldest(self, batch: InputBatch) -> None:
+        """Write what the oldest step drew to the rows that still belong to the same sequences."""
+        step = self._under_way.popleft()
+        if step.done is not None:
+            step.done.synchronize()
+        same = self._lives[step.rows] == step.lives
+        rows = step.rows[same]
+        batch.token_ids[rows, step.positions[same]] = step.tokens.numpy()[same]
+        self._newest[rows[self._newest[rows] == step.number]] = -1
+
+
+def create_feed(limits: StepLimits, device: torch.device, *, alone: bool) -> Feed:
+    """The feed of a worker: only a GPU leaves something to wait for, and only a worker ``alone`` decides what is drawn.
+
+    It is not alone where other ranks hear what it draws, or where guesses are made from tokens that the host knows.
+    """
+    if device.type != "cuda" or not alone:
+        return NoFeed()
+    return DeviceFeed((InputBuffers(limits, device), InputBuffers(limits, device)), limits.max_num_seqs, device)

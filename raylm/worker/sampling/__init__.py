@@ -1,0 +1,1 @@
+"""From logits to drawn tokens and their log-probabilities."""

@@ -1,0 +1,1 @@
+"""Draft tokens that a step verifies beside the one it computes anyway."""

@@ -1,0 +1,245 @@
+"""Greedy steps that go on from tokens which the host has not seen draw what they would one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
+from raylm.params import SamplingParams
+from raylm.worker.attention import StepLimits
+from raylm.worker.gpu.device_tokens import DeviceFeed, Ints, NoFeed, create_feed
+from raylm.worker.input_batch import InputBatch
+from raylm.worker.input_buffers import InputBuffers
+from raylm.worker.model_runner import ModelRunner
+from tests.checkpoints import make_checkpoint
+from tests.worker.driver import GREEDY, Driver, random_prompt
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits(256, 4, 16, 16)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", tokenizer=False)
+
+
+class CountingFeed(DeviceFeed):
+    """Counts what it takes; it runs on a CPU too, where all that is missing is the waiting."""
+
+    def __init__(self) -> None:
+        super().__init__((InputBuffers(LIMITS, CPU), InputBuffers(LIMITS, CPU)), LIMITS.max_num_seqs, CPU)
+        self.taken = 0
+
+    def launch(self, *args: object) -> object:  # type: ignore[override]
+        self.taken += 1
+        return super().launch(*args)  # type: ignore[arg-type]
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]
+    params: SamplingParams
+    blocks: list[int]
+    prompt: int
+    scheduled: int = 0
+    drawn: int = 0
+
+
+@dataclass
+class Life:
+    """A scheduler that hands over ``ahead`` steps before it looks at the first one's output, as the engine does."""
+
+    runner: ModelRunner
+    ahead: int
+    flying: deque[Callable[[], ModelRunnerOutput]] = field(default_factory=deque)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    told: dict[int, list[int]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, bytes] = field(default_factory=dict)
+    step: int = 0
+
+    def add(self, seq_id: int, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY) -> None:
+        self.sequences[seq_id] = Sequence(list(prompt), params, blocks, len(prompt))
+        self.told[seq_id] = []
+
+    def run(self, finished: tuple[int, ...] = (), only: tuple[int, ...] | None = None) -> None:
+        """One step: all sequences, or ``only`` some; new ones with their whole prompt."""
+        for seq_id in finished:
+            del self.sequences[seq_id]
+        self.step += 1
+        members = [seq_id for seq_id in self.sequences if only is None or seq_id in only]
+        counts = {seq_id: 1 if (seq := self.sequences[seq_id]).scheduled else seq.prompt for seq_id in members}
+        order = sorted(members, key=lambda seq_id: counts[seq_id] > 1)
+        new = [seq_id for seq_id in order if not self.sequences[seq_id].scheduled]
+        plan = SchedulerOutput(
+            self.step,
+            list(finished),
+            [self._new(seq_id) for seq_id in new],
+            order,
+            [self.sequences[seq_id].scheduled for seq_id in order],
+            [counts[seq_id] for seq_id in order],
+            [True] * len(order),
+            [0] * len(order),
+            [],
+        )
+        for seq_id in order:
+            self.sequences[seq_id].scheduled += counts[seq_id]
+        self.flying.append(self.runner.launch(plan))
+        while len(self.flying) >= self.ahead:
+            self.land()
+
+    def _new(self, seq_id: int) -> NewSequence:
+        seq = self.sequences[seq_id]
+        return NewSequence(seq_id, seq.tokens, seq.prompt, seq.blocks, seq.params, seed=seq_id)
+
+    def land(self) -> None:
+        output = self.flying.popleft()()
+        for seq_id, token in zip(output.seq_ids, output.token_ids, strict=True):
+            self.told[seq_id].append(token)
+        self.failed |= dict(output.failed)
+        self.pooled |= dict(output.pooled)
+
+    def end(self) -> dict[int, list[int]]:
+        while self.flying:
+            self.land()
+        return self.told
+
+
+def runner(path: Path, feed: DeviceFeed | None) -> ModelRunner:
+    driver = Driver(path, scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 256})
+    driver.runner.feed = feed or NoFeed()
+    with torch.inference_mode():
+        for pool in driver.runner.forward._kv_caches:  # type: ignore[attr-defined]
+            pool.zero_()
+    return driver.runner
+
+
+def blocks(seq_id: int) -> list[int]:
+    return list(range(4 * seq_id, 4 * seq_id + 4))
+
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
+
+
+def eventful(life: Life) -> dict[int, list[int]]:
+    """Sequences join and leave, a row is used again while a token for its last owner is on its way, one is sampled."""
+    life.add(0, random_prompt(5, 0), blocks(0))
+    life.add(1, random_prompt(9, 1), blocks(1))
+    for _ in range(4):
+        life.run()
+    life.add(2, random_prompt(3, 2), blocks(2))
+    for _ in range(3):
+        life.run()
+    life.add(3, random_prompt(40, 3), blocks(3))
+    life.run(finished=(1,))  # its row goes to sequence 3
+    for _ in range(3):
+        life.run()
+    life.run(only=(0, 3))
+    life.run()
+    life.add(4, random_prompt(1, 4), blocks(4))  # a prompt of one token: not what was drawn last
+    for _ in range(3):
+        life.run()
+    life.run(finished=(2,))
+    life.add(5, random_prompt(6, 5), blocks(5), SAMPLED)
+    for _ in range(4):
+        life.run()
+    life.run(finished=(5,))
+    for _ in range(4):
+        life.run()
+    return life.end()
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_tokens_are_those_of_steps_one_after_the_other(path: Path, ahead: int) -> None:
+    feed = CountingFeed()
+    fed = eventful(Life(runner(path, feed), ahead))
+    assert fed == eventful(Life(runner(path, None), 1))
+    assert feed.taken == 19  # of 26 steps: not those with a prompt of several tokens, nor while one is sampled
+
+
+class NeverFed(CountingFeed):
+    """A fault: steps begin with whatever the host holds."""
+
+    def _upload_rows(self, rows: Ints) -> tuple[Tensor, Tensor]:
+        at, fed = super()._upload_rows(rows)
+        return at, torch.zeros_like(fed)
+
+
+class FedForever(CountingFeed):
+    """A fault: a row's next owner begins with the last one's token."""
+
+    def add(self, row: int) -> None:
+        self._lives[row] += 1
+
+
+class Forgetful(CountingFeed):
+    """A fault: what was drawn never reaches the host's columns."""
+
+    def _settle_oldest(self, batch: InputBatch) -> None:
+        step = self._under_way.popleft()
+        self._newest[step.rows[self._newest[step.rows] == step.number]] = -1
+
+
+class Indiscriminate(CountingFeed):
+    """A fault: what was drawn for a row's last owner is written to the next one's tokens."""
+
+    def _settle_oldest(self, batch: InputBatch) -> None:
+        self._lives[self._under_way[0].rows] = self._under_way[0].lives
+        super()._settle_oldest(batch)
+
+
+@pytest.mark.parametrize("fault", [NeverFed, FedForever, Forgetful, Indiscriminate])
+def test_planted_faults_are_seen(path: Path, fault: type[CountingFeed]) -> None:
+    assert eventful(Life(runner(path, fault()), 2)) != eventful(Life(runner(path, None), 1))
+
+
+def test_a_row_whose_logits_are_no_numbers_fails_alone(path: Path) -> None:
+    life = Life(runner(path, CountingFeed()), 2)
+    for seq_id in (0, 1):
+        life.add(seq_id, random_prompt(20, seq_id), blocks(seq_id))
+    life.run()
+    life.run()
+    with torch.inference_mode():
+        for pool in life.runner.forward._kv_caches:  # type: ignore[attr-defined]
+            pool[:, blocks(0)[0]] = float("nan")
+    life.run()
+    life.run()
+    told = life.end()
+    assert life.failed == {0: "the model's logits are not finite"}
+    assert (len(told[0]), len(told[1])) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SAMPLED,
+        SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(temperature=0.0, presence_penalty=1.0),
+        SamplingParams(temperature=0.0, logit_bias={3: 1.0}),
+        SamplingParams(temperature=0.0, prompt_logprobs=1),
+    ],
+)
+def test_wishes_that_need_the_host_are_not_taken(path: Path, params: SamplingParams) -> None:
+    feed = CountingFeed()
+    life = Life(runner(path, feed), 2)
+    life.add(0, random_prompt(4, 0), blocks(0), params)
+    life.add(1, random_prompt(4, 1), blocks(1))
+    for _ in range(3):
+        life.run()
+    assert feed.taken == 0
+    life.run(finished=(0,))
+    assert feed.taken == 1
+
+
+def test_only_a_gpu_has_a_feed() -> None:
+    assert isinstance(create_feed(LIMITS, CPU, alone=True), NoFeed)
+    assert isinstance(create_feed(LIMITS, torch.device("cuda"), alone=False), NoFeed)
+    assert np.array_equal(CountingFeed()._newest, [-1] * 4)

@@ -1,0 +1,76 @@
+"""What only a GPU can show: its kernel, its graphs, and greedy tokens as the CPU has them; else left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from raylm.config import Config
+from raylm.models import AttentionSpec
+from raylm.worker.attention.probe import probe
+from raylm.worker.attention.xformers import XformersBackend
+from raylm.worker.gpu.cuda_graphs import GraphForward
+from raylm.worker.gpu.device_tokens import DeviceFeed
+from raylm.worker.startup import start_runner
+from tests.checkpoints import make_checkpoint
+from tests.worker.driver import random_prompt
+from tests.worker.gpu.test_device_tokens import Life, blocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.filterwarnings("default"),  # triton, xformers and torch warn of each other, by version
+]
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_kernel(dtype: torch.dtype, block_size: int, group: int, head_dim: int) -> None:
+    spec = AttentionSpec(0, 2 * group, 2, head_dim, head_dim**-0.5)
+    assert probe(XformersBackend, spec, dtype, torch.device("cuda"), block_size) is None
+
+
+def test_a_worker_has_graphs_and_feeds_itself(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tokenizer=False)
+    tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64}, "scheduler": {"max_num_seqs": 8}}
+    runner, info = start_runner(Config.model_validate(tree))
+    assert info.attention_backend == "xformers"
+    assert isinstance(runner.forward, GraphForward)
+    assert [size for size, _ in runner.forward.captured] == [8, 4, 2, 1]
+    assert isinstance(runner.feed, DeviceFeed)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions differ in ties at most; behind beginnings that mean nothing to it, where bfloat16 alone may decide."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_greedy import greedy_rows
+
+    questions, beginnings = greedy_rows("cuda", engine={"cuda_graphs": graphs})
+    assert questions["prompts"] == beginnings["prompts"] == 20
+    assert all(margin < 1e-2 for margin in questions["margins"]), questions
+    assert all(margin < 0.3 for margin in beginnings["margins"]), beginnings
+
+
+def test_a_steady_step_waits_for_nothing_but_the_step_before(tmp_path: Path) -> None:
+    """As the profiler sees it."""
+    path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tokenizer=False)
+    tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64}, "scheduler": {"max_num_seqs": 4}}
+    life = Life(start_runner(Config.model_validate(tree))[0], 2)
+    for seq_id in range(3):
+        life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id))
+    for _ in range(4):
+        life.run()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(8):
+            life.run()
+    waits = [event.name for event in profiler.events() or [] if "Synchronize" in event.name]
+    assert waits.count("cudaEventSynchronize") <= 2 * 8, waits  # who reads a step's tokens, and who needs their place
+    assert not set(waits) - {"cudaEventSynchronize", "cudaDeviceSynchronize"}, waits
+    assert waits.count("cudaDeviceSynchronize") <= 2, waits  # the profiler's own

@@ -1,0 +1,217 @@
+"""The worker's CUDA path on a simulated GPU: graphs, the feed and xformers' padding serve what transformers says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raylm.checkpoint import Checkpoint
+from raylm.config import Config
+from raylm.models import AttentionSpec, load_model
+from raylm.params import SamplingParams
+from raylm.worker.attention import xformers
+from raylm.worker.attention.probe import probe
+from raylm.worker.attention.split_k import Pages, SplitK
+from raylm.worker.forward import ModuleForward
+from raylm.worker.input_buffers import StepInputs
+from raylm.worker.model_runner import ModelRunner
+from raylm.worker.startup import start_runner
+from tests.checkpoints import make_checkpoint
+from tests.families import make_family
+from tests.worker.driver import Reference, random_prompt
+from tests.worker.gpu.simulated_gpu import Event, Gpu, gpu  # noqa: F401 (a fixture)
+from tests.worker.gpu.test_device_tokens import Life, blocks, eventful
+from tests.worker.test_worker_with_scheduler import NEW_TOKENS, PROMPTS, SHARING, serve
+
+
+def attend(self: SplitK, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
+    """What xformers' operator computes, by operations that torch has: nothing that lies behind a sequence is used."""
+    count, size, device = len(pages.lengths), self._block_size, q.device
+    tables = F.pad(pages.block_tables, (0, 0, 0, count - len(pages.block_tables))).long()
+    slots = (tables[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+    ends = pages.lengths[:, None] - torch.arange(pages.queries - 1, -1, -1, device=device)
+    places = torch.arange(slots.shape[1], device=device)
+    there = places < pages.lengths[:, None]
+    k, v = (torch.where(there[:, :, None, None], pool[torch.where(there, slots, 0)], 0.0) for pool in (keys, values))
+    heads = (count, pages.queries, spec.num_kv_heads, -1, spec.head_dim)
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", q.view(heads), k) * spec.scale
+    seen = (places < ends[:, :, None])[:, None, None]
+    weights = torch.softmax(scores.masked_fill(~seen, -1e30), -1) * seen
+    return torch.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape)
+
+
+@pytest.fixture
+def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
+    """The simulated GPU, with xformers on it, which takes float32 there too."""
+    monkeypatch.setattr(xformers, "refusals", lambda dtype, device: [])
+    monkeypatch.setattr(SplitK, "__call__", attend)
+    monkeypatch.setattr("raylm.worker.attention.batch_buckets._NARROWEST", 32)
+    yield gpu
+    probe.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def wanted(path: Path) -> dict[tuple[int, ...], list[int]]:
+    """Prompt and answer of each prompt."""
+    reference = Reference(path)
+    return {tuple(prompt): reference.greedy(prompt, NEW_TOKENS) for prompt in (*PROMPTS, *SHARING)}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "cache", "scheduler"),
+    [
+        (PROMPTS, {"num_blocks": 96}, {}),
+        (PROMPTS, {"num_blocks": 12}, {"max_num_batched_tokens": 16, "max_num_seqs": 5}),
+        (SHARING, {"num_blocks": 96}, {"max_num_seqs": 2}),
+    ],
+    ids=["8-at-once", "preempted-in-chunks", "warm-prefix-cache"],
+)
+def test_greedy_tokens_equal_transformers(
+    machine: Gpu,
+    path: Path,
+    wanted: dict[tuple[int, ...], list[int]],
+    prompts: list[list[int]],
+    cache: dict[str, Any],
+    scheduler: dict[str, Any],
+) -> None:
+    drawn, _ = serve(path, prompts, cache, scheduler)
+    for key, prompt in enumerate(prompts):
+        assert prompt + drawn[key] == wanted[tuple(prompt)]
+    assert machine.replays > NEW_TOKENS // 2
+
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.8},
+    {"top_p": 0.9},
+    {"temperature": 1.1, "top_k": 5},
+    {"min_p": 0.1, "min_tokens": 4},
+    {"temperature": 1.5, "top_p": 0.999, "top_k": 300},
+    {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    {"logit_bias": {3: 5.0, 7: -100.0}, "allowed_token_ids": [3, 5, 6, 7]},
+]
+
+
+@pytest.mark.parametrize("scheduler", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
+def test_all_wishes_draw_what_they_draw_on_a_cpu(machine: Gpu, path: Path, scheduler: dict[str, Any]) -> None:
+    params = [SamplingParams(max_tokens=8, seed=at, **wish) for at, wish in enumerate(WISHES)]
+    here, there = (serve(path, PROMPTS, {"num_blocks": 96}, scheduler, params, device)[0] for device in ("cpu", "cuda"))
+    assert there == here
+    assert machine.replays
+
+
+def test_transformers_modeling_is_captured_too(machine: Gpu, tmp_path: Path) -> None:
+    make_family(tmp_path, "Olmo2ForCausalLM")
+    here, there = (serve(tmp_path, PROMPTS[:3], {"num_blocks": 96}, {}, device=device)[0] for device in ("cpu", "cuda"))
+    assert there == here
+    assert machine.replays
+
+
+def start(path: Path, **config: Any) -> ModelRunner:
+    tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64}}
+    return start_runner(Config.model_validate(tree | {"scheduler": {"max_num_seqs": 4}} | config))[0]
+
+
+@pytest.fixture(scope="module")
+def events(path: Path) -> dict[int, list[int]]:
+    """What sequences that come and go draw on a CPU."""
+    return eventful(Life(start(path, device="cpu"), 1))
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["slow", "fast"])
+def test_sequences_come_and_go(machine: Gpu, path: Path, events: dict[int, list[int]], is_fast: bool) -> None:
+    machine.is_fast = is_fast
+    assert eventful(Life(start(path), 2)) == events
+    assert machine.replays > 15
+
+
+def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path) -> None:
+    life = Life(start(path), 2)
+    for seq_id in range(3):
+        life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id))
+    for _ in range(4):
+        life.run()
+    machine.waits.clear()
+    launched = [machine.launched]
+    for _ in range(8):
+        life.run()
+        launched.append(machine.launched)
+    assert machine.waits == []
+    each = set(np.diff(launched).tolist())
+    assert len(each) == 1, "some steps do more than others"
+    assert each.pop() < 40
+
+
+def one_set_of_buffers(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(runner.feed, "_buffers", runner.feed._buffers[:1] * 2)  # type: ignore[attr-defined]
+
+
+def one_place_for_tokens(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(runner.feed, "_tokens", runner.feed._tokens[:1] * 2)  # type: ignore[attr-defined]
+
+
+def outputs_that_do_not_wait(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Event, "synchronize", lambda self: None)
+
+
+def padding_in_a_live_block(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(runner.forward._buffers, "_scratch_block", 0)  # type: ignore[attr-defined]
+
+
+def stale_lengths(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        patch.setattr(runner.forward._buffers, "_seq_lens", torch.ones(4, dtype=torch.int32, device="cuda"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_fast"),
+    [
+        (one_set_of_buffers, False),
+        (outputs_that_do_not_wait, False),
+        (one_place_for_tokens, True),
+        (padding_in_a_live_block, True),
+        (stale_lengths, True),
+    ],
+)
+def test_planted_faults_are_seen(
+    machine: Gpu, path: Path, events: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch, fault: Any, is_fast: bool
+) -> None:
+    machine.is_fast = is_fast
+    runner = start(path)
+    fault(runner, monkeypatch)
+    assert eventful(Life(runner, 2)) != events
+
+
+def test_who_waits_while_a_graph_is_recorded_is_told(machine: Gpu, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = ModuleForward.hidden
+
+    def looking(self: ModuleForward, inputs: StepInputs) -> Tensor:
+        assert int(inputs.positions.max()) >= 0
+        return forward(self, inputs)
+
+    monkeypatch.setattr(ModuleForward, "hidden", looking)
+    with pytest.raises(AssertionError, match="somebody waits while a graph is recorded"):
+        start(path)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Olmo2ForCausalLM"])
+def test_logits_are_not_rounded_to_bfloat16(machine: Gpu, tmp_path: Path, architecture: str) -> None:
+    """As they are not on a CPU: of two tokens that round to the same the better one is to be drawn."""
+    make_family(tmp_path, architecture)
+    with torch.inference_mode():
+        model, _ = load_model(Checkpoint(tmp_path), torch.bfloat16, torch.device("cuda"))
+        logits = model.logits(torch.randn(3, 64, device="cuda").bfloat16()).cpu()
+    assert logits.dtype == torch.float32
+    assert (logits != logits.bfloat16()).float().mean() > 0.9

@@ -1,0 +1,86 @@
+"""Features beside plain decoding on a simulated GPU: what they draw, or pool, is what they do on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raylm.checkpoint import EMBEDDED
+from raylm.grammar import grammar_of
+from raylm.messages import NewSequence
+from raylm.params import PoolingParams, StructuredOutputs
+from raylm.worker.model_runner import ModelRunner
+from tests.adapters import make_adapter
+from tests.models.test_fp8 import make as make_fp8
+from tests.worker.driver import random_prompt
+from tests.worker.gpu.simulated_gpu import Gpu, gpu  # noqa: F401 (a fixture)
+from tests.worker.gpu.test_device_tokens import Life, blocks
+from tests.worker.gpu.test_simulated_gpu import machine, path, start  # noqa: F401 (fixtures)
+
+
+class Wishing(Life):
+    """Sequences by their ids have something more of a NewSequence."""
+
+    wishes: dict[int, dict[str, Any]]
+
+    def _new(self, seq_id: int) -> NewSequence:
+        return replace(super()._new(seq_id), **self.wishes.get(seq_id, {}))
+
+
+def drawn(runner: ModelRunner, wishes: dict[int, dict[str, Any]]) -> dict[int, list[int]]:
+    """What four sequences draw in some steps."""
+    life = Wishing(runner, 2)
+    life.wishes = wishes
+    for seq_id in range(4):
+        life.add(seq_id, random_prompt(5 + 3 * seq_id, seq_id), blocks(seq_id))
+    for _ in range(7):
+        life.run()
+    life.run(finished=(0, 1, 2, 3))
+    return life.end()
+
+
+def test_adapters(machine: Gpu, path: Path, tmp_path: Path) -> None:  # noqa: F811
+    make_adapter(path, tmp_path / "all", seed=1)
+    make_adapter(path, tmp_path / "some", seed=2, target_modules=["q_proj", "down_proj"])
+    found = []
+    for device in ("cpu", "cuda"):
+        runner = start(path, device=device, lora={"root": str(tmp_path)})
+        runner.adapters.load(1, "all")
+        runner.adapters.load(2, "some")
+        found.append([drawn(runner, wishes) for wishes in ({0: {"adapter": 1}, 2: {"adapter": 2}}, {})])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_forms_of_answers(machine: Gpu) -> None:  # noqa: F811
+    wishes = {1: {"grammar": grammar_of(StructuredOutputs(regex="[0-9]{3}-[0-9]{2}"))}}
+    here, there = (drawn(start(EMBEDDED, device=device, dtype="float32"), wishes) for device in ("cpu", "cuda"))
+    assert there == here
+
+
+def test_fp8_is_captured(machine: Gpu, tmp_path: Path) -> None:  # noqa: F811
+    """No CPU path has fp8 to compare with; what it multiplies is tested elsewhere."""
+    quantized, _ = make_fp8(tmp_path)
+    layer_by_layer = drawn(start(quantized, engine={"cuda_graphs": False}), {})
+    assert machine.replays == 0
+    assert drawn(start(quantized), {}) == layer_by_layer
+    assert machine.replays
+
+
+def test_pooling(machine: Gpu, path: Path) -> None:  # noqa: F811
+    found = []
+    for device in ("cpu", "cuda"):
+        life = Wishing(start(path, device=device), 1)
+        life.wishes = {at: {"pooling": PoolingParams(pooling=how)} for at, how in enumerate(("last", "mean", "cls"))}
+        for seq_id in range(4):
+            life.add(seq_id, random_prompt(9, seq_id) if seq_id else [7], blocks(seq_id))
+        life.run()
+        told = life.end()
+        found.append((told, {seq_id: np.frombuffer(vector, np.float32) for seq_id, vector in life.pooled.items()}))
+    (told, here), (same, there) = found
+    assert told == same
+    assert sorted(here) == sorted(there) == [0, 1, 2]
+    assert all(np.allclose(here[seq_id], there[seq_id], atol=1e-5) for seq_id in here)

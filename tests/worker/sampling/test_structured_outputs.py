@@ -1,0 +1,241 @@
+"""StructuredOutputs and ThinkingBudget: masks against brute force over a small language; rows through their lives."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from raylm.checkpoint import EMBEDDED
+from raylm.grammar import grammar_of
+from raylm.messages import NewSequence, Thinking
+from raylm.params import SamplingParams
+from raylm.params import StructuredOutputs as Spec
+from raylm.worker.input_batch import InputBatch
+from raylm.worker.sampling.sampler import Sampler
+from raylm.worker.sampling.step_logits import process_logits
+from raylm.worker.sampling.structured_outputs import Grammars
+
+VOCAB, EOS = 6142, (2, 0)
+WORDS = ("yes", "yesterday", "no", "a b", "a bc", '"q"', "é")
+TOKENIZER = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+TEXTS = [TOKENIZER.decode([token], skip_special_tokens=False) for token in range(VOCAB)]
+THINKING = Thinking(3, 4, (*TOKENIZER.encode("\n</think>\n\n").ids,), begun=False)
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(EMBEDDED, EOS, VOCAB)
+
+
+def new_batch(rows: int = 4) -> InputBatch:
+    return InputBatch(rows, 128, 16, VOCAB, "cpu", grammars())
+
+
+def sequence(
+    seq_id: int, spec: Spec | None, generated: list[int] | None = None, thinking: Thinking | None = None, **params: Any
+) -> NewSequence:
+    grammar = grammar_of(spec) if spec else None
+    tokens = [9, 10, *(generated or ())]
+    sampling = SamplingParams(**params)
+    return NewSequence(seq_id, tokens, 2, [0], sampling, seq_id, stop_token_ids=EOS, grammar=grammar, thinking=thinking)
+
+
+def allowed(batch: InputBatch, *ids: int) -> list[set[int]]:
+    """The tokens that each sequence may draw now."""
+    rows = batch.rows(ids)
+    step = process_logits(torch.zeros(len(ids), VOCAB), rows, batch, np.zeros(len(ids), np.bool_))
+    return [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in step.processed.logits.numpy()]
+
+
+def push(batch: InputBatch, seq_id: int, token: int) -> None:
+    batch.append_tokens(batch.rows([seq_id]), np.array([token]))
+
+
+def test_a_mask_allows_exactly_what_leads_to_a_word() -> None:
+    """All texts that the masks let through are the words, found by walking every path; EOS ends words alone."""
+    begun: list[list[int]] = [[]]
+    ended = set()
+    while begun:
+        tokens = begun.pop()
+        batch = new_batch(1)
+        batch.add(sequence(0, Spec(choice=WORDS), tokens))
+        (found,) = allowed(batch, 0)
+        text = TOKENIZER.decode(tokens)
+        assert bool(found & set(EOS)) == (text in WORDS)
+        for token in found - set(EOS):
+            longer = TOKENIZER.decode([*tokens, token])
+            assert any(word.startswith(longer.removesuffix("\ufffd")) for word in WORDS)
+            begun.append([*tokens, token])
+        if text in WORDS:
+            ended.add(text)
+        assert found
+    assert ended == set(WORDS)
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_a_word_as_it_is_tokenized_is_let_through(text: str) -> None:
+    batch = new_batch(1)
+    batch.add(sequence(0, Spec(choice=WORDS)))
+    for token in TOKENIZER.encode(text).ids:
+        assert token in allowed(batch, 0)[0]
+        push(batch, 0, token)
+    assert EOS[0] in allowed(batch, 0)[0]
+
+
+def test_a_regular_expression_against_brute_force_over_the_vocabulary() -> None:
+    """[0-9]+x: a token may come exactly if it is digits, or digits and an x, or, behind digits, an x."""
+    batch = new_batch(1)
+    batch.add(sequence(0, Spec(regex="[0-9]+x")))
+    digits = {token for token, text in enumerate(TEXTS) if text.isascii() and text.isdecimal()}
+    ends = {token for token, text in enumerate(TEXTS) if text[:-1].isdecimal() and text[-1:] == "x"}
+    assert allowed(batch, 0) == [digits | ends]
+    push(batch, 0, min(digits))
+    assert allowed(batch, 0) == [digits | ends | {TEXTS.index("x")}]
+
+
+def test_other_rows_are_free_and_raw_logits_are_kept() -> None:
+    batch = new_batch()
+    batch.add(sequence(0, None))
+    batch.add(sequence(1, Spec(choice=("yes",)), logprobs=2))
+    batch.add(sequence(2, Spec(regex="[ab]+")))
+    free, yes, ab = allowed(batch, 0, 1, 2)
+    assert len(free) == VOCAB
+    assert yes == {TOKENIZER.token_to_id("yes")}
+    assert ab == {token for token, text in enumerate(TEXTS) if text and set(text) <= {"a", "b"}}
+    drawn = Sampler().sample(torch.randn(3, VOCAB), batch.rows([0, 1, 2]), batch)
+    assert drawn.logprobs is not None
+    assert drawn.logprobs.counts == [0, 3, 0]
+    assert drawn.token_ids[1] == TOKENIZER.token_to_id("yes")
+    assert min(drawn.logprobs.logprobs) < -3  # of the raw distribution, in which "yes" is one of thousands
+
+
+def test_a_row_that_comes_back_goes_on_where_it_was() -> None:
+    """Preemption is remove and add; copies of one grammar do not disturb each other."""
+    spec = Spec(json={"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
+    tokens = TOKENIZER.encode('{"a":"yy"').ids
+    batch = new_batch()
+    for seq_id in (0, 1):
+        batch.add(sequence(seq_id, spec))
+    for token in tokens[:3]:
+        push(batch, 0, token)
+    before = allowed(batch, 0, 1)
+    batch.remove(0)
+    batch.add(sequence(5, spec, tokens[:3]))
+    assert allowed(batch, 5, 1) == before
+    batch.remove(1)
+    assert allowed(batch, 5) == before[:1]
+    for token in tokens[3:]:
+        push(batch, 5, token)
+    batch.add(sequence(6, spec, tokens))
+    first, second = allowed(batch, 5, 6)
+    assert first == second
+
+
+def test_the_end_is_forced_and_more_tokens_change_nothing() -> None:
+    batch = new_batch()
+    batch.add(sequence(0, Spec(choice=("yes",)), min_tokens=4))
+    push(batch, 0, TOKENIZER.token_to_id("yes"))
+    for _ in range(5):  # what min_tokens forbids is all that is left; and a step in flight draws behind the end
+        assert allowed(batch, 0) == [{EOS[0]}]
+        push(batch, 0, EOS[0])
+
+
+def test_a_sequence_is_not_ended_before_min_tokens_if_it_can_go_on() -> None:
+    batch = new_batch()
+    batch.add(sequence(0, Spec(regex="a+"), min_tokens=3))
+    push(batch, 0, TOKENIZER.token_to_id("a"))
+    assert not allowed(batch, 0)[0] & set(EOS)
+    push(batch, 0, TOKENIZER.token_to_id("a"))
+    push(batch, 0, TOKENIZER.token_to_id("a"))
+    assert EOS[0] in allowed(batch, 0)[0]
+
+
+def test_nothing_left_fails_the_row_alone() -> None:
+    batch = new_batch()
+    batch.add(sequence(0, Spec(choice=("yes",)), allowed_token_ids=(50, 51)))
+    batch.add(sequence(1, Spec(choice=("yes",))))
+    drawn = Sampler().sample(torch.randn(2, VOCAB), batch.rows([0, 1]), batch)
+    assert [position for position, _ in drawn.failed] == [0]
+    assert "form of the answer" in drawn.failed[0][1]
+
+
+def test_a_grammar_too_complex_to_follow_fails_the_row_with_its_reason() -> None:
+    batch = new_batch()
+    batch.add(sequence(0, Spec(regex="((a{1,100}){1,100}){1,100}")))
+    batch.add(sequence(1, None))
+    for _ in range(200):
+        drawn = Sampler().sample(torch.zeros(2, VOCAB), batch.rows([0, 1]), batch)
+        if drawn.failed:
+            break
+        push(batch, 0, TOKENIZER.token_to_id("a"))
+    assert drawn.failed == [(0, "the form asked of the answer became too complex to follow")]
+
+
+def test_rows_of_a_form_are_not_guessed() -> None:
+    batch = new_batch()
+    batch.add(sequence(0, None))
+    batch.add(sequence(1, Spec(regex="a+")))
+    assert batch.same_at_all_positions(batch.rows([0, 1])).tolist() == [True, False]
+
+
+def walk(batch: InputBatch, wish: list[int]) -> list[int]:
+    """Draw what is wished for where it is allowed, else the least token that is."""
+    drawn = []
+    for token in wish:
+        (found,) = allowed(batch, 0)
+        drawn.append(token if token in found else min(found))
+        push(batch, 0, drawn[-1])
+    return drawn
+
+
+def test_thoughts_are_free_and_the_answer_has_its_form() -> None:
+    batch = new_batch(1)
+    batch.add(sequence(0, Spec(choice=("a", "b")), thinking=THINKING))
+    a, b = TOKENIZER.token_to_id("a"), TOKENIZER.token_to_id("b")
+    assert allowed(batch, 0) == [{3, a, b}]
+    tail = THINKING.closing_token_ids[THINKING.closing_token_ids.index(4) + 1 :]
+    push(batch, 0, 3)
+    assert allowed(batch, 0) == [set(range(VOCAB)) - set(EOS)]
+    assert walk(batch, [700, 4, 700, 700, EOS[0]]) == [700, 4, *tail, min(a, b), EOS[0]]
+    again = new_batch(1)
+    again.add(sequence(0, Spec(choice=("a", "b")), [3, 700, 4, *tail], thinking=THINKING))
+    assert allowed(again, 0) == [{a, b}]
+
+
+def test_an_answer_without_thoughts() -> None:
+    batch = new_batch(1)
+    batch.add(sequence(0, Spec(choice=("a", "b")), thinking=THINKING, thinking_token_budget=5))
+    push(batch, 0, TOKENIZER.token_to_id("a"))
+    assert allowed(batch, 0) == [{EOS[0]}]
+    push(batch, 0, EOS[0])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("budget", [0, 1, 2, 7])
+@pytest.mark.parametrize("cut", [None, 0, 3, 6])
+def test_a_budget_ends_thoughts(begun: bool, budget: int, cut: int | None) -> None:
+    """However often the sequence is preempted, it thinks at most so many tokens, then closes, and is free."""
+    thinking = Thinking(3, 4, THINKING.closing_token_ids, begun=begun)
+    wish = [*([] if begun else [3]), *[700] * 20]
+    batch = new_batch(1)
+    batch.add(sequence(0, None, thinking=thinking, thinking_token_budget=budget))
+    drawn = walk(batch, wish[:cut]) if cut is not None else []
+    if cut is not None:
+        batch.remove(0)
+        batch.add(sequence(0, None, drawn, thinking=thinking, thinking_token_budget=budget))
+    drawn += walk(batch, wish[len(drawn) :])
+    thoughts = drawn[0 if begun else 1 : drawn.index(4)]
+    assert len(thoughts) == budget
+    closing = list(THINKING.closing_token_ids)
+    end = closing.index(4)
+    kept = min(end, budget)
+    assert thoughts == [700] * (budget - kept) + closing[end - kept : end]
+    after = drawn[drawn.index(4) + 1 :]
+    assert after[: len(closing) - end - 1] == closing[end + 1 :]
+    assert set(after[len(closing) - end - 1 :]) == {700}
+    assert not any(processor.states for processor in batch.processors)

@@ -1,0 +1,214 @@
+"""NGramSpeculator where steps cost what a formula says: it wins where texts repeat, and loses nothing elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from raylm.messages import NewSequence
+from raylm.params import SamplingParams
+from raylm.worker.attention import StepLimits
+from raylm.worker.input_batch import InputBatch
+from raylm.worker.speculation.speculator import NGramSpeculator, NoSpeculation, Speculator, create_speculator
+from raylm.worker.step_batch import StepRows
+
+LENGTH, BLOCK = 1024, 16
+Cost = Callable[[int], float]
+
+
+def memory_bound(tokens: int) -> float:
+    """Reading weights takes as long as computing 32 tokens."""
+    return max(0.020, 0.020 / 32 * tokens)
+
+
+def compute_bound(tokens: int) -> float:
+    """Every token costs as much as the one before."""
+    return 0.001 + 0.004 * tokens
+
+
+def uneven(tokens: int) -> float:
+    """A kernel that takes tokens by sixteen, and is slow between."""
+    return 0.020 + 0.004 * (tokens % 16 > 0) + 0.006 * (tokens // 16)
+
+
+class World:
+    """Sequences whose texts are fixed beforehand; steps take what ``cost`` says."""
+
+    def __init__(
+        self, texts: list[list[int]], prompt: int, speculator: Speculator, cost: Cost, blocks: int = 64
+    ) -> None:
+        self.texts = np.array(texts)
+        self.cost = cost
+        self.speculator = speculator
+        self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000, "cpu")
+        self.seconds = self.drafted = self.accepted = 0.0
+        for seq_id, text in enumerate(texts):
+            table = list(range(blocks))
+            new = NewSequence(seq_id, text[:prompt], prompt, table, SamplingParams(), seed=0, limit=len(text))
+            self.speculator.add(self.batch.add(new))
+        self.speculator.observe(self.plan([prompt] * len(texts)), cost(prompt * len(texts)))
+
+    def plan(self, counts: list[int]) -> StepRows:
+        rows = self.batch.rows(list(range(len(counts))))
+        known = self.batch.num_tokens[rows].astype(np.int64)
+        ones = np.ones(len(rows), np.int64)
+        return StepRows(list(range(len(rows))), rows, known - 1, np.array(counts), ones)
+
+    def step(self) -> bool:
+        """Run a step of all sequences; False when all have ended."""
+        step = self.speculator.lay_out(self.plan([1] * len(self.texts)), self.batch)
+        if not step.seq_ids:
+            return False
+        taken = self.cost(int(step.counts.sum()))
+        for seq_id, row, drafts in zip(step.seq_ids, step.rows.tolist(), step.drafts.tolist(), strict=True):
+            known = int(self.batch.num_tokens[row])
+            coming = self.texts[seq_id, known : known + drafts + 1]
+            assert len(coming) == drafts + 1, "a guess behind the limit"
+            wrong = np.flatnonzero(self.batch.token_ids[row, known : known + drafts] != coming[:drafts])
+            drawn = coming[: wrong[0] + 1] if wrong.size else coming
+            self.batch.append_tokens(np.full(len(drawn), row), drawn, np.arange(len(drawn)))
+            self.drafted += drafts
+            self.accepted += len(drawn) - 1
+        self.speculator.observe(step, taken)
+        self.seconds += taken
+        return True
+
+    def run(self) -> float:
+        while (self.batch.num_tokens < self.batch.limits).any() and self.step():
+            pass
+        return self.seconds
+
+
+def limits(rows: int) -> StepLimits:
+    return StepLimits(2048, rows, LENGTH // BLOCK, BLOCK)
+
+
+def gain(texts: list[list[int]], prompt: int, cost: Cost) -> float:
+    """How much faster the texts come with speculation."""
+    plain = World(texts, prompt, NoSpeculation(), cost)
+    plain.batch.limits[:] = len(texts[0])
+    return plain.run() / World(texts, prompt, NGramSpeculator(limits(len(texts)), LENGTH, 15), cost).run()
+
+
+def random_text(rng: np.random.Generator, length: int, vocabulary: int = 30) -> list[int]:
+    """Tokens without memory: what followed before says nothing, though pairs recur all the time."""
+    return rng.integers(0, vocabulary, length).tolist()  # type: ignore[no-any-return]
+
+
+def copied(rng: np.random.Generator, prompt: int, answer: int) -> list[int]:
+    """A prompt, and an answer that copies it in pieces of 20 to 60 tokens."""
+    text = rng.integers(0, 5000, prompt).tolist()
+    while len(text) < prompt + answer:
+        start = int(rng.integers(0, prompt - 60))
+        text += text[start : start + int(rng.integers(20, 60))]
+    return text[: prompt + answer]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound, uneven])
+@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("vocabulary", [4, 30])
+def test_where_nothing_repeats_nothing_is_lost(cost: Cost, rows: int, vocabulary: int) -> None:
+    rng = np.random.default_rng(rows)
+    assert gain([random_text(rng, 600, vocabulary) for _ in range(rows)], 100, cost) > 0.98
+
+
+@pytest.mark.parametrize(("rows", "least"), [(1, 3.5), (4, 2.0), (16, 1.15), (32, 0.99)])
+def test_where_the_prompt_is_copied_much_is_won(rows: int, least: float) -> None:
+    rng = np.random.default_rng(rows)
+    assert gain([copied(rng, 200, 400) for _ in range(rows)], 200, memory_bound) > least
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_where_tokens_cost_all_the_same_no_guess_pays_and_few_are_made(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    assert gain([copied(rng, 200, 400) for _ in range(rows)], 200, compute_bound) > 0.97
+
+
+def test_one_that_copies_among_those_that_do_not() -> None:
+    rng = np.random.default_rng(0)
+    texts = [random_text(rng, 600, 1000) for _ in range(7)] + [copied(rng, 200, 400)]
+    world = World(texts, 200, NGramSpeculator(limits(8), LENGTH, 15), memory_bound)
+    for _ in range(80):
+        world.step()
+    lengths = world.batch.num_tokens[world.batch.rows(list(range(8)))]
+    assert lengths[:7].max() < 300
+    assert lengths[7] > 480
+
+
+def test_a_row_that_begins_to_copy_late_is_noticed() -> None:
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 50_000, 400).tolist()
+    text += text[100:350]
+    world = World([text], 200, NGramSpeculator(limits(1), LENGTH, 15), memory_bound)
+    steps = 0
+    while world.batch.num_tokens[0] < len(text):
+        steps += world.step()
+    assert 200 < steps < 260
+
+
+@pytest.mark.parametrize("blocks", [9, 10, 64])
+def test_no_guess_lacks_a_block(blocks: int) -> None:
+    text = [1, 2, 3, 4] * 100
+    world = World([text], 140, NGramSpeculator(limits(1), LENGTH, 15), memory_bound, blocks)
+    world.step(), world.step()
+    for _ in range(10):
+        known, row = int(world.batch.num_tokens[0]), 0
+        if known > blocks * BLOCK:
+            break
+        step = world.speculator.lay_out(world.plan([1]), world.batch)
+        assert step.computed[0] + step.counts[0] <= blocks * BLOCK
+        world.batch.append_tokens(np.array([row]), np.array([text[known]]))
+
+
+def test_a_step_stays_within_its_limits() -> None:
+    speculator = NGramSpeculator(StepLimits(20, 4, LENGTH // BLOCK, BLOCK), LENGTH, 15)
+    world = World([[1, 2, 3, 4] * 100] * 4, 100, speculator, memory_bound)
+    world.step(), world.step()
+    sizes = [int(world.speculator.lay_out(world.plan([1] * 4), world.batch).counts.sum()) for _ in range(3)]
+    assert max(sizes) == 20
+
+
+def test_rows_are_told_where_they_really_are_and_end_at_their_limit() -> None:
+    world = World([[5, 6, 7, 8] * 20, list(range(80))], 70, NGramSpeculator(limits(2), LENGTH, 15), memory_bound)
+    behind = world.plan([1, 1])
+    while world.batch.num_tokens[0] < 80:
+        world.step()
+    step = world.speculator.lay_out(behind, world.batch)
+    assert step.seq_ids == [1]
+    assert step.computed.tolist() == [world.batch.num_tokens[1] - 1]
+    while world.step():
+        pass
+    assert world.speculator.lay_out(behind, world.batch).seq_ids == []
+
+
+def test_rows_of_one_token_come_first() -> None:
+    rng = np.random.default_rng(0)
+    texts = [[5, 6, 7, 8] * 20, random_text(rng, 80, 9999), [1, 2, 3] * 30, random_text(rng, 80, 9999)]
+    world = World([text[:80] for text in texts], 60, NGramSpeculator(limits(4), LENGTH, 3), memory_bound)
+    world.step(), world.step()
+    step = world.speculator.lay_out(world.plan([1] * 4), world.batch)
+    assert step.seq_ids == [1, 3, 0, 2]
+    assert step.counts.tolist() == [1, 1, 4, 4]
+    assert step.draws.tolist() == [1, 1, 4, 4]
+
+
+def test_who_speculates_is_a_matter_of_configuration() -> None:
+    assert isinstance(create_speculator(limits(1), LENGTH, 0), NoSpeculation)
+    assert isinstance(create_speculator(limits(1), LENGTH, 3), NGramSpeculator)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_disturbed_steps_do_not_end_it(seed: int) -> None:
+    """One step in eight takes up to twenty times as long, the first of all among them."""
+    rng, luck = np.random.default_rng(seed), np.random.default_rng(seed)
+
+    def disturbed(tokens: int) -> float:
+        return memory_bound(tokens) * (1 if luck.random() > 1 / 8 else luck.uniform(2, 20))
+
+    world = World([copied(rng, 200, 800)], 200, NGramSpeculator(limits(1), LENGTH, 15), disturbed)
+    steps = 0
+    while world.step():
+        steps += 1
+    assert steps < 300
