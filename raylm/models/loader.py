@@ -15,7 +15,7 @@ from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM
 from raylm.models.linear import HEAD, PLAIN, Linear
 from raylm.models.linear_kernels import select_kernels
-from raylm.models.quantization import apply_quantization, linear_layers, select_quantization
+from raylm.models.quantization.select import apply_quantization, linear_layers, select_quantization
 from raylm.models.ranks import ALONE, Ranks
 from raylm.models.registry import model_class
 from raylm.models.weight_files import tensors, weight_files, weight_names

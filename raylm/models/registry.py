@@ -7,7 +7,7 @@ from raylm.errors import ConfigError
 from raylm.lazy import member
 from raylm.models.causal_lm import CausalLM
 
-UNIVERSAL = "raylm.models.universal:UniversalForCausalLM"
+UNIVERSAL = "raylm.models.transformers_backend.model:UniversalForCausalLM"
 _COMPACT = {
     "LlamaForCausalLM": "raylm.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "raylm.models.llama:MistralForCausalLM",

@@ -24,8 +24,8 @@ from raylm.models.llama import LlamaForCausalLM
 from raylm.models.registry import model_class
 from raylm.models.tensor_parallel import PLAN
 from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.models.quantization.quantized_checkpoints import SCHEMES, quantize_checkpoint
 from tests.models.test_decoder import attend, error, reference_logits
-from tests.quantized_checkpoints import SCHEMES, quantize_checkpoint
 from tests.ranks import Apart, on_all_ranks, one_at_a_time
 
 CPU = torch.device("cpu")

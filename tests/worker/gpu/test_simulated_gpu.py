@@ -24,7 +24,7 @@ from raylm.worker.input_buffers import StepInputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
-from tests.families import make_family
+from tests.models.transformers_backend.families import make_family
 from tests.worker.driver import Reference, random_prompt
 from tests.worker.gpu.simulated_gpu import Event, Gpu, gpu  # noqa: F401 (a fixture)
 from tests.worker.gpu.test_device_tokens import Life, blocks, eventful

@@ -14,7 +14,7 @@ from raylm.messages import NewSequence
 from raylm.params import PoolingParams, StructuredOutputs
 from raylm.worker.model_runner import ModelRunner
 from tests.adapters import make_adapter
-from tests.models.test_fp8 import make as make_fp8
+from tests.models.quantization.test_fp8 import make as make_fp8
 from tests.worker.driver import random_prompt
 from tests.worker.gpu.simulated_gpu import Gpu, gpu  # noqa: F401 (a fixture)
 from tests.worker.gpu.test_device_tokens import Life, blocks

@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from raylm.models.inspection import UnservedError
+from raylm.models.transformers_backend.inspection import UnservedError
 
 _SERVED = ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate], [Transpose])
 

@@ -18,9 +18,9 @@ from raylm.errors import ConfigError
 from raylm.models import load_model, quantization
 from raylm.native import NativeError, NativeLinear
 from tests.checkpoints import make_checkpoint
+from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint, round_inputs
 from tests.models.test_decoder import attend, error, reference_logits
 from tests.models.test_loader import edit_config, edit_weights
-from tests.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint, round_inputs
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(1))

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.models.adapter_files import LowRank
 from raylm.models.causal_lm import CausalLM
 from raylm.models.linear import HEAD, Linear, LinearKernel
-from raylm.models.quantization import linear_layers
+from raylm.models.lora.adapter_files import LowRank
+from raylm.models.quantization.select import linear_layers
 from raylm.native import PackedAdapter
 
 Weights = Mapping[str, LowRank]

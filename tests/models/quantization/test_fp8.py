@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models import load_model, quantization
-from raylm.models.fp8 import FP8, Fp8Linear, Fp8Part, round_inputs
+from raylm.models.quantization.fp8 import FP8, Fp8Linear, Fp8Part, round_inputs
 from tests.checkpoints import make_checkpoint
+from tests.models.quantization.quantized_checkpoints import compressed_config, is_quantized
+from tests.models.quantization.test_quantization import set_group, set_inputs, set_weights
 from tests.models.test_decoder import attend
-from tests.models.test_quantization import set_group, set_inputs, set_weights
-from tests.quantized_checkpoints import compressed_config, is_quantized
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TENSOR = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}

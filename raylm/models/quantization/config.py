@@ -8,9 +8,9 @@ from typing import Any
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models.fp8 import Fp8Tensors
 from raylm.models.linear import WeightFormat
-from raylm.models.packed_formats import Awq, Gptq, Int8Channels, PackQuantized
+from raylm.models.quantization.fp8 import Fp8Tensors
+from raylm.models.quantization.packed_formats import Awq, Gptq, Int8Channels, PackQuantized
 
 # Says what the weights are, which format they have, and whether a module is left as floats.
 Found = tuple[str, WeightFormat, Callable[[str], bool]]

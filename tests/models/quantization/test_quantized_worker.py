@@ -12,7 +12,7 @@ from torch import Tensor
 from raylm.errors import ConfigError
 from raylm.worker.forward import ModuleForward, NativeForward
 from tests.checkpoints import make_checkpoint
-from tests.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint, round_inputs
+from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint, round_inputs
 from tests.worker.driver import Driver, Reference, random_prompt
 
 INT8, *INT4 = SCHEMES

@@ -10,7 +10,7 @@ import pytest
 from raylm import LLM, SamplingParams
 from raylm.llm import GenerationResult
 from tests.checkpoints import make_tokenizer
-from tests.families import make_family
+from tests.models.transformers_backend.families import make_family
 from tests.reference import greedy, random_prompts
 
 MAX_TOKENS = 16

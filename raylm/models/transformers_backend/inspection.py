@@ -14,7 +14,7 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from raylm.models.layers import AttentionSpec
-from raylm.models.paged_interface import Call, register
+from raylm.models.transformers_backend.paged_attention import Call, register
 
 _TOKENS = 3
 _FARTHEST = 1 << 18  # positions up to which masks are looked at

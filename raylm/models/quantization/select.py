@@ -10,11 +10,11 @@ from torch import nn
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models.fp8 import Fp8Tensors, check_fp8
 from raylm.models.linear import HEAD, PLAIN, Linear, WeightFormat
-from raylm.models.quantization_config import read_quantization_config
+from raylm.models.quantization.config import read_quantization_config
+from raylm.models.quantization.fp8 import Fp8Tensors, check_fp8
+from raylm.models.quantization.rounding import RoundedInt4, RoundedInt8
 from raylm.models.ranks import ALONE, Ranks
-from raylm.models.rounding import RoundedInt4, RoundedInt8
 from raylm.native import NativeError, kernels
 
 # What is told, and the formats of the layers and of the head. At 4 bits the head made a fifth of the logits' error and

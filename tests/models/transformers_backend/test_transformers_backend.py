@@ -15,11 +15,11 @@ from raylm.errors import ConfigError
 from raylm.models import inspection, load_model, stand_ins
 from raylm.models.linear import Linear
 from raylm.models.registry import ARCHITECTURES, UNIVERSAL
-from raylm.models.universal import UniversalForCausalLM
+from raylm.models.transformers_backend.model import UniversalForCausalLM
 from raylm.native import NativeLinear
 from tests.checkpoints import make_checkpoint
-from tests.families import BOUNDS, family_error, logit_error, make_family, play, read_table
-from tests.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint
+from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint
+from tests.models.transformers_backend.families import BOUNDS, family_error, logit_error, make_family, play, read_table
 from tests.worker.driver import Driver, random_prompt
 
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from transformers import initialization
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from raylm.checkpoint import Checkpoint
-from raylm.models.inspection import Mask, UnservedError, inspect, is_experts
 from raylm.models.layers import AttentionSpec
 from raylm.models.linear import HEAD
-from raylm.models.paged_interface import PAGED, PROBED, Call, Line
-from raylm.models.stand_ins import Experts, split_experts, stack_linears
+from raylm.models.transformers_backend.inspection import Mask, UnservedError, inspect, is_experts
+from raylm.models.transformers_backend.module_replacement import Experts, split_experts, stack_linears
+from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, Call, Line
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from raylm.models.inspection import UnservedError, layer_shape
 from raylm.models.linear import HEAD, Head, KernelFactory, Linear
+from raylm.models.transformers_backend.inspection import UnservedError, layer_shape
 
 
 class Stack:

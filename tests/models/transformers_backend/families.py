@@ -1,6 +1,6 @@
 """Small random checkpoints of every served architecture, and how far its logits are from transformers' own.
 
-``python -m tests.families`` measures all and writes the table of docs/models.md.
+``python -m tests.models.transformers_backend.families`` measures all and writes the table of docs/models.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raylm.models.registry import ARCHITECTURES, UNIVERSAL
 from tests.checkpoints import BOS, EOS, SIZES
 from tests.worker.driver import Driver, Reference, Tracked, random_prompt
 
-TABLE = Path(__file__).parent.parent / "docs" / "models.md"
+TABLE = Path(__file__).parents[3] / "docs" / "models.md"
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # Whichever of these a family's configuration knows.
 _SIZES: dict[str, Any] = {

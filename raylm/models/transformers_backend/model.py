@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM
-from raylm.models.conversion import Conversion
-from raylm.models.inspection import UnservedError
 from raylm.models.layers import Attend, AttentionSpec
 from raylm.models.linear import HEAD, KernelFactory, Linear, Weighted
-from raylm.models.modeling import Modeling, build_modeling
-from raylm.models.paged_interface import PagedCall
 from raylm.models.ranks import Ranks
-from raylm.models.stand_ins import Experts, SharedEmbedding
+from raylm.models.transformers_backend.build import Modeling, build_modeling
+from raylm.models.transformers_backend.conversion import Conversion
+from raylm.models.transformers_backend.inspection import UnservedError
+from raylm.models.transformers_backend.module_replacement import Experts, SharedEmbedding
+from raylm.models.transformers_backend.paged_attention import PagedCall
 from raylm.native import NativeLinear
 
 _APART = 0.1  # of the largest value: far more than rounding, far less than what another token's state makes

@@ -1,0 +1,1 @@
+"""LoRA adapters: read from PEFT's files, and as layers multiply them."""

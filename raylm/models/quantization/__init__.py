@@ -1,0 +1,1 @@
+"""Quantized checkpoints and weights that are quantized when they are loaded."""
