@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from raylm.checkpoint import resolve
-from raylm.models import quantization
 from raylm.models.linear import PLAIN, Linear, StackedFormat, WeightFormat
+from raylm.models.quantization import select as quantization
 from raylm.models.quantization.rounding import RoundedInt4, RoundedInt8
 from raylm.native import Int4Weight, Weight, kernels, round_int4
 

@@ -148,7 +148,7 @@ async def test_a_rank_that_is_killed_in_a_step_is_the_one_cause(victim: int) -> 
 class FakeRank(FakeWorker):
     """A rank without a model."""
 
-    def open_meeting(self) -> int:
+    def open_rendezvous(self) -> int:
         """Nobody comes."""
         return 1
 

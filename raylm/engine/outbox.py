@@ -1,4 +1,4 @@
-"""Outbox: owns what one client has not taken yet; and ClientNews, the columns of one step for one client."""
+"""Outbox: owns what one client has not taken yet; and ClientOutputs, the columns of one step for one client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raylm.errors import RayLMError
 from raylm.messages import EngineCoreOutputs, EngineStats, FinishReason, Logprobs, ModelRunnerOutput
 
 
-class ClientNews:
+class ClientOutputs:
     """What one step means for one client, while the Scheduler finds it out.
 
     ``sequences[i]`` got the next ``counts[i]`` of ``positions``, which are tokens of the step's result; without

@@ -44,7 +44,7 @@ class Turns:
 
     @contextmanager
     def wait_for(self, step: int) -> Iterator[None]:
-        """Hold the turn of ``step``; it passes on at the end, also after an error."""
+        """Reservation the turn of ``step``; it passes on at the end, also after an error."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == step)
         try:
@@ -70,9 +70,9 @@ class WorkerActor:
         self._worker = Worker(config, rank)
         self._turns = Turns()
 
-    def open_meeting(self) -> int:
+    def open_rendezvous(self) -> int:
         """Listen for the other ranks; called on rank 0 before any rank starts."""
-        return self._worker.open_meeting()
+        return self._worker.open_rendezvous()
 
     def start(self, port: int = 0) -> WorkerInfo:
         """Load weights, profile, allocate the KV pool; several ranks meet at ``port``."""
@@ -120,7 +120,7 @@ class RayExecutor(ModelExecutor):
 
     def __init__(self, workers: list[ActorHandle]) -> None:
         self._workers = workers
-        self._ways: list[Way] = []
+        self._senders: list[SendStep] = []
 
     async def start(self) -> WorkerInfo:
         """Start all ranks together; the first rank speaks for all."""
@@ -134,13 +134,13 @@ class RayExecutor(ModelExecutor):
 
     async def _open_ways(self) -> None:
         try:
-            self._ways = [await way_to(worker) for worker in self._workers]
+            self._senders = [await step_sender(worker) for worker in self._workers]
         except RayError as error:
             raise as_raylm_error(error) from error
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         """Submit the step before returning; the awaitable only waits."""
-        results = [way(plan) for way in self._ways]
+        results = [way(plan) for way in self._senders]
         return self._result(results[0])
 
     async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
@@ -169,11 +169,11 @@ class RayExecutor(ModelExecutor):
             ray.kill(worker)
 
 
-Way = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]
+SendStep = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]
 """How a worker is handed a step at once; the awaitable gives its result, or raises RayError."""
 
 
-async def way_to(worker: ActorHandle) -> Way:
+async def step_sender(worker: ActorHandle) -> SendStep:
     """The shortest way of steps to a worker.
 
     Raises:

@@ -11,7 +11,7 @@ from itertools import count
 
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
-from raylm.engine.outbox import ClientNews, join_logprobs
+from raylm.engine.outbox import ClientOutputs, join_logprobs
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
@@ -215,7 +215,7 @@ class Scheduler:
         )
         self._seen = plan.step
         self._budget.observe(plan, result)
-        news: defaultdict[str, ClientNews] = defaultdict(ClientNews)
+        news: defaultdict[str, ClientOutputs] = defaultdict(ClientOutputs)
         for seq_id, reason in result.failed:
             self._fail(seq_id, reason, news)
         self._publish_chunks(plan)
@@ -242,7 +242,7 @@ class Scheduler:
             counters=replace(self.counters),
         )
 
-    def _take_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientNews]) -> None:
+    def _take_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
         """Append each drawn token to its sequence; those of sequences that are gone are the wasted step at an end."""
         sequences, taken = self._sequences, 0
         for position, (seq_id, token) in enumerate(zip(result.seq_ids, result.token_ids, strict=True)):
@@ -258,7 +258,7 @@ class Scheduler:
                 self._reach_milestone(seq, token, entry)
         self.counters.generation_tokens += taken
 
-    def _take_runs(self, result: ModelRunnerOutput, news: defaultdict[str, ClientNews]) -> None:
+    def _take_runs(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
         """Append several tokens to a sequence, until one of them ends it: what was drawn behind that is dropped."""
         end = 0
         for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True):
@@ -282,7 +282,7 @@ class Scheduler:
             self.counters.generation_tokens += taken
             self.counters.accepted_tokens += drawn - 1
 
-    def _take_vectors(self, result: ModelRunnerOutput, news: defaultdict[str, ClientNews]) -> None:
+    def _take_vectors(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
         """A prompt that came to a vector is at its end."""
         for seq_id, vector in result.pooled:
             seq = self._sequences.get(seq_id)
@@ -291,7 +291,7 @@ class Scheduler:
                 news[seq.client_id].pooled.append((seq.key, vector))
                 self._close(seq)
 
-    def _reach_milestone(self, seq: Sequence, token: int, news: ClientNews) -> None:
+    def _reach_milestone(self, seq: Sequence, token: int, news: ClientOutputs) -> None:
         """The token just appended is the first one, or the last one, or might end the sequence."""
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
             self._complete_prompt(seq, news)
@@ -303,7 +303,7 @@ class Scheduler:
         elif len(seq.token_ids) >= seq.limit:
             self._finish(seq, "length", None, news)
 
-    def _complete_prompt(self, seq: Sequence, news: ClientNews) -> None:
+    def _complete_prompt(self, seq: Sequence, news: ClientOutputs) -> None:
         """The first token has come: the prompt's logprobs are whole, and the sequences that share it may start."""
         if seq.index == 0:
             self.counters.prompt_tokens += seq.num_prompt_tokens
@@ -326,7 +326,7 @@ class Scheduler:
         self._sequences[seq.id] = seq
         self.waiting.push(seq)
 
-    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, news: ClientNews) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, news: ClientOutputs) -> None:
         news.finish(reason, stop_reason)
         self._close(seq)
 
@@ -336,7 +336,7 @@ class Scheduler:
         if not seq.state.open:
             del self._requests[seq.client_id, seq.key]
 
-    def _fail(self, seq_id: int, reason: str, news: defaultdict[str, ClientNews]) -> None:
+    def _fail(self, seq_id: int, reason: str, news: defaultdict[str, ClientOutputs]) -> None:
         """End the whole request of a sequence with an error; what the sequence computed is not to be reused."""
         seq = self._sequences.get(seq_id)
         if seq is not None:

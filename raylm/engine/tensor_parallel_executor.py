@@ -29,7 +29,7 @@ class TensorParallelExecutor(RayExecutor):
     async def start(self) -> WorkerInfo:
         """Let the ranks meet, and start; rank 0 speaks for all."""
         try:
-            port = await self._workers[0].open_meeting.remote()
+            port = await self._workers[0].open_rendezvous.remote()
         except RayError as error:
             raise as_raylm_error(error) from error
         infos = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
@@ -39,7 +39,7 @@ class TensorParallelExecutor(RayExecutor):
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         """Submit the step to all ranks before returning."""
-        return self._first([way(plan) for way in self._ways])
+        return self._first([way(plan) for way in self._senders])
 
     async def _first(self, refs: list[Awaitable[ModelRunnerOutput]]) -> ModelRunnerOutput:
         results = await _all_or_cause(refs)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.frontend.admission.queue import Admission, Hold
+    from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
+    from raylm.frontend.admission.queue import Admission, Reservation
+    from raylm.frontend.admission.throttle import Throttle
     from raylm.frontend.answers.answer_format import AnswerFormat
     from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest, NamedTool, ToolChoice
     from raylm.frontend.async_llm import AsyncLLM
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from raylm.frontend.engines.router import Router
     from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta, join_calls
     from raylm.frontend.request_head import RequestHead
-    from raylm.frontend.threads import LARGE, aside
+    from raylm.frontend.threads import LARGE, offload
 
 __all__ = [
     "LARGE",
@@ -29,21 +31,25 @@ __all__ = [
     "AsyncLLM",
     "ChatPrompt",
     "ChatRequest",
+    "ClientDisconnectedError",
     "CompletionDelta",
     "Discovery",
     "EngineClient",
-    "Hold",
+    "Lifecycle",
     "LocalEngineClient",
     "NamedTool",
+    "OngoingRequest",
     "RayEngineClient",
     "RequestHead",
     "RequestOutput",
+    "Reservation",
     "Router",
+    "Throttle",
     "TokenLogprob",
     "ToolCallDelta",
     "ToolChoice",
-    "aside",
     "join_calls",
+    "offload",
 ]
 
 _HOMES = {
@@ -52,15 +58,19 @@ _HOMES = {
     "Admission": "raylm.frontend.admission.queue",
     "AnswerFormat": "raylm.frontend.answers.answer_format",
     "AsyncLLM": "raylm.frontend.async_llm",
-    "aside": "raylm.frontend.threads",
+    "offload": "raylm.frontend.threads",
     "Discovery": "raylm.frontend.engines.discovery",
     "EngineClient": "raylm.frontend.engines.engine_client",
-    "Hold": "raylm.frontend.admission.queue",
+    "Reservation": "raylm.frontend.admission.queue",
     "LocalEngineClient": "raylm.frontend.engines.local_engine_client",
     "RayEngineClient": "raylm.frontend.engines.ray_engine_client",
+    "Throttle": "raylm.frontend.admission.throttle",
     "RequestHead": "raylm.frontend.request_head",
     "Router": "raylm.frontend.engines.router",
 } | dict.fromkeys(("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"), "raylm.frontend.answers.chat_request")
+_HOMES |= dict.fromkeys(
+    ("ClientDisconnectedError", "Lifecycle", "OngoingRequest"), "raylm.frontend.admission.lifecycle"
+)
 _HOMES |= dict.fromkeys(
     ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"), "raylm.frontend.outputs"
 )

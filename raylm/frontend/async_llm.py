@@ -8,7 +8,7 @@ from typing import Any
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError, UnsupportedFieldError
-from raylm.frontend.admission.queue import Admission, Hold
+from raylm.frontend.admission.queue import Admission, Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.chat_processor import ChatProcessor
 from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest
@@ -169,7 +169,7 @@ class AsyncLLM:
 
     def _send(
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
-    ) -> tuple[RoutedEngine, OutputQueue, Hold]:
+    ) -> tuple[RoutedEngine, OutputQueue, Reservation]:
         engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
         hold = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
         queue = self._outputs.open(request, form)
@@ -177,7 +177,7 @@ class AsyncLLM:
         engine.client.add(request)
         return engine, queue, hold
 
-    def _leave(self, engine: RoutedEngine, request: EngineCoreRequest, hold: Hold) -> None:
+    def _leave(self, engine: RoutedEngine, request: EngineCoreRequest, hold: Reservation) -> None:
         """No await may stand here: a cancelled task must not lose the abort."""
         hold.release()
         engine.open_keys.discard(request.key)

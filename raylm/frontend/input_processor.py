@@ -12,7 +12,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from raylm.frontend.request_head import RequestHead
 from raylm.frontend.text.tokenizer import Tokenizer
-from raylm.frontend.threads import aside
+from raylm.frontend.threads import offload
 from raylm.messages import EngineCoreRequest, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
@@ -152,7 +152,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: one holds what is no text, or no token of this model.
         """
-        return await aside(lambda: self._bad_words(words, limits), sum(map(len, words)) // 2) if words else ()
+        return await offload(lambda: self._bad_words(words, limits), sum(map(len, words)) // 2) if words else ()
 
     def _bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and after a space: banned in both places."""

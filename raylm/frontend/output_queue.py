@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from raylm.errors import RayLMError
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, join_calls
-from raylm.frontend.threads import aside
+from raylm.frontend.threads import offload
 from raylm.messages import EngineCoreRequest
 
 PromptLogprobs = list[TokenLogprob | None]
@@ -74,7 +74,7 @@ class OutputQueue:
         if self._error is not None:
             raise self._error
         if self._unread is not None:
-            self._prompt_logprobs, self._unread = await aside(*self._unread), None
+            self._prompt_logprobs, self._unread = await offload(*self._unread), None
         deltas, self._deltas = list(self._deltas.values()), {}
         return RequestOutput(
             request_id=self._request.request_id,

@@ -1,4 +1,4 @@
-"""aside: large pieces of work off the event loop, small ones on it; nobody waits long for anybody else's request."""
+"""offload: large pieces of work off the event loop, small ones on it; nobody waits long for anybody else's request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 LARGE = 2_048  # things to walk through; Python does about a million a second, and handing over costs as much as 100
 
 
-async def aside(work: Callable[[], T], size: int) -> T:
+async def offload(work: Callable[[], T], size: int) -> T:
     """``work()``, on a thread if it walks through more than LARGE things.
 
     A thread takes turns with the loop every few milliseconds while it runs Python code. A single call into C does

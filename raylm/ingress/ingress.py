@@ -17,8 +17,7 @@ from starlette.applications import Starlette
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
-from raylm.frontend import ChatRequest, RequestHead
-from raylm.frontend.admission.lifecycle import Lifecycle
+from raylm.frontend import ChatRequest, Lifecycle, RequestHead
 from raylm.ingress.handle_calls import check_messages, check_options, check_pooling, check_prompt
 from raylm.ingress.responses.store import SharedResponses
 from raylm.ingress.routes import build_asgi_app

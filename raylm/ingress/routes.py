@@ -13,16 +13,14 @@ from starlette.routing import Route
 
 from raylm.config import Config, IngressConfig
 from raylm.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError
-from raylm.frontend import Admission
-from raylm.frontend.admission.lifecycle import Lifecycle
-from raylm.frontend.admission.throttle import Turnstile
+from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
-from raylm.ingress.http.api_keys import KeyGate, read_keys
+from raylm.ingress.http.api_keys import APIKeyMiddleware, read_keys
 from raylm.ingress.http.cross_origin import CrossOrigin
 from raylm.ingress.http.endpoint import Handler, JSONEndpoint
 from raylm.ingress.http.errors import clip, error_response
 from raylm.ingress.http.metrics import HTTPMetrics
-from raylm.ingress.http.middleware import Edge
+from raylm.ingress.http.middleware import RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import health_routes
 from raylm.ingress.openai.chat import ChatCompletions
@@ -53,13 +51,13 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
     """
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
-    unqueued, turnstile = Admission(), Turnstile()
+    unqueued, throttle = Admission(), Throttle()
     conversations = Conversations(async_llm, config)
     responses = responses or ResponseStore()
     max_body_bytes = int(config.ingress.max_body_mib * _MIB)
 
     def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:
-        return Route(path, JSONEndpoint(handler, lifecycle, turnstile, admission, max_body_bytes), methods=["POST"])
+        return Route(path, JSONEndpoint(handler, lifecycle, throttle, admission, max_body_bytes), methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletions(async_llm, conversations)),
@@ -92,10 +90,10 @@ def build_asgi_app(async_llm: AsyncLLM, config: Config, responses: Responses | N
 def _middleware(config: IngressConfig, http_metrics: HTTPMetrics) -> list[Middleware]:
     """What stands around the router, from the outside in."""
     layers = [Middleware(CrossOrigin, config.cors_origins)] if config.cors_origins else []
-    layers.append(Middleware(Edge, http_metrics))
+    layers.append(Middleware(RequestContextMiddleware, http_metrics))
     keys = read_keys(config)
     if keys is not None:
-        layers.append(Middleware(KeyGate, keys, frozenset(config.open_paths)))
+        layers.append(Middleware(APIKeyMiddleware, keys, frozenset(config.open_paths)))
     return layers
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from raylm.models import AdapterRun
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.step_batch import StepRows
+from raylm.worker.step_batch import StepBatch
 
 
 class Column:
@@ -56,7 +56,7 @@ class InputBuffers:
         self._seq_lens = Column((seqs,), torch.int32, device)
         self._query_start_loc = Column((seqs + 1,), torch.int32, device)
 
-    def build(self, step: StepRows, batch: InputBatch, adapters: Sequence[AdapterRun] = ()) -> StepInputs:
+    def build(self, step: StepBatch, batch: InputBatch, adapters: Sequence[AdapterRun] = ()) -> StepInputs:
         """Lay out the tokens of a step; guesses stand in the batch behind the known tokens.
 
         Raises:
@@ -78,7 +78,7 @@ class InputBuffers:
         blocks = batch.block_tables[token_rows, positions // size].astype(np.int64)
         np.add(blocks * size, positions % size, out=self._slot_mapping.host[:total])
 
-    def _check(self, ends: NDArray[np.int64], step: StepRows, batch: InputBatch) -> None:
+    def _check(self, ends: NDArray[np.int64], step: StepBatch, batch: InputBatch) -> None:
         rows, counts = step.rows, step.counts
         if len(rows) > self._limits.max_num_seqs or counts.sum() > self._limits.max_num_tokens:
             raise RuntimeError(f"a step of {counts.sum()} tokens of {len(rows)} sequences exceeds {self._limits}")

@@ -14,7 +14,7 @@ from raylm.messages import NewSequence
 from raylm.models import AdapterRun, CausalLM, ModuleAdapter, adaptable_shapes, read_adapter
 from raylm.native import PackedAdapter
 from raylm.worker.forward import Forward
-from raylm.worker.step_batch import StepRows
+from raylm.worker.step_batch import StepBatch
 
 BASE = 0  # the adapter of a row that has none
 
@@ -39,11 +39,11 @@ class Adapters(ABC):
         """The row belongs to another sequence from now on."""
 
     @abstractmethod
-    def arrange(self, step: StepRows) -> StepRows:
+    def arrange(self, step: StepBatch) -> StepBatch:
         """The step with sequences of the same adapter side by side; those with one token still come first."""
 
     @abstractmethod
-    def runs(self, step: StepRows) -> list[AdapterRun]:
+    def runs(self, step: StepBatch) -> list[AdapterRun]:
         """Which tokens of the step have an adapter."""
 
 
@@ -66,11 +66,11 @@ class NoAdapters(Adapters):
     def add(self, row: int, new: NewSequence) -> None:
         """Nothing to know."""
 
-    def arrange(self, step: StepRows) -> StepRows:
+    def arrange(self, step: StepBatch) -> StepBatch:
         """The step itself."""
         return step
 
-    def runs(self, step: StepRows) -> list[AdapterRun]:
+    def runs(self, step: StepBatch) -> list[AdapterRun]:
         """None."""
         return []
 
@@ -99,14 +99,14 @@ class LoRASlots(Adapters):
         """Note the sequence's adapter."""
         self._adapter_of[row] = new.adapter
 
-    def arrange(self, step: StepRows) -> StepRows:
+    def arrange(self, step: StepBatch) -> StepBatch:
         """Sort by adapter, which makes a product of each run instead of each row."""
         adapters = self._adapter_of[step.rows]
         if not adapters.any():
             return step
         return step.take(np.lexsort((adapters, step.counts > 1)))
 
-    def runs(self, step: StepRows) -> list[AdapterRun]:
+    def runs(self, step: StepBatch) -> list[AdapterRun]:
         """Neighbours with the same adapter are one run."""
         adapters = self._adapter_of[step.rows]
         if not adapters.any():

@@ -14,14 +14,14 @@ from torch import Tensor
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
 from raylm.worker.forward import Forward
-from raylm.worker.gpu.device_tokens import Feed, NoFeed
+from raylm.worker.gpu.async_decode import AsyncDecode, NoAsyncDecode
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.lora import Adapters, NoAdapters
 from raylm.worker.pooler import Pooler
 from raylm.worker.sampling.sampler import Sampler, SamplerOutput
 from raylm.worker.speculation.speculator import NoSpeculation, Speculator
-from raylm.worker.step_batch import DrawRows, StepRows
+from raylm.worker.step_batch import DrawRows, StepBatch
 
 _PROMPT_LOGITS_BYTES = 64 << 20
 
@@ -36,7 +36,7 @@ class ModelRunner:
         buffers: InputBuffers,
         speculator: Speculator | None = None,
         sampler: Sampler | None = None,
-        feed: Feed | None = None,
+        feed: AsyncDecode | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self.forward = forward
@@ -46,7 +46,7 @@ class ModelRunner:
         self.speculator = speculator or NoSpeculation()
         self.adapters = adapters or NoAdapters()
         self.pooler = Pooler()
-        self.feed = feed or NoFeed()
+        self.feed = feed or NoAsyncDecode()
         self._prompt_logprobs: dict[int, int] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -65,7 +65,7 @@ class ModelRunner:
             RuntimeError: the plan contradicts what the worker holds.
         """
         started = time.perf_counter()
-        step = self.speculator.lay_out(self.pooler.claim(StepRows.of(plan, self._apply(plan))), self.batch)
+        step = self.speculator.lay_out(self.pooler.claim(StepBatch.of(plan, self._apply(plan))), self.batch)
         step = self.adapters.arrange(step)
         adapters = self.adapters.runs(step)
         plain = not self._prompt_logprobs and not adapters
@@ -76,7 +76,7 @@ class ModelRunner:
         return lambda: output
 
     def _run(
-        self, plan: SchedulerOutput, step: StepRows, adapters: Sequence[AdapterRun], started: float
+        self, plan: SchedulerOutput, step: StepBatch, adapters: Sequence[AdapterRun], started: float
     ) -> ModelRunnerOutput:
         if not step.seq_ids:
             return ModelRunnerOutput(plan.step, [], [], [], step_s=time.perf_counter() - started)
@@ -124,7 +124,7 @@ class ModelRunner:
         self.batch.append_blocks(rows, plan.new_block_counts, plan.new_block_ids)
         return rows
 
-    def _draw(self, logits: Tensor, step: StepRows, draws: DrawRows) -> tuple[SamplerOutput, NDArray[np.int64]]:
+    def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, NDArray[np.int64]]:
         """Draw, and append what counts; returns all that was drawn, and which draws are to be told.
 
         In what is returned ``failed`` names the sequence's place in the step.
@@ -142,7 +142,7 @@ class ModelRunner:
             counts &= ~np.isin(draws.places, list(lost))
         return replace(drawn, failed=list(lost.items())), np.flatnonzero(counts)
 
-    def _describe_prompts(self, step: StepRows, hidden: Tensor, inputs: StepInputs) -> list[tuple[int, Logprobs]]:
+    def _describe_prompts(self, step: StepBatch, hidden: Tensor, inputs: StepInputs) -> list[tuple[int, Logprobs]]:
         described: list[tuple[int, Logprobs]] = []
         if not self._prompt_logprobs:
             return described

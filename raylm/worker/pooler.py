@@ -11,7 +11,7 @@ from torch import Tensor
 from raylm.messages import NewSequence
 from raylm.params import PoolingParams
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.step_batch import StepRows
+from raylm.worker.step_batch import StepBatch
 
 NOT_FINITE = "the model's hidden states are not finite"
 
@@ -44,7 +44,7 @@ class Pooler:
         """Forget a sequence."""
         self._rows.pop(seq_id, None)
 
-    def claim(self, step: StepRows) -> StepRows:
+    def claim(self, step: StepBatch) -> StepBatch:
         """The step without the draws of pooled sequences."""
         if not self._rows:
             return step
@@ -52,7 +52,7 @@ class Pooler:
         return replace(step, draws=np.where(mine, 0, step.draws))
 
     def pool(
-        self, step: StepRows, hidden: Tensor, batch: InputBatch
+        self, step: StepBatch, hidden: Tensor, batch: InputBatch
     ) -> tuple[list[tuple[int, bytes]], list[tuple[int, str]]]:
         """Take in the ``hidden`` states (tokens, hidden_size) of a step.
 

@@ -20,10 +20,10 @@ from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores
 from raylm.worker.distributed.process_group import join_ranks
 from raylm.worker.distributed.rank_sampler import select_sampler
-from raylm.worker.distributed.rendezvous import Meeting
+from raylm.worker.distributed.rendezvous import Rendezvous
 from raylm.worker.forward import ModuleForward, select_forward
+from raylm.worker.gpu.async_decode import create_async_decode
 from raylm.worker.gpu.cuda_graphs import CudaCapture, GraphForward
-from raylm.worker.gpu.device_tokens import create_feed
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import KVCacheSize, allocate, block_bytes, free_memory, size_pool
@@ -87,7 +87,7 @@ class _Memory:
 
 
 @torch.inference_mode()
-def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelRunner, WorkerInfo]:
+def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[ModelRunner, WorkerInfo]:
     """Meet the other ranks, load the weights, profile, allocate the KV pool.
 
     Raises:
@@ -95,7 +95,7 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
         PeerLostError: another rank is gone.
     """
     stages = Stages()
-    host = _meet(config, meeting or Meeting())
+    host = _meet(config, rendezvous or Rendezvous())
     if host.device.type == "cpu":
         with stages("native kernels"):
             use_threads(host.most_threads)
@@ -126,10 +126,10 @@ def start_runner(config: Config, meeting: Meeting | None = None) -> tuple[ModelR
     )
 
 
-def _meet(config: Config, meeting: Meeting) -> _Host:
+def _meet(config: Config, rendezvous: Rendezvous) -> _Host:
     torch.set_num_threads(most_threads := available_threads(config.engine))
     device = resolve_device(config.device)
-    ranks = join_ranks(meeting, config.engine.tensor_parallel_size, device)
+    ranks = join_ranks(rendezvous, config.engine.tensor_parallel_size, device)
     return _Host(device, ranks, select_sampler(ranks), most_threads)
 
 
@@ -186,7 +186,7 @@ def _runner(config: Config, host: _Host, loaded: _Loaded, memory: _Memory) -> Mo
         InputBuffers(limits, device),
         create_speculator(limits, longest, guesses),
         host.sampler,
-        create_feed(limits, device, alone=host.ranks.size == 1 and not guesses),
+        create_async_decode(limits, device, alone=host.ranks.size == 1 and not guesses),
         create_adapters(config.lora, model, forward, limits.max_num_seqs),
     )
 

@@ -1,4 +1,4 @@
-"""Worker: StepRows, the sequences of one step in the order of their tokens, and the DrawnRuns that come of it."""
+"""Worker: StepBatch, the sequences of one step in the order of their tokens, and the DrawnRuns that come of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IntArray = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class StepBatch:
     """What one step computes, as columns [S] int64 over its sequences, those with one token first.
 
     ``rows`` of the batch compute ``counts`` tokens from position ``computed`` on. Behind the last ``draws`` of them a
@@ -29,7 +29,7 @@ class StepRows:
     draws: Ints
 
     @classmethod
-    def of(cls, plan: SchedulerOutput, rows: Ints) -> StepRows:
+    def of(cls, plan: SchedulerOutput, rows: Ints) -> StepBatch:
         """The step as planned, without guesses."""
         return cls(
             plan.seq_ids,
@@ -44,10 +44,10 @@ class StepRows:
         """Guesses of each sequence."""
         return np.maximum(self.draws - 1, 0)
 
-    def take(self, at: IntArray) -> StepRows:
+    def take(self, at: IntArray) -> StepBatch:
         """The sequences at these places, in this order."""
         ids = [self.seq_ids[place] for place in at.tolist()]
-        return StepRows(ids, self.rows[at], self.computed[at], self.counts[at], self.draws[at])
+        return StepBatch(ids, self.rows[at], self.computed[at], self.counts[at], self.draws[at])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class DrawRows:
     tokens: Ints
 
     @classmethod
-    def of(cls, step: StepRows) -> DrawRows:
+    def of(cls, step: StepBatch) -> DrawRows:
         """The draws of a step."""
         draws, ends = step.draws, np.cumsum(step.counts)
         places = np.repeat(np.arange(len(draws)), draws)

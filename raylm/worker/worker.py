@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raylm.config import Config
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
-from raylm.worker.distributed.rendezvous import Meeting, open_meeting
+from raylm.worker.distributed.rendezvous import Rendezvous, open_rendezvous
 
 if TYPE_CHECKING:
     from raylm.worker.model_runner import ModelRunner
@@ -27,13 +27,13 @@ class Worker:
 
     def __init__(self, config: Config, rank: int = 0) -> None:
         self._config = config
-        self._meeting = Meeting(rank)
+        self._rendezvous = Rendezvous(rank)
         self._runner: ModelRunner | None = None
 
-    def open_meeting(self) -> int:
+    def open_rendezvous(self) -> int:
         """Listen for the other ranks, on rank 0 and before any rank starts; return the port on the loopback."""
-        self._meeting = open_meeting()
-        return self._meeting.port
+        self._rendezvous = open_rendezvous()
+        return self._rendezvous.port
 
     def start(self, port: int = 0) -> WorkerInfo:
         """Load weights, profile, allocate the KV pool; return what was found out.
@@ -51,7 +51,7 @@ class Worker:
         from raylm.worker.startup import start_runner
 
         imported = ("import torch", time.perf_counter() - started)
-        self._runner, info = start_runner(self._config, replace(self._meeting, port=port))
+        self._runner, info = start_runner(self._config, replace(self._rendezvous, port=port))
         info.stages.insert(0, imported)
         return info
 

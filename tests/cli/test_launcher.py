@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from raylm import launcher, node_watch
+from raylm.cli import launcher, node_watch
 from raylm.cli.main import app
 from raylm.cli.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
 from raylm.cli.serve_process import claim_port, port_is_free, serve_ports, session_members

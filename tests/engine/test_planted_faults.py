@@ -11,7 +11,7 @@ import pytest
 from raylm.engine import kv_cache_manager, queues, sequence
 from raylm.engine.block_pool import BlockPool
 from raylm.engine.kv_cache_manager import KVCacheManager
-from raylm.engine.outbox import ClientNews
+from raylm.engine.outbox import ClientOutputs
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence, Status
 from raylm.engine.step_plan import StepPlan
@@ -341,13 +341,13 @@ def prompt_logprobs_twice_after_preemption(patch: Patch) -> None:
 
 
 def logprobs_of_a_neighbour(patch: Patch) -> None:
-    select = ClientNews.columns
+    select = ClientOutputs.columns
 
     def columns(self: Any, result: Any, stats: Any, created: float) -> Any:
         self.positions = list(range(len(self.positions)))
         return select(self, result, stats, created)
 
-    patch.setattr(ClientNews, "columns", columns)
+    patch.setattr(ClientOutputs, "columns", columns)
 
 
 @pytest.mark.parametrize("plant", faults_of(__name__), ids=lambda plant: plant.__name__)

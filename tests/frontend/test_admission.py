@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylm.errors import OverloadedError
-from raylm.frontend import Admission, AsyncLLM, Hold, RequestHead
+from raylm.frontend import Admission, AsyncLLM, RequestHead, Reservation
 from raylm.frontend.admission.queue import CURRENT
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import PlayedEngine
@@ -130,7 +130,7 @@ def test_when_to_come_back_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3)), max_size=12))
 def test_nothing_is_left_when_all_have_gone(requests: list[tuple[int, int, int, int]]) -> None:
     admission = Admission(max_requests=12, max_tokens=600)
-    holds: list[Hold] = []
+    holds: list[Reservation] = []
     for num_bytes, prompts, n, begun in requests:
         try:
             with admission.enter(num_bytes):

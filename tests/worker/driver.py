@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from raylm.config import Config
 from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
-from raylm.worker.distributed.rendezvous import Meeting
+from raylm.worker.distributed.rendezvous import Rendezvous
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 
@@ -50,13 +50,13 @@ class Driver:
         num_blocks: int = 64,
         block_size: int = 16,
         seed: int = 0,
-        meeting: Meeting | None = None,
+        rendezvous: Rendezvous | None = None,
         **config: Any,
     ) -> None:
         cache = {"num_blocks": num_blocks, "block_size": block_size}
         engine = {"threads": 1} | config.pop("engine", {})
         self.runner, self.info = start_runner(
-            Config.model_validate({"model": str(path), "cache": cache, "engine": engine, **config}), meeting
+            Config.model_validate({"model": str(path), "cache": cache, "engine": engine, **config}), rendezvous
         )
         self.block_size = block_size
         self.sequences: dict[int, Tracked] = {}

@@ -41,7 +41,7 @@ class Admission:
             OverloadedError: the queue is full; it says when to come back.
         """
         if CURRENT.get() is None:
-            self._check(1, self._estimate(num_bytes), Hold(self))
+            self._check(1, self._estimate(num_bytes), Reservation(self))
 
     def expect(self, num_sequences: int) -> None:
         """The request that runs here will have so many sequences.
@@ -53,17 +53,17 @@ class Admission:
         if request is not None:
             request.grow(num_sequences, 0)
 
-    def enter(self, num_bytes: int) -> Hold:
+    def enter(self, num_bytes: int) -> Reservation:
         """Let in a request that is not read yet; what it holds is to be released in the end.
 
         Raises:
             OverloadedError: the queue is full.
         """
-        hold = Hold(self)
+        hold = Reservation(self)
         hold.grow(1, num_bytes)
         return hold
 
-    def prompt(self, num_tokens: int, num_sequences: int) -> Hold:
+    def prompt(self, num_tokens: int, num_sequences: int) -> Reservation:
         """Let a tokenized prompt wait for the first tokens of its sequences.
 
         As a part of the ``current`` request it takes over that one's estimate and is let in; alone it may be refused.
@@ -71,7 +71,7 @@ class Admission:
         Raises:
             OverloadedError: the queue is full.
         """
-        hold, request = Hold(self), CURRENT.get()
+        hold, request = Reservation(self), CURRENT.get()
         if request is None:
             self._check(num_sequences, num_tokens, hold)
         elif given := request.give(num_sequences):
@@ -87,7 +87,7 @@ class Admission:
         """Nobody waits: the pace so far says nothing about the next crowd."""
         self._begun.clear()
 
-    def _check(self, requests: int, tokens: int, own: Hold) -> None:
+    def _check(self, requests: int, tokens: int, own: Reservation) -> None:
         others = self.requests - own.requests
         if not others:
             return
@@ -112,7 +112,7 @@ class Admission:
         return min(max(math.ceil(self.requests / rate), 1), _MOST_RETRY_S)
 
 
-class Hold:
+class Reservation:
     """What one request, or one prompt of it, counts for in the queue at this moment."""
 
     __slots__ = ("_admission", "_bytes", "_started", "_token", "requests", "tokens")
@@ -162,7 +162,7 @@ class Hold:
         """Count for nothing from now on."""
         self.set(0, 0)
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> Reservation:
         """What prompts of the running task are parts of, and of those that it starts."""
         self._token = CURRENT.set(self)
         return self
@@ -172,4 +172,4 @@ class Hold:
         self.release()
 
 
-CURRENT: ContextVar[Hold | None] = ContextVar("the HTTP request that runs here", default=None)
+CURRENT: ContextVar[Reservation | None] = ContextVar("the HTTP request that runs here", default=None)

@@ -1,4 +1,4 @@
-"""Turnstile: lets a few requests pass in each turn of the event loop, so that a crowd holds up nobody else."""
+"""Throttle: lets a few requests pass in each turn of the event loop, so that a crowd holds up nobody else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 PER_TURN = 8  # each then takes a part of a millisecond to be read, checked and rendered, or refused
 
 
-class Turnstile:
+class Throttle:
     """First come, first through. What does not pass here, such as /health, gets its turn in between."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from raylm.frontend import aside
+from raylm.frontend import offload
 from raylm.ingress.anthropic.blocks import Events, MessageBlocks
 from raylm.ingress.anthropic.body import PARAM_NAMES, CountTokensRequest, MessagesRequest
 from raylm.ingress.http.body import JSONObject
@@ -141,7 +141,7 @@ class Message:
 
 async def _as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     contents = (message.get("content") for message in body.messages)
-    return await aside(
+    return await offload(
         body.as_chat, len(body.messages) + sum(len(content) for content in contents if isinstance(content, list))
     )
 

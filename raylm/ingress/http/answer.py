@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from raylm.frontend import LARGE, aside
+from raylm.frontend import LARGE, offload
 
 _PIECE_BYTES = 2**20
 
@@ -28,7 +28,7 @@ async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
     """
     if size <= LARGE:
         return [orjson.dumps(make(), default=pieces_as_list)]
-    return await aside(lambda: list(_grouped(_written(make()))), size)
+    return await offload(lambda: list(_grouped(_written(make()))), size)
 
 
 def pieces_as_list(value: object) -> list[Any]:

@@ -63,7 +63,7 @@ def read_named_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
     return keys
 
 
-class KeyGate:
+class APIKeyMiddleware:
     """ASGI middleware that lets nobody without a key pass, but for the paths that are open to all.
 
     It looks at the path that the router sees (``scope["path"]``), never at Host or a URL put together from it. The

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from raylm.errors import BodyTooLargeError, InvalidRequestError, MediaTypeError
-from raylm.frontend.admission.lifecycle import ClientDisconnectedError
+from raylm.frontend import ClientDisconnectedError
 
 MAX_NESTING = 64
 MAX_ELEMENTS = 2**19  # commas, colons and opening brackets: so many are parsed in 20 to 40 ms, in one go

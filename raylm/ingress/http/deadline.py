@@ -8,7 +8,7 @@ import math
 from starlette.datastructures import Headers
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError
-from raylm.frontend.admission.lifecycle import OngoingRequest
+from raylm.frontend import OngoingRequest
 
 # Seconds, as OpenAI's and Anthropic's clients tell their own time limits. They may hold what is no number.
 _TOLD = ("x-stainless-read-timeout", "x-stainless-timeout")

@@ -10,9 +10,7 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from raylm.frontend import Admission
-from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
-from raylm.frontend.admission.throttle import Turnstile
+from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
 from raylm.ingress.http.body import JSONObject, check_head, content_length, read_json_object
 from raylm.ingress.http.deadline import Deadline
 from raylm.ingress.http.errors import as_known_error, error_event, logger
@@ -56,12 +54,12 @@ class JSONEndpoint:
         self,
         handler: Handler,
         lifecycle: Lifecycle,
-        turnstile: Turnstile,
+        throttle: Throttle,
         admission: Admission,
         max_body_bytes: int,
     ) -> None:
         self.handler = handler
-        self._turnstile = turnstile
+        self._throttle = throttle
         self._lifecycle = lifecycle
         self._admission = admission
         self._max_body_bytes = max_body_bytes
@@ -72,7 +70,7 @@ class JSONEndpoint:
         Raises:
             RayLMError: the request was refused or failed; nothing has been sent.
         """
-        await self._turnstile.enter()
+        await self._throttle.enter()
         headers = Headers(scope=scope)
         ongoing = self._lifecycle.admit()
         try:

@@ -1,4 +1,4 @@
-"""Edge: what holds for every route; bounded headers, a request id, counts, and an envelope around what goes wrong."""
+"""RequestContextMiddleware: what holds for every route; bounded headers, a request id, counts, an error envelope."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-
 _Headers = Iterable[tuple[bytes, bytes]]
 
 
-class Edge:
+class RequestContextMiddleware:
     """ASGI middleware; the innermost frame that a client can see failing, so nothing passes it unanswered."""
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics) -> None:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 import raylm
 from raylm.errors import EngineUnavailableError, ShuttingDownError
-from raylm.frontend.admission.lifecycle import Lifecycle
+from raylm.frontend import Lifecycle
 from raylm.ingress.http.metrics import HTTPMetrics
 from raylm.ingress.http.openapi import endpoints
 

@@ -1,4 +1,4 @@
-"""ServeAnswers: puts OpenAI's error envelope around what Ray Serve itself answers in plain text."""
+"""ServeErrorMiddleware: puts OpenAI's error envelope around what Ray Serve itself answers in plain text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylm.errors import EngineUnavailableError, NotFoundError, OverloadedError, RayLMError
 from raylm.ingress.http.errors import error_response
-from raylm.ingress.http.throttle import Entrance
+from raylm.ingress.http.throttle import ThrottleMiddleware
 
 _STARTING = "The server is starting or has no free replica; try again shortly."
 
@@ -16,10 +16,10 @@ _STARTING = "The server is starting or has no free replica; try again shortly."
 def serve_middlewares() -> list[Middleware]:
     """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names: outermost in Serve's proxies and replica servers, the last
     one outside."""
-    return [Middleware(ServeAnswers), Middleware(Entrance)]
+    return [Middleware(ServeErrorMiddleware), Middleware(ThrottleMiddleware)]
 
 
-class ServeAnswers:
+class ServeErrorMiddleware:
     """Our own answers pass; a failure in plain text is Serve's and is said anew. One request id header is enough."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raylm.frontend import aside
+from raylm.frontend import offload
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
@@ -149,7 +149,7 @@ class ChatStream:
                 if len(output.deltas) == 1 and self._plain:  # nearly always; 64 streams feel the difference
                     data = self._delta(output.deltas[0], output)
                 else:
-                    data = await aside(partial(self._deltas, output), num_details(output.deltas))
+                    data = await offload(partial(self._deltas, output), num_details(output.deltas))
                 if data:
                     yield data
         check_finished(finished)

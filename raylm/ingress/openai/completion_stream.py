@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from raylm.frontend import aside
+from raylm.frontend import offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Chunks
 from raylm.ingress.http.sse import DONE, ChunkTemplate
@@ -68,7 +68,7 @@ class CompletionStream:
         yield last + DONE
 
     async def _aside(self, place: int, output: RequestOutput) -> bytes:
-        return await aside(partial(self._encode, place, output), 0 if self._plain else num_details(output.deltas))
+        return await offload(partial(self._encode, place, output), 0 if self._plain else num_details(output.deltas))
 
     def _encode(self, place: int, output: RequestOutput) -> bytes:
         if place not in self._prompts_seen:

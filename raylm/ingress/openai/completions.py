@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import aside
+from raylm.frontend import offload
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
@@ -57,7 +57,7 @@ class Completions:
         head = body.head(name, arrival_time, "prompt", check_model(body.model, self._llm))
         options = body.options
         params = self._params(body)
-        prompts = await aside(body.prompts, count_items(body.prompt))
+        prompts = await offload(body.prompts, count_items(body.prompt))
         self._llm.admission.expect(len(prompts) * params.n)
         jobs = [await self._job(prompt, body) for prompt in prompts]
         outputs: list[Outputs] = [

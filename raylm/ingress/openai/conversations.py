@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raylm.config import Config
-from raylm.frontend import ChatRequest, aside
+from raylm.frontend import ChatRequest, offload
 from raylm.ingress.openai.chat_body import ChatCompletionRequest
 from raylm.ingress.openai.messages import template_messages, template_tools
 from raylm.ingress.openai.models import check_model
@@ -81,7 +81,7 @@ class Conversations:
         params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs)
         params = replace(params, thinking_token_budget=body.thinking_token_budget)
         self._llm.admission.expect(params.n)
-        request = await aside(lambda: chat_request(body, any_length=any_length), count_parts(body))
+        request = await offload(lambda: chat_request(body, any_length=any_length), count_parts(body))
         return params, await self._llm.prepare_chat(request, params)
 
 

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from raylm.frontend import RequestHead, aside
+from raylm.frontend import RequestHead, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.pooling import Embedded, PoolingHandler, Text, Vector
 from raylm.ingress.openai.pooling_body import EmbeddingRequest
@@ -19,7 +19,7 @@ class Embeddings(PoolingHandler[EmbeddingRequest]):
     body, prefix = EmbeddingRequest, "embd"
 
     async def texts(self, body: EmbeddingRequest) -> Sequence[Text]:
-        return [(prompt, "input") for prompt in await aside(body.inputs, count_items(body.input))]
+        return [(prompt, "input") for prompt in await offload(body.inputs, count_items(body.input))]
 
     def answer(self, body: EmbeddingRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
         encode = _as_base64 if body.encoding_format == "base64" else _as_is

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from raylm.errors import NotFoundError
-from raylm.frontend import aside
-from raylm.frontend.admission.lifecycle import Lifecycle
+from raylm.frontend import Lifecycle, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.errors import logger
@@ -57,7 +56,7 @@ class CreateResponse:
         body = self.body.parse(data)
         body.check()
         check_model(body.model, self._llm)
-        items = await aside(lambda: input_items(body.input), count_input(body.input))
+        items = await offload(lambda: input_items(body.input), count_input(body.input))
         history = await self._history(body.previous_response_id)
         # Ids are unguessable: whoever knows one may read the response.
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -78,7 +77,7 @@ class CreateResponse:
     ) -> tuple[ResponseJob, Outputs]:
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         with renamed(PARAM_NAMES):
-            chat = await aside(lambda: body.as_chat(head + chat_messages(items)), len(items))
+            chat = await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
             params, outputs = await self._conversations.start(chat, response_id, time.time())
@@ -93,14 +92,14 @@ class CreateResponse:
         if found is None:
             message = "The response that 'previous_response_id' names was not found; it may have been too long ago."
             raise NotFoundError(message, param="previous_response_id")
-        record: JSONObject = await aside(lambda: orjson.loads(found), len(found) // _BYTES_A_THING)
+        record: JSONObject = await offload(lambda: orjson.loads(found), len(found) // _BYTES_A_THING)
         return [*record["history"], *record["input"], *record["response"]["output"]]
 
     async def _keep(self, job: ResponseJob, record: JSONObject) -> None:
         response = job.response()
         if response["store"]:
             things = len(record["history"]) + len(record["input"]) + len(response["output"])
-            kept = await aside(lambda: orjson.dumps(record | {"response": response}), things)
+            kept = await offload(lambda: orjson.dumps(record | {"response": response}), things)
             await self._store.put(job.id, kept)
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> Chunks:

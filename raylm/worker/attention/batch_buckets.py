@@ -7,7 +7,7 @@ _NARROWEST = 1024  # tokens that the narrowest block tables span
 _WIDER = 4
 
 
-def rung(count: int) -> int:
+def bucket(count: int) -> int:
     """The smallest size from ``count`` (at least 1) on: 1, 2, 4, .. 64, 128, 192, ..
 
     A decoding step reads the same weights for 33 sequences and for 64, so coarse steps cost little; and 64 more than
@@ -18,11 +18,11 @@ def rung(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def rungs(most: int) -> list[int]:
+def buckets(most: int) -> list[int]:
     """All sizes up to the one for ``most``, rising."""
     sizes = [1]
     while sizes[-1] < most:
-        sizes.append(rung(sizes[-1] + 1))
+        sizes.append(bucket(sizes[-1] + 1))
     return sizes
 
 

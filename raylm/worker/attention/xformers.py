@@ -26,7 +26,7 @@ from torch import Tensor
 
 from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
-from raylm.worker.attention.batch_buckets import rung, table_width
+from raylm.worker.attention.batch_buckets import bucket, table_width
 from raylm.worker.attention.probe import probe
 from raylm.worker.attention.split_k import HEAD_DIMS, Pages, SplitK, queries_per_tile, refusals
 
@@ -92,7 +92,7 @@ class XformersBackend(AttentionBackend[XformersPlan]):
         if not count:
             return XformersPlan(metadata, None)
         width = self._width(int(metadata.seq_lens_host[:count].max()))
-        lengths = F.pad(metadata.seq_lens[:count], (0, rung(count) - count))
+        lengths = F.pad(metadata.seq_lens[:count], (0, bucket(count) - count))
         return XformersPlan(metadata, Pages(metadata.block_tables[:count, :width], lengths, 1))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: XformersPlan, layer: AttentionSpec) -> Tensor:
@@ -120,7 +120,7 @@ class XformersBackend(AttentionBackend[XformersPlan]):
         tiles = -(-counts // queries)
         padding = tiles * queries - counts
         places = np.arange(counts.sum()) + np.repeat(np.cumsum(padding), counts)
-        total, size = int(tiles.sum()), rung(int(tiles.sum()))
+        total, size = int(tiles.sum()), bucket(int(tiles.sum()))
         sources = np.zeros(size * queries, np.int64)
         sources[places] = meta.query_start_loc_host[first] + np.arange(len(places))
         # How many tiles come behind each one in its prompt, whose last token the last of them ends with.

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, Reduc
 
 from raylm.errors import PeerLostError
 from raylm.models import ALONE, Ranks
-from raylm.worker.distributed.rendezvous import LOOPBACK, Meeting
+from raylm.worker.distributed.rendezvous import LOOPBACK, Rendezvous
 
 # Longest wait for the others: at start they may read the same files after each other.
 TIMEOUT = timedelta(minutes=10)
@@ -72,7 +72,7 @@ class DistributedRanks(Ranks):
             raise PeerLostError(f"Rank {self.rank} of {self.size} lost another one: {said}") from error
 
 
-def join_ranks(meeting: Meeting, size: int, device: torch.device) -> Ranks:
+def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks:
     """Meet the other ranks.
 
     Raises:
@@ -83,17 +83,17 @@ def join_ranks(meeting: Meeting, size: int, device: torch.device) -> Ranks:
     try:
         store = TCPStore(
             LOOPBACK,
-            meeting.port,
+            rendezvous.port,
             size,
-            is_master=meeting.listener is not None,
+            is_master=rendezvous.listener is not None,
             timeout=TIMEOUT,
             wait_for_workers=False,
-            master_listen_fd=None if meeting.listener is None else meeting.listener.detach(),
+            master_listen_fd=None if rendezvous.listener is None else rendezvous.listener.detach(),
         )
     except RuntimeError as error:
         said = str(error).splitlines()[0][:200]
-        raise PeerLostError(f"Rank {meeting.rank} of {size} does not find rank 0: {said}") from error
-    return DistributedRanks(store, meeting.rank, size, device)
+        raise PeerLostError(f"Rank {rendezvous.rank} of {size} does not find rank 0: {said}") from error
+    return DistributedRanks(store, rendezvous.rank, size, device)
 
 
 def _gloo(store: Store, rank: int, size: int) -> Backend:

@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """What one ``rank`` knows of it: the ``port`` on the loopback, and on rank 0 the socket that listens there."""
 
     rank: int = 0
@@ -17,10 +17,10 @@ class Meeting:
     listener: socket.socket | None = None
 
 
-def open_meeting() -> Meeting:
-    """The meeting as rank 0 holds it, on a port that the system chooses.
+def open_rendezvous() -> Rendezvous:
+    """The rendezvous as rank 0 holds it, on a port that the system chooses.
 
     The socket listens from now on, so that ranks may come in any order; rank 0 answers when it starts.
     """
     listener = socket.create_server((LOOPBACK, 0))
-    return Meeting(0, listener.getsockname()[1], listener)
+    return Rendezvous(0, listener.getsockname()[1], listener)

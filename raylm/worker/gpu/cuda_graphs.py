@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from raylm.models import LowRank, ModuleAdapter
 from raylm.worker.attention import AttentionMetadata, StepLimits
-from raylm.worker.attention.batch_buckets import rung, rungs, table_width
+from raylm.worker.attention.batch_buckets import bucket, buckets, table_width
 from raylm.worker.forward import Forward, ModuleForward
 from raylm.worker.input_buffers import StepInputs
 
@@ -67,7 +67,7 @@ class DecodeBuffers:
     """
 
     def __init__(self, limits: StepLimits, scratch_block: int, device: torch.device) -> None:
-        most = rung(limits.max_num_seqs)
+        most = bucket(limits.max_num_seqs)
         self._limits, self._scratch_block = limits, scratch_block
         self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
@@ -140,7 +140,7 @@ class GraphForward(Forward):
 
     def capture_at_start(self, most: int = _AT_START) -> None:
         """Capture what the first steps will need, largest first, so that the smaller ones fit into its memory."""
-        sizes = rungs(min(self._limits.max_num_seqs, most))[::-1]
+        sizes = buckets(min(self._limits.max_num_seqs, most))[::-1]
         keys = list(product(sizes, [self._width(1)]))
         for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
             self._graph(*key)
@@ -156,7 +156,7 @@ class GraphForward(Forward):
         count = len(meta.seq_lens_host)
         if meta.num_decodes < count or inputs.adapters:
             return self.eager.hidden(inputs)
-        size, width = rung(count), self._width(int(meta.seq_lens_host.max()))
+        size, width = bucket(count), self._width(int(meta.seq_lens_host.max()))
         graph = self._graph(size, width)
         if graph is None:
             return self.eager.hidden(inputs)

@@ -11,7 +11,7 @@ from raylm.step_cost import StepCost
 from raylm.worker.attention import StepLimits
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.speculation.ngram import Floats, Ints, NGramGuesses, NGramIndex
-from raylm.worker.step_batch import StepRows
+from raylm.worker.step_batch import StepBatch
 
 # A size of step is measured anew after so many others: what was slow once may have been the neighbours.
 _LIFETIME = 512
@@ -39,11 +39,11 @@ class Speculator(ABC):
         """The row belongs to another sequence from now on."""
 
     @abstractmethod
-    def lay_out(self, step: StepRows, batch: InputBatch) -> StepRows:
+    def lay_out(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """The step with guesses, which are written behind the known tokens of ``batch``, and without finished rows."""
 
     @abstractmethod
-    def observe(self, step: StepRows, seconds: float) -> None:
+    def observe(self, step: StepBatch, seconds: float) -> None:
         """Take note of how long a step took."""
 
 
@@ -53,11 +53,11 @@ class NoSpeculation(Speculator):
     def add(self, row: int) -> None:
         """Nothing to know."""
 
-    def lay_out(self, step: StepRows, batch: InputBatch) -> StepRows:
+    def lay_out(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """The step itself."""
         return step
 
-    def observe(self, step: StepRows, seconds: float) -> None:
+    def observe(self, step: StepBatch, seconds: float) -> None:
         """Nothing to learn."""
 
 
@@ -90,11 +90,11 @@ class NGramSpeculator(Speculator):
         self._guesses.forget(row)
         self._nap = self._asleep = 0
 
-    def observe(self, step: StepRows, seconds: float) -> None:
+    def observe(self, step: StepBatch, seconds: float) -> None:
         """Learn what a step of so many tokens takes."""
         self._cost.observe(int(step.counts.sum()), seconds)
 
-    def lay_out(self, step: StepRows, batch: InputBatch) -> StepRows:
+    def lay_out(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """The step with guesses; rows that decode go on where they really are, and leave at their limit."""
         decoding = (step.counts == 1) & (step.draws == 1)
         known = batch.num_tokens[step.rows].astype(np.int64)
@@ -110,7 +110,7 @@ class NGramSpeculator(Speculator):
             return step
         return self._with_guesses(step, at, batch)
 
-    def _with_guesses(self, step: StepRows, at: Ints, batch: InputBatch) -> StepRows:
+    def _with_guesses(self, step: StepBatch, at: Ints, batch: InputBatch) -> StepBatch:
         rows = step.rows[at]
         known = batch.num_tokens[rows].astype(np.int64)
         chances = self._guesses.renew(batch.token_ids, rows, known)

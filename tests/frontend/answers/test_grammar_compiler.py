@@ -11,7 +11,7 @@ import pytest
 
 from raylm.checkpoint import EMBEDDED
 from raylm.errors import InvalidRequestError
-from raylm.frontend import grammar_compiler
+from raylm.frontend.answers import grammar_compiler
 from raylm.frontend.answers.grammar_compiler import MAX_KEPT, GrammarCompiler
 from raylm.params import StructuredOutputs
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from raylm.engine import NAMESPACE
-from raylm.frontend import discovery
+from raylm.frontend.engines import discovery
 
 
 class Client:

@@ -24,7 +24,7 @@ def bytes_as_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def run(text: SequenceText, chunks: list[list[int]]) -> tuple[str, int, str | None]:
-    """Feed chunk after chunk, then an end by length, as the engine would."""
+    """AsyncDecode chunk after chunk, then an end by length, as the engine would."""
     out, used = "", 0
     for place, chunk in enumerate(chunks):
         piece, count, stop = text.push(chunk, "length" if place == len(chunks) - 1 else None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raylm.errors import InvalidRequestError
-from raylm.frontend import tokenizer as module
+from raylm.frontend.text import tokenizer as module
 from raylm.frontend.text.tokenizer import INLINE_CHARS, Tokenizer
 
 TEXTS = ["hello world", "", "wörld €\n", "<|im_start|>user\nhi<|im_end|>", "x" * 20_000]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylm.frontend.threads import LARGE
-from raylm.ingress import json_body
+from raylm.ingress.http import body as json_body
 from raylm.ingress.http.answer import Pieces, json_answer
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT

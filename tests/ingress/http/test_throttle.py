@@ -13,16 +13,16 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
-from raylm.frontend.admission.throttle import PER_TURN, Turnstile
-from raylm.ingress.http.throttle import Entrance
+from raylm.frontend.admission.throttle import PER_TURN, Throttle
+from raylm.ingress.http.throttle import ThrottleMiddleware
 from tests.ingress.harness import TEXT
 
 
 async def test_a_crowd_passes_in_order_a_few_in_each_turn() -> None:
-    turnstile, passed, turns = Turnstile(), [], 0
+    throttle, passed, turns = Throttle(), [], 0
 
     async def come(place: int) -> None:
-        await turnstile.enter()
+        await throttle.enter()
         passed.append((place, turns))
 
     crowd = [asyncio.create_task(come(place)) for place in range(10 * PER_TURN)]
@@ -36,25 +36,25 @@ async def test_a_crowd_passes_in_order_a_few_in_each_turn() -> None:
 
 
 async def test_who_leaves_while_waiting_holds_up_nobody() -> None:
-    turnstile = Turnstile()
-    crowd = [asyncio.create_task(turnstile.enter()) for _ in range(5 * PER_TURN)]
+    throttle = Throttle()
+    crowd = [asyncio.create_task(throttle.enter()) for _ in range(5 * PER_TURN)]
     await asyncio.sleep(0)
     leaving = crowd[PER_TURN::2]
     for task in leaving:
         task.cancel()
     await asyncio.gather(*crowd, return_exceptions=True)
     assert [task for task in crowd if task.cancelled()] == leaving
-    last = asyncio.create_task(turnstile.enter())
+    last = asyncio.create_task(throttle.enter())
     for _ in range(3):
         await asyncio.sleep(0)
     assert last.done()
 
 
 async def test_alone_nobody_waits() -> None:
-    turnstile = Turnstile()
+    throttle = Throttle()
     for _ in range(PER_TURN):
         with pytest.raises(StopIteration):  # it ran to its end in one go
-            turnstile.enter().send(None)
+            throttle.enter().send(None)
 
 
 async def test_probes_pass_by_a_crowd_at_the_entrance() -> None:
@@ -66,7 +66,7 @@ async def test_probes_pass_by_a_crowd_at_the_entrance() -> None:
     async def come(path: str) -> None:
         await entrance({"type": "http", "path": path}, None, None)  # type: ignore[arg-type]
 
-    entrance = Entrance(inside)
+    entrance = ThrottleMiddleware(inside)
     paths = ["/v1/completions"] * 50 + ["/health", "/-/healthz", "/models/health"]
     crowd = [asyncio.create_task(come(path)) for path in paths]
     await asyncio.sleep(0)

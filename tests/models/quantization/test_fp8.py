@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import load_model, quantization
+from raylm.models import load_model
+from raylm.models.quantization import select as quantization
 from raylm.models.quantization.fp8 import FP8, Fp8Linear, Fp8Part, round_inputs
 from tests.checkpoints import make_checkpoint
 from tests.models.quantization.quantized_checkpoints import compressed_config, is_quantized

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import load_model, quantization
+from raylm.models import load_model
+from raylm.models.quantization import select as quantization
 from raylm.native import NativeError, NativeLinear
 from tests.checkpoints import make_checkpoint
 from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint, round_inputs

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import inspection, load_model, stand_ins
+from raylm.models import load_model
 from raylm.models.linear import Linear
 from raylm.models.registry import ARCHITECTURES, UNIVERSAL
+from raylm.models.transformers_backend import inspection, module_replacement
 from raylm.models.transformers_backend.model import UniversalForCausalLM
 from raylm.native import NativeLinear
 from tests.checkpoints import make_checkpoint
@@ -71,7 +72,11 @@ def test_compact_families_are_the_same_on_both_paths(
     ("owner", "name", "wrong"),
     [
         (inspection, "_window", lambda mask, told: None),
-        (stand_ins.Stack, "take", lambda self, part, x: self._product(x).split(self._sizes, dim=-1)[-1 - part]),
+        (
+            module_replacement.Stack,
+            "take",
+            lambda self, part, x: self._product(x).split(self._sizes, dim=-1)[-1 - part],
+        ),
     ],
     ids=["windows are ignored", "gate and up are exchanged"],
 )

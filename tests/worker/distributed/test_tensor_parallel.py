@@ -19,7 +19,7 @@ from raylm.models import Ranks
 from raylm.params import SamplingParams
 from raylm.worker import startup
 from raylm.worker.distributed.process_group import join_ranks
-from raylm.worker.distributed.rendezvous import Meeting, open_meeting
+from raylm.worker.distributed.rendezvous import Rendezvous, open_rendezvous
 from raylm.worker.forward import ModuleForward
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
@@ -40,17 +40,17 @@ def _load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "load_model", one_at_a_time(startup.load_model))
 
 
-def meet(size: int, work: Callable[[Meeting], T]) -> list[T]:
+def meet(size: int, work: Callable[[Rendezvous], T]) -> list[T]:
     """What ``work`` gives on each rank, with a place to meet."""
-    first = open_meeting()
-    meetings = [first, *(Meeting(rank, first.port) for rank in range(1, size))]
+    first = open_rendezvous()
+    meetings = [first, *(Rendezvous(rank, first.port) for rank in range(1, size))]
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(work, meetings))
 
 
-def drive(path: Path, meeting: Meeting | None = None, size: int = 1) -> tuple[Driver, list[Logprobs]]:
+def drive(path: Path, rendezvous: Rendezvous | None = None, size: int = 1) -> tuple[Driver, list[Logprobs]]:
     """Prompts in chunks and sequences that decode, drawn in every way."""
-    driver = Driver(path, meeting=meeting, dtype="float32", engine={"tensor_parallel_size": size})
+    driver = Driver(path, rendezvous=rendezvous, dtype="float32", engine={"tensor_parallel_size": size})
     for seq_id, params in enumerate(ALL_KINDS):
         driver.add(seq_id, random_prompt(9 + 7 * seq_id, seq_id), params)
     told = [driver.step({0: 4}), driver.step({0: 5, 1: 16, 2: 11}), driver.step({0: 1, 1: 1, 2: 12, 3: 30})]
@@ -63,7 +63,7 @@ def drive(path: Path, meeting: Meeting | None = None, size: int = 1) -> tuple[Dr
 def test_ranks_draw_what_one_draws_alone(tmp_path: Path, family: str, size: int) -> None:
     make_checkpoint(tmp_path, family, tokenizer=False)
     alone, prompt_logprobs = drive(tmp_path)
-    (first, told), *others = meet(size, lambda meeting: drive(tmp_path, meeting, size))
+    (first, told), *others = meet(size, lambda rendezvous: drive(tmp_path, rendezvous, size))
     for driver, _ in [(first, told), *others]:
         assert isinstance(driver.runner.forward, ModuleForward)
         assert driver.info.tensor_parallel_size == size
@@ -77,8 +77,8 @@ def test_ranks_draw_what_one_draws_alone(tmp_path: Path, family: str, size: int)
 def test_bfloat16_goes_through_the_native_kernels_of_each_rank(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tokenizer=False, tie_word_embeddings=True)
 
-    def run(meeting: Meeting) -> Driver:
-        driver = Driver(path, meeting=meeting, engine={"tensor_parallel_size": 2})
+    def run(rendezvous: Rendezvous) -> Driver:
+        driver = Driver(path, rendezvous=rendezvous, engine={"tensor_parallel_size": 2})
         driver.add(0, random_prompt(40, 0))
         driver.run(0, until=44)
         return driver
@@ -96,7 +96,7 @@ def test_ranks_have_the_same_blocks_and_share_the_machine(tmp_path: Path, monkey
     config = Config.model_validate(
         {"model": str(tmp_path), "scheduler": {"max_num_seqs": 4}, "engine": {"tensor_parallel_size": 2, "threads": 1}}
     )
-    infos = [info for _, info in meet(2, lambda meeting: start_runner(config, meeting))]
+    infos = [info for _, info in meet(2, lambda rendezvous: start_runner(config, rendezvous))]
     a_block = 16 * 2 * 2 * 1 * 16 * 4  # tokens, layers, k and v, heads of a rank, head_dim, bytes
     assert [info.num_blocks for info in infos] == [int((48 << 20) // 2 * 0.4) // a_block] * 2
 
@@ -119,18 +119,18 @@ def test_operations_between_ranks() -> None:
 
 _GOES = """
 import sys, os, torch
-from raylm.worker.distributed.rendezvous import Meeting
+from raylm.worker.distributed.rendezvous import Rendezvous
 from raylm.worker.distributed.process_group import join_ranks
-ranks = join_ranks(Meeting(1, int(sys.argv[1])), 2, torch.device("cpu"))
+ranks = join_ranks(Rendezvous(1, int(sys.argv[1])), 2, torch.device("cpu"))
 ranks.all_reduce(torch.ones(3))
 os._exit(9)
 """
 
 
 def test_a_rank_does_not_wait_for_one_that_is_gone() -> None:
-    meeting = open_meeting()
-    with subprocess.Popen([sys.executable, "-c", _GOES, str(meeting.port)]) as other:
-        ranks = join_ranks(meeting, 2, torch.device("cpu"))
+    rendezvous = open_rendezvous()
+    with subprocess.Popen([sys.executable, "-c", _GOES, str(rendezvous.port)]) as other:
+        ranks = join_ranks(rendezvous, 2, torch.device("cpu"))
         assert ranks.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
         assert other.wait() == 9
         with pytest.raises(PeerLostError, match="Rank 0 of 2"):
@@ -138,7 +138,7 @@ def test_a_rank_does_not_wait_for_one_that_is_gone() -> None:
 
 
 def test_a_meeting_is_open_to_this_machine_alone() -> None:
-    meeting = open_meeting()
-    assert meeting.listener is not None
-    assert meeting.listener.getsockname()[0] == "127.0.0.1"
-    meeting.listener.close()
+    rendezvous = open_rendezvous()
+    assert rendezvous.listener is not None
+    assert rendezvous.listener.getsockname()[0] == "127.0.0.1"
+    rendezvous.listener.close()

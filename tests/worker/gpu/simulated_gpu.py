@@ -329,7 +329,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         def __init__(self) -> None:
             super().__init__(device)
 
-    stand_ins: dict[str, Any] = {
+    module_replacement: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "get_device_capability": lambda device=None: (9, 0),
@@ -348,7 +348,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         "CUDAGraph": OwnGraph,
         "graph": device.recording,
     }
-    for name, stand_in in stand_ins.items():
+    for name, stand_in in module_replacement.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # or torch.tensor would ask the driver
     try:

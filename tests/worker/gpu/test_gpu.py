@@ -12,12 +12,12 @@ from raylm.config import Config
 from raylm.models import AttentionSpec
 from raylm.worker.attention.probe import probe
 from raylm.worker.attention.xformers import XformersBackend
+from raylm.worker.gpu.async_decode import GPUAsyncDecode
 from raylm.worker.gpu.cuda_graphs import GraphForward
-from raylm.worker.gpu.device_tokens import DeviceFeed
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import random_prompt
-from tests.worker.gpu.test_device_tokens import Life, blocks
+from tests.worker.gpu.test_async_decode import Life, blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def test_a_worker_has_graphs_and_feeds_itself(tmp_path: Path) -> None:
     assert info.attention_backend == "xformers"
     assert isinstance(runner.forward, GraphForward)
     assert [size for size, _ in runner.forward.captured] == [8, 4, 2, 1]
-    assert isinstance(runner.feed, DeviceFeed)
+    assert isinstance(runner.feed, GPUAsyncDecode)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -27,7 +27,7 @@ from tests.checkpoints import make_checkpoint
 from tests.models.transformers_backend.families import make_family
 from tests.worker.driver import Reference, random_prompt
 from tests.worker.gpu.simulated_gpu import Event, Gpu, gpu  # noqa: F401 (a fixture)
-from tests.worker.gpu.test_device_tokens import Life, blocks, eventful
+from tests.worker.gpu.test_async_decode import Life, blocks, eventful
 from tests.worker.test_worker_with_scheduler import NEW_TOKENS, PROMPTS, SHARING, serve
 
 

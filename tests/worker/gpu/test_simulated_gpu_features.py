@@ -17,7 +17,7 @@ from tests.adapters import make_adapter
 from tests.models.quantization.test_fp8 import make as make_fp8
 from tests.worker.driver import random_prompt
 from tests.worker.gpu.simulated_gpu import Gpu, gpu  # noqa: F401 (a fixture)
-from tests.worker.gpu.test_device_tokens import Life, blocks
+from tests.worker.gpu.test_async_decode import Life, blocks
 from tests.worker.gpu.test_simulated_gpu import machine, path, start  # noqa: F401 (fixtures)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raylm.models import AttentionSpec
 from raylm.worker.attention import select_backend, split_k, xformers
-from raylm.worker.attention.batch_buckets import rung, rungs, table_width
+from raylm.worker.attention.batch_buckets import bucket, buckets, table_width
 from raylm.worker.attention.split_k import num_splits, processors, queries_per_tile
 from raylm.worker.attention.xformers import XformersBackend
 
@@ -127,11 +127,11 @@ def test_on_a_cpu_it_is_passed_over_in_silence(caplog: pytest.LogCaptureFixture)
 
 @given(count=st.integers(1, 4096))
 def test_rungs_are_few_and_near(count: int) -> None:
-    size = rung(count)
+    size = bucket(count)
     assert count <= size < max(2 * count, count + 64)
-    assert rung(size) == size
-    assert rungs(count)[-1] == size
-    assert rungs(count) == sorted({rung(every) for every in range(1, count + 1)})
+    assert bucket(size) == size
+    assert buckets(count)[-1] == size
+    assert buckets(count) == sorted({bucket(every) for every in range(1, count + 1)})
 
 
 def test_widths_of_tables() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
-from raylm.worker import block_maxima
 from raylm.worker.input_batch import InputBatch
+from raylm.worker.sampling import block_maxima
 from raylm.worker.sampling.draw import RandomRows, draw_from_weights
 from raylm.worker.sampling.sampler import Sampler
 from tests.worker.sampling.sampler_reference import Reference

@@ -12,7 +12,7 @@ from raylm.params import SamplingParams
 from raylm.worker.attention import StepLimits
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.speculation.speculator import NGramSpeculator, NoSpeculation, Speculator, create_speculator
-from raylm.worker.step_batch import StepRows
+from raylm.worker.step_batch import StepBatch
 
 LENGTH, BLOCK = 1024, 16
 Cost = Callable[[int], float]
@@ -50,11 +50,11 @@ class World:
             self.speculator.add(self.batch.add(new))
         self.speculator.observe(self.plan([prompt] * len(texts)), cost(prompt * len(texts)))
 
-    def plan(self, counts: list[int]) -> StepRows:
+    def plan(self, counts: list[int]) -> StepBatch:
         rows = self.batch.rows(list(range(len(counts))))
         known = self.batch.num_tokens[rows].astype(np.int64)
         ones = np.ones(len(rows), np.int64)
-        return StepRows(list(range(len(rows))), rows, known - 1, np.array(counts), ones)
+        return StepBatch(list(range(len(rows))), rows, known - 1, np.array(counts), ones)
 
     def step(self) -> bool:
         """Run a step of all sequences; False when all have ended."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
 from raylm.worker.attention import StepLimits
-from raylm.worker.gpu.device_tokens import DeviceFeed, Ints, NoFeed, create_feed
+from raylm.worker.gpu.async_decode import GPUAsyncDecode, Ints, NoAsyncDecode, create_async_decode
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.model_runner import ModelRunner
@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", tokenizer=False)
 
 
-class CountingFeed(DeviceFeed):
+class CountingFeed(GPUAsyncDecode):
     """Counts what it takes; it runs on a CPU too, where all that is missing is the waiting."""
 
     def __init__(self) -> None:
@@ -113,9 +113,9 @@ class Life:
         return self.told
 
 
-def runner(path: Path, feed: DeviceFeed | None) -> ModelRunner:
+def runner(path: Path, feed: GPUAsyncDecode | None) -> ModelRunner:
     driver = Driver(path, scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 256})
-    driver.runner.feed = feed or NoFeed()
+    driver.runner.feed = feed or NoAsyncDecode()
     with torch.inference_mode():
         for pool in driver.runner.forward._kv_caches:  # type: ignore[attr-defined]
             pool.zero_()
@@ -240,6 +240,6 @@ def test_wishes_that_need_the_host_are_not_taken(path: Path, params: SamplingPar
 
 
 def test_only_a_gpu_has_a_feed() -> None:
-    assert isinstance(create_feed(LIMITS, CPU, alone=True), NoFeed)
-    assert isinstance(create_feed(LIMITS, torch.device("cuda"), alone=False), NoFeed)
+    assert isinstance(create_async_decode(LIMITS, CPU, alone=True), NoAsyncDecode)
+    assert isinstance(create_async_decode(LIMITS, torch.device("cuda"), alone=False), NoAsyncDecode)
     assert np.array_equal(CountingFeed()._newest, [-1] * 4)

@@ -1,4 +1,4 @@
-"""Worker: DeviceFeed, which lets greedy decoding go on from tokens that the host has not seen yet."""
+"""Worker: GPUAsyncDecode, which lets greedy decoding go on from tokens that the host has not seen yet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from raylm.worker.forward import Forward
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
 from raylm.worker.sampling.step_logits import NOT_FINITE
-from raylm.worker.step_batch import StepRows
+from raylm.worker.step_batch import StepBatch
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class FedStep:
+class AsyncStep:
     """A step on its way: once ``done``, what it drew is on the host, as ``tokens`` and ``peaks`` (rows,)."""
 
     number: int
@@ -54,7 +54,7 @@ class FedStep:
         )
 
 
-class Feed(ABC):
+class AsyncDecode(ABC):
     """Whether, and how, a step runs without the host waiting for what it draws."""
 
     @abstractmethod
@@ -62,11 +62,11 @@ class Feed(ABC):
         """The row belongs to another sequence from now on."""
 
     @abstractmethod
-    def takes(self, step: StepRows, batch: InputBatch) -> bool:
+    def takes(self, step: StepBatch, batch: InputBatch) -> bool:
         """Whether the step can run this way."""
 
     @abstractmethod
-    def launch(self, number: int, step: StepRows, batch: InputBatch, forward: Forward) -> FedStep:
+    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> AsyncStep:
         """Start a step that it takes; the tokens of the rows become known later."""
 
     @abstractmethod
@@ -74,17 +74,17 @@ class Feed(ABC):
         """Wait until all tokens are known to the host; steps of other kinds need them."""
 
 
-class NoFeed(Feed):
+class NoAsyncDecode(AsyncDecode):
     """Every step ends before the next one begins."""
 
     def add(self, row: int) -> None:
         """Nothing is on its way."""
 
-    def takes(self, step: StepRows, batch: InputBatch) -> bool:
+    def takes(self, step: StepBatch, batch: InputBatch) -> bool:
         """Never."""
         return False
 
-    def launch(self, number: int, step: StepRows, batch: InputBatch, forward: Forward) -> FedStep:
+    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> AsyncStep:
         """Not called."""
         raise AssertionError("no step is taken")
 
@@ -92,7 +92,7 @@ class NoFeed(Feed):
         """Nothing is on its way."""
 
 
-class DeviceFeed(Feed):
+class GPUAsyncDecode(AsyncDecode):
     """Steps in which every sequence decodes greedily, with no wish that needs its logits on the host.
 
     Each row's last token stays on the device, where the next step finds it. The host learns of it by a copy into
@@ -110,7 +110,7 @@ class DeviceFeed(Feed):
         pinned = device.type == "cuda"
         self._tokens = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in buffers]
         self._peaks = [torch.zeros(max_num_seqs, pin_memory=pinned) for _ in buffers]
-        self._under_way: deque[FedStep] = deque()
+        self._under_way: deque[AsyncStep] = deque()
         self._lives = np.zeros(max_num_seqs, np.int64)
         self._newest = np.full(max_num_seqs, -1, np.int64)  # the step on its way that draws the row's last token
         self._turn = 0
@@ -119,7 +119,7 @@ class DeviceFeed(Feed):
         self._lives[row] += 1
         self._newest[row] = -1
 
-    def takes(self, step: StepRows, batch: InputBatch) -> bool:
+    def takes(self, step: StepBatch, batch: InputBatch) -> bool:
         if not (step.counts == 1).all() or not (step.draws == 1).all():
             return False
         wishes = batch.sampling[step.rows]
@@ -127,7 +127,7 @@ class DeviceFeed(Feed):
             return False
         return not any(processor.states and processor.owned(step.rows).size for processor in batch.processors)
 
-    def launch(self, number: int, step: StepRows, batch: InputBatch, forward: Forward) -> FedStep:
+    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> AsyncStep:
         while len(self._under_way) > 1:
             self._settle_oldest(batch)
         self._turn ^= 1
@@ -146,7 +146,7 @@ class DeviceFeed(Feed):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         positions = batch.num_tokens[step.rows].astype(np.int64)
-        started = FedStep(number, step.seq_ids, step.rows, positions, self._lives[step.rows], tokens, heights, done)
+        started = AsyncStep(number, step.seq_ids, step.rows, positions, self._lives[step.rows], tokens, heights, done)
         batch.num_tokens[step.rows] += 1
         self._newest[step.rows] = number
         self._under_way.append(started)
@@ -175,11 +175,11 @@ class DeviceFeed(Feed):
         self._newest[rows[self._newest[rows] == step.number]] = -1
 
 
-def create_feed(limits: StepLimits, device: torch.device, *, alone: bool) -> Feed:
+def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool) -> AsyncDecode:
     """The feed of a worker: only a GPU leaves something to wait for, and only a worker ``alone`` decides what is drawn.
 
     It is not alone where other ranks hear what it draws, or where guesses are made from tokens that the host knows.
     """
     if device.type != "cuda" or not alone:
-        return NoFeed()
-    return DeviceFeed((InputBuffers(limits, device), InputBuffers(limits, device)), limits.max_num_seqs, device)
+        return NoAsyncDecode()
+    return GPUAsyncDecode((InputBuffers(limits, device), InputBuffers(limits, device)), limits.max_num_seqs, device)

@@ -1,0 +1,16 @@
+"""``@pytest.mark.uses("NAME", …)``: a test of the rest that also needs an extra; skipped where that was taken out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.extras import EXTRAS
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs an extra that is not there."""
+    for item in items:
+        for mark in item.iter_markers("uses"):
+            for name in mark.args:
+                if not EXTRAS[name].package.exists():
+                    item.add_marker(pytest.mark.skip(reason=f"the extra {name} was taken out"))

@@ -1,0 +1,118 @@
+"""The extras of the house: what each consists of, and a copy of the tree without one of them that still passes.
+
+``python tests/house.py --without NAME`` copies the tree, deletes the extra's folders and every registry line that
+names it, and runs the imports, the type check and the tests of the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "build")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Something that can be taken out.
+
+    ``paths`` are its folders and files with their tests. ``lines`` are its entries in registries, by file: every line
+    that holds one of these texts goes.
+    """
+
+    paths: tuple[str, ...]
+    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def package(self) -> Path:
+        """What tells whether the extra is there."""
+        return ROOT / self.paths[0]
+
+
+EXTRAS = {
+    "anthropic": Extra(
+        paths=("raylm/ingress/anthropic", "tests/ingress/anthropic"),
+        lines={"raylm/ingress/routes.py": ("raylm.ingress.anthropic", "CreateMessage(", "CountTokens(")},
+    ),
+    "responses": Extra(
+        paths=("raylm/ingress/responses", "tests/ingress/responses"),
+        lines={},
+    ),
+    "tool_parsers": Extra(
+        paths=("raylm/frontend/answers/tool_parsers", "tests/frontend/answers/tool_parsers"),
+        lines={},
+    ),
+    "quantization": Extra(
+        paths=("raylm/models/quantization", "tests/models/quantization"),
+        lines={},
+    ),
+    "transformers_backend": Extra(
+        paths=("raylm/models/transformers_backend", "tests/models/transformers_backend"),
+        lines={},
+    ),
+    "speculation": Extra(
+        paths=("raylm/worker/speculation", "tests/worker/speculation"),
+        lines={},
+    ),
+    "gpu": Extra(
+        paths=("raylm/worker/gpu", "tests/worker/gpu"),
+        lines={},
+    ),
+}
+
+
+def without(name: str, target: Path) -> None:
+    """Copy the tree to ``target`` without the extra ``name``.
+
+    Raises:
+        ValueError: a path of the extra is not there, or a text of it stands in no line.
+    """
+    extra = EXTRAS[name]
+    shutil.copytree(ROOT, target, ignore=_NOT_COPIED)
+    for path in extra.paths:
+        found = target / path
+        if not found.exists():
+            raise ValueError(f"{path} of the extra {name} is not there")
+        shutil.rmtree(found) if found.is_dir() else found.unlink()
+    for path, texts in extra.lines.items():
+        lines = (target / path).read_text().splitlines(keepends=True)
+        for text in texts:
+            if not any(text in line for line in lines):
+                raise ValueError(f"{text!r} of the extra {name} stands nowhere in {path}")
+        kept = "".join(line for line in lines if not any(text in line for text in texts))
+        ast.parse(kept, path)
+        (target / path).write_text(kept)
+
+
+def check_without(name: str) -> int:
+    """Import, type-check and test a copy without the extra ``name``; returns an exit status."""
+    with tempfile.TemporaryDirectory(prefix=f"without-{name}-") as folder:
+        target = Path(folder) / "raylm"
+        without(name, target)
+        everything = (
+            "import importlib, pkgutil, raylm\n"
+            "names = [m.name for m in pkgutil.walk_packages(raylm.__path__, 'raylm.')]\n"
+            "[importlib.import_module(name) for name in names]\n"
+            "print(len(names), 'modules import')"
+        )
+        for command in (
+            [sys.executable, "-c", everything],
+            [sys.executable, "-m", "mypy"],
+            [sys.executable, "-m", "pytest", "-m", "not ray", "-p", "no:cacheprovider"],
+        ):
+            print(f"without {name}:", *command[1:3], flush=True)
+            status = subprocess.run(command, cwd=target, check=False, env=_environment(target)).returncode
+            if status:
+                return status
+    return 0
+
+
+def _environment(target: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(target)}
