@@ -6,10 +6,11 @@ BIN    := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check conformance clients format figures clean
+EXTRAS := anthropic responses tool_parsers quantization transformers_backend speculation gpu
+.PHONY: help serve test test-all check conformance clients extras format figures clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded model on :8000
 	@exec $(BIN)/raylm serve $(CONFIG)
@@ -17,7 +18,9 @@ serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded mo
 test: $(VENV)/.dev  ## install what testing needs, then run all tests
 	@$(BIN)/pytest
 
-check: $(VENV)/.dev  ## format, lint, types, layers and figures of the house
+test-all: check test conformance clients extras  ## everything, also what takes long or needs other software
+
+check: $(VENV)/.dev  ## format, lint, types, import rules and size figures
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -30,11 +33,14 @@ clients: $(VENV)/.dev $(OTHERS)/.installed  ## try clients that need other packa
 	@LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python -m tests.conformance.with_server \
 		$(OTHERS)/bin/python tests/conformance/clients.py {url} openai litellm
 
+extras: $(VENV)/.dev  ## for each extra: a copy of the tree without it imports, type-checks and passes its tests
+	@for extra in $(EXTRAS); do $(BIN)/python tests/house.py --without $$extra || exit 1; done
+
 format: $(VENV)/.dev  ## write the format, fix what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-figures: $(VENV)/.dev  ## print the figures of the house over raylm/
+figures: $(VENV)/.dev  ## print the size figures over raylm/ and the lines by part
 	@$(BIN)/python tests/house.py
 
 clean:  ## remove the virtual environments and caches

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
-from tests import house
+from tests import extras, house
 
 
 def test_imports_go_down_only() -> None:
@@ -56,3 +57,41 @@ def test_a_lawful_import_is_not(file: str, source: str) -> None:
 def test_nesting_counts_blocks_and_not_elifs() -> None:
     source = "def f(a):\n for x in a:\n  if x: pass\n  elif a:\n   while x: pass"
     assert house.depth(ast.parse(source).body[0]) == 3
+
+
+def test_circles_count_what_only_the_type_checker_follows() -> None:
+    later = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from raylm.a import A"
+    assert house.circles({"raylm.a": "from raylm.b import B", "raylm.b": later}) in (["b <- a <- b"], ["a <- b <- a"])
+    assert house.circles({"raylm.a": "from raylm import b", "raylm.b": "", "raylm": "from raylm.a import A"}) == []
+
+
+def test_fields_of_dataclasses_and_models_are_attributes() -> None:
+    source = "class A:\n x: int\n y: ClassVar[int] = 1\n def f(self):\n  self.z = 1"
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.ClassDef)
+    assert house.attributes(node) == {"x", "z"}
+
+
+def test_every_part_beside_the_core_is_there() -> None:
+    files = [(1, name) for _, name in house.measure().files]
+    assert set(house.parts(files)) == {"core", *house.BESIDE_THE_CORE}
+
+
+def test_what_is_taken_out_is_gone(tmp_path: Path) -> None:
+    extras.without("anthropic", tmp_path / "copy")
+    assert not (tmp_path / "copy/raylm/ingress/anthropic").exists()
+    assert "raylm.ingress.anthropic" not in (tmp_path / "copy/raylm/ingress/routes.py").read_text()
+    assert (tmp_path / "copy/raylm/ingress/openai").exists()
+
+
+@pytest.mark.parametrize("name", list(extras.EXTRAS))
+def test_nothing_else_names_an_extra(name: str) -> None:
+    """Beside its own files and registry lines: the full check is ``house.py --without NAME``."""
+    extra = extras.EXTRAS[name]
+    modules = [path.removesuffix(".py").replace("/", ".") for path in extra.paths if path.startswith("raylm/")]
+    for path in sorted(house.ROOT.rglob("*.py")):
+        file = path.relative_to(house.ROOT.parent).as_posix()
+        if file.startswith(extra.paths):
+            continue
+        kept = [line for line in path.read_text().splitlines() if not any(t in line for t in extra.lines.get(file, ()))]
+        assert [line for line in kept if any(module in line for module in modules)] == []
