@@ -1,0 +1,66 @@
+"""The documents name files that exist, are as short as they are meant to be, and list what the code lists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.extras import EXTRAS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    page
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    if page.name != "CHANGELOG.md"
+]
+LONGEST = {
+    "README.md": 120,
+    "configs/llama.yaml": 45,
+    "benchmarks/RESULTS.md": 120,
+    "docs/how_it_works.md": 100,
+    "docs/deploying.md": 120,
+    "docs/tuning.md": 80,
+    **{f"docs/adding/{name}.md": 40 for name in ("endpoint", "model", "attention_backend", "parser")},
+}
+_PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|h|cpp|yaml|md))`")
+_LINK = re.compile(r"\]\((?!http)([^)#]+)")
+
+
+def exists(path: str, page: Path) -> bool:
+    """Whether a path in a page is one of the repository's; files may be named from raylm/ or from their folder."""
+    if path.startswith(("v1/", "v2/")) or "*" in path:
+        return True
+    starts = (ROOT, ROOT / "raylm", page.parent, ROOT / "raylm/native/src", ROOT / "raylm/native")
+    return any((start / path).exists() for start in starts) or ("/" not in path and any(ROOT.glob(f"raylm/**/{path}")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_path_in_a_page_exists(page: Path) -> None:
+    text = page.read_text()
+    named = _PATH.findall(text)
+    assert [path for path in named if not exists(path, page)] == []
+    assert [link for link in _LINK.findall(text) if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", list(LONGEST))
+def test_pages_are_short(path: str) -> None:
+    assert (ROOT / path).read_text().count("\n") <= LONGEST[path]
+
+
+def test_the_table_of_extras_is_that_of_the_check() -> None:
+    text = (ROOT / "docs/extras/README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\]\((\w+)\.md\) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(EXTRAS)
+    for name, page, folders, files, tests in rows:
+        extra = EXTRAS[name]
+        assert page == name
+        assert (ROOT / f"docs/extras/{name}.md").exists()
+        assert set(re.findall(r"`([^`]+)`", folders + tests)) == set(extra.paths)
+        assert set(re.findall(r"`([^`]+)`", files)) == set(extra.lines)
+
+
+def test_the_glossary_has_at_most_thirty_words_of_our_own() -> None:
+    rows = re.findall(r"^\| \*\*", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    assert 10 <= len(rows) <= 30
