@@ -8,7 +8,7 @@ import uuid
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -275,41 +275,16 @@ class _LocalEngine:
     async def _one(
         self, gate: asyncio.Semaphore, meter: _Meter, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> GenerationResult:
-        gathered = _Gathered([CompletionDelta(index) for index in range(params.n)])
+        wholes = [CompletionDelta(index) for index in range(params.n)]
         async with gate, aclosing(self.async_llm.generate(prompt, params, _head(adapter=adapter))) as outputs:
             async for output in outputs:
                 for delta in output.deltas:
-                    gathered.add(delta)
+                    wholes[delta.index].add(delta)
                     meter.count(len(delta.token_ids))
         meter.finish()
         return GenerationResult(
-            output.prompt_token_ids, gathered.completions(), output.num_cached_tokens, output.prompt_logprobs
+            output.prompt_token_ids, [*map(_completion, wholes)], output.num_cached_tokens, output.prompt_logprobs
         )
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """The completions of one prompt while they grow."""
-
-    wholes: list[CompletionDelta]
-    texts: dict[int, list[str]] = field(default_factory=dict)
-
-    def add(self, delta: CompletionDelta) -> None:
-        whole = self.wholes[delta.index]
-        self.texts.setdefault(delta.index, []).append(delta.text)
-        whole.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            whole.logprobs = (whole.logprobs or []) + delta.logprobs
-        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-
-    def completions(self) -> list[Completion]:
-        return [self._completion(whole) for whole in self.wholes]
-
-    def _completion(self, whole: CompletionDelta) -> Completion:
-        if whole.finish_reason not in ("stop", "length"):
-            raise EngineDiedError("The engine ended this request before it was finished.")
-        text = "".join(self.texts[whole.index])
-        return Completion(whole.index, text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.logprobs)
 
 
 class _Meter:
@@ -327,6 +302,12 @@ class _Meter:
         if elapsed:
             self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tokens/s", refresh=False)
         self._bar.update()
+
+
+def _completion(whole: CompletionDelta) -> Completion:
+    if whole.finish_reason not in ("stop", "length"):
+        raise EngineDiedError("The engine ended this request before it was finished.")
+    return Completion(whole.index, whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.logprobs)
 
 
 def _head(*, param: str = "prompt", adapter: str | None = None) -> RequestHead:
