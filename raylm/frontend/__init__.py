@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.queue import Reservation as Reservation
     from raylm.frontend.admission.throttle import Throttle as Throttle
     from raylm.frontend.answers.answer_format import AnswerFormat as AnswerFormat
-    from raylm.frontend.answers.chat_request import ChatPrompt as ChatPrompt
-    from raylm.frontend.answers.chat_request import ChatRequest as ChatRequest
-    from raylm.frontend.answers.chat_request import NamedTool as NamedTool
-    from raylm.frontend.answers.chat_request import ToolChoice as ToolChoice
+    from raylm.frontend.answers.answer_format import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.adapters import AdapterDirectory as AdapterDirectory
     from raylm.frontend.engines.discovery import Discovery as Discovery
@@ -30,16 +27,18 @@ if TYPE_CHECKING:
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
     from raylm.frontend.outputs import join_calls as join_calls
-    from raylm.frontend.request_head import RequestHead as RequestHead
     from raylm.frontend.threads import LARGE as LARGE
     from raylm.frontend.threads import offload as offload
+    from raylm.frontend.types import ChatRequest as ChatRequest
+    from raylm.frontend.types import NamedTool as NamedTool
+    from raylm.frontend.types import RequestHead as RequestHead
+    from raylm.frontend.types import ToolChoice as ToolChoice
 
 _MODULES = {
     "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest"),
     "admission.queue": ("Admission", "Reservation"),
     "admission.throttle": ("Throttle",),
-    "answers.answer_format": ("AnswerFormat",),
-    "answers.chat_request": ("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"),
+    "answers.answer_format": ("AnswerFormat", "ChatPrompt"),
     "async_llm": ("AsyncLLM",),
     "engines.adapters": ("AdapterDirectory",),
     "engines.discovery": ("Discovery",),
@@ -48,8 +47,8 @@ _MODULES = {
     "engines.ray_engine_client": ("RayEngineClient",),
     "engines.router": ("Router",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"),
-    "request_head": ("RequestHead",),
     "threads": ("LARGE", "offload"),
+    "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }
 
 __getattr__ = front_door(__name__, _MODULES)

@@ -9,9 +9,8 @@ from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError, UnsupportedFieldError
 from raylm.frontend.admission.queue import Admission, Reservation
-from raylm.frontend.answers.answer_format import AnswerFormat
+from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
 from raylm.frontend.answers.chat_processor import ChatProcessor
-from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
@@ -21,10 +20,10 @@ from raylm.frontend.output_processor import OutputProcessor
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.pooling import PoolingDefaults, pooling_defaults
-from raylm.frontend.request_head import RequestHead
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.types import ChatRequest, RequestHead
 from raylm.messages import EngineCoreRequest
 from raylm.params import PoolingParams, SamplingParams
 

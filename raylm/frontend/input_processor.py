@@ -10,9 +10,9 @@ from typing import Any
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
-from raylm.frontend.request_head import RequestHead
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
+from raylm.frontend.types import RequestHead
 from raylm.messages import EngineCoreRequest, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
