@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raylm.frontend.engines.adapters import AdapterDirectory as AdapterDirectory
     from raylm.frontend.engines.discovery import Discovery as Discovery
     from raylm.frontend.engines.engine_client import EngineClient as EngineClient
-    from raylm.frontend.engines.local_engine_client import LocalEngineClient as LocalEngineClient
+    from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
     from raylm.frontend.engines.ray_engine_client import RayEngineClient as RayEngineClient
     from raylm.frontend.engines.router import Router as Router
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
@@ -42,8 +42,7 @@ _MODULES = {
     "async_llm": ("AsyncLLM",),
     "engines.adapters": ("AdapterDirectory",),
     "engines.discovery": ("Discovery",),
-    "engines.engine_client": ("EngineClient",),
-    "engines.local_engine_client": ("LocalEngineClient",),
+    "engines.engine_client": ("EngineClient", "LocalEngineClient"),
     "engines.ray_engine_client": ("RayEngineClient",),
     "engines.router": ("Router",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"),

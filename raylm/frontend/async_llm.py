@@ -119,7 +119,7 @@ class AsyncLLM:
         spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
         if params.thinking_token_budget is not None and thinking is None:
             raise UnsupportedFieldError(
-                "'thinking_token_budget' needs a conversation whose answers are told from thoughts.",
+                "'thinking_token_budget' needs a conversation with a model that thinks before it answers.",
                 param="thinking_token_budget",
             )
         grammar = await self._grammars.compile(spec) if spec is not None else None

@@ -16,18 +16,6 @@ PromptLogprobs = list[TokenLogprob | None]
 class OutputQueue:
     """One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop."""
 
-    __slots__ = (
-        "_deltas",
-        "_error",
-        "_finished",
-        "_prompt_logprobs",
-        "_request",
-        "_unread",
-        "_vector",
-        "_wake",
-        "num_cached_tokens",
-    )
-
     def __init__(self, request: EngineCoreRequest) -> None:
         self.num_cached_tokens = 0
         self._prompt_logprobs: PromptLogprobs | None = None
