@@ -12,7 +12,7 @@ from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.output_queue import OutputQueue
 from raylm.frontend.outputs import CompletionDelta, TokenLogprob, read_logprobs
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.text.sequence_text import SequenceText
+from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
 

@@ -72,9 +72,7 @@ class RayEngineClient(EngineClient):
         self._wake.set()
 
     async def _send(self) -> None:
-        """Send batch after batch, until the engine ends, or refuses one, which would never be answered: then the
-        stream ends too, and with it every request of this client.
-        """
+        """Send batch after batch. What the engine refuses would never be answered, so the stream ends then too."""
         while True:
             await self._wake.wait()
             self._wake.clear()
