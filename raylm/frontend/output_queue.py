@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from raylm.errors import RayLMError
-from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, join_calls
+from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.threads import offload
 from raylm.messages import EngineCoreRequest
 
@@ -15,18 +15,6 @@ PromptLogprobs = list[TokenLogprob | None]
 
 class OutputQueue:
     """One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop."""
-
-    __slots__ = (
-        "_deltas",
-        "_error",
-        "_finished",
-        "_prompt_logprobs",
-        "_request",
-        "_unread",
-        "_vector",
-        "_wake",
-        "num_cached_tokens",
-    )
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.num_cached_tokens = 0
@@ -45,7 +33,7 @@ class OutputQueue:
         if waiting is None:
             self._deltas[delta.index] = delta
         else:
-            _merge(waiting, delta)
+            waiting.add(delta)
         self._finished = self._finished or finished
         self._wake.set()
 
@@ -85,15 +73,3 @@ class OutputQueue:
             finished=self._finished,
             vector=self._vector,
         )
-
-
-def _merge(into: CompletionDelta, later: CompletionDelta) -> None:
-    into.text += later.text
-    into.token_ids += later.token_ids
-    if later.logprobs is not None:
-        into.logprobs = (into.logprobs or []) + later.logprobs
-    into.reasoning += later.reasoning
-    into.reasoning_tokens += later.reasoning_tokens
-    into.tool_calls = join_calls(into.tool_calls, later.tool_calls)
-    into.finish_reason = later.finish_reason
-    into.stop_reason = later.stop_reason

@@ -22,7 +22,7 @@ from raylm.errors import (
 )
 from raylm.frontend import AsyncLLM, ChatRequest, RequestHead, RequestOutput
 from raylm.frontend.answers.answer_format import AnswerFormat
-from raylm.frontend.answers.tool_parsers.base import Parsed
+from raylm.frontend.answers.tool_calls import Parsed
 from raylm.frontend.answers.tool_parsers.hermes import HermesParser
 from raylm.frontend.text.tokenizer import MAX_CHARS
 from raylm.messages import Logprobs

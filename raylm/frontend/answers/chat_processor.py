@@ -7,14 +7,13 @@ from typing import Any
 
 from raylm.config import Config
 from raylm.errors import ConfigError, UnsupportedFieldError
-from raylm.frontend.answers.answer_format import AnswerFormat
-from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest
+from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningParser, detect_reasoning_parser
-from raylm.frontend.answers.tool_forms import ToolForms
-from raylm.frontend.answers.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.types import ChatRequest
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
 
@@ -31,6 +30,7 @@ class ChatProcessor:
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate, compiler: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._compiler = compiler
         self.tool_parser_name = _choose("tool_parser", config.tool_parser, [*TOOL_PARSERS])
         if self.tool_parser_name == "auto":
             self.tool_parser_name = detect_tool_parser(template.source) or "none"
@@ -40,7 +40,6 @@ class ChatProcessor:
         self._tool_parser: type[ToolParser] | None = None
         if self.tool_parser_name != "none":
             self._tool_parser = TOOL_PARSERS[self.tool_parser_name]
-            self._tools = ToolForms(self._tool_parser, tokenizer, compiler)
         self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
 
     @property
@@ -78,8 +77,9 @@ class ChatProcessor:
         )
         if form.thinking is None:  # nothing is left that a budget could limit
             params = replace(params, thinking_token_budget=None)
-        if tools:
-            params = replace(params, structured_outputs=await self._tools.form_of(request, tools, params))
+        if form.tool_parser is not None:
+            calls = await form.tool_parser.form_of(request, params, self._tokenizer, self._compiler)
+            params = replace(params, structured_outputs=calls)
         if form.thinking is None and form.tool_parser is None:
             return ChatPrompt(token_ids, params, None)
         return ChatPrompt(token_ids, self._showing_markers(params, form), form)

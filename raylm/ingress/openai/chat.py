@@ -17,7 +17,6 @@ from raylm.ingress.openai.conversations import Conversations
 from raylm.ingress.openai.generation_body import StreamOptions
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from raylm.ingress.openai.outputs import (
-    Choice,
     Generation,
     Usage,
     check_finished,
@@ -71,11 +70,11 @@ class ChatCompletions:
 
         return await json_answer(make, generation.num_details)
 
-    def _choice(self, index: int, choice: Choice, body: ChatCompletionRequest) -> JSONObject:
+    def _choice(self, index: int, choice: CompletionDelta, body: ChatCompletionRequest) -> JSONObject:
         shown: JSONObject = {
             "index": index,
             "message": assistant_message(choice),
-            "logprobs": chat_logprobs(choice.logprobs, self._tokens) if body.logprobs else None,
+            "logprobs": chat_logprobs(choice.logprobs or (), self._tokens) if body.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
@@ -90,7 +89,7 @@ class ChatCompletions:
         return part
 
 
-def assistant_message(choice: Choice) -> JSONObject:
+def assistant_message(choice: CompletionDelta) -> JSONObject:
     """The message of a finished choice; thoughts go by both of the names in use."""
     message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:

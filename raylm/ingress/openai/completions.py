@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import offload
+from raylm.frontend import CompletionDelta, offload
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.sse import ChunkTemplate
 from raylm.ingress.openai.completion_body import DEFAULT_MAX_TOKENS, CompletionRequest
 from raylm.ingress.openai.completion_stream import CompletionStream
-from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, join_columns, prompt_logprobs
+from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from raylm.ingress.openai.models import check_model
-from raylm.ingress.openai.outputs import Choice, Generation, Usage, extras, gather
+from raylm.ingress.openai.outputs import Generation, Usage, extras, gather
 from raylm.ingress.openai.prompts import Prompt, count_items
 from raylm.params import SamplingParams
 
@@ -113,10 +113,10 @@ class Completions:
         return await json_answer(make, sum(generation.num_details for generation in generations))
 
     def _choice(
-        self, index: int, choice: Choice, generation: Generation, body: CompletionRequest, echoed: str
+        self, index: int, choice: CompletionDelta, generation: Generation, body: CompletionRequest, echoed: str
     ) -> JSONObject:
         if body.max_tokens == 0:
-            choice = Choice(finish_reason="length")
+            choice = CompletionDelta(index, finish_reason="length")
         shown: JSONObject = {
             "index": index,
             "text": echoed + choice.text,
@@ -131,14 +131,15 @@ class Completions:
         return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
 
     def _logprobs(
-        self, choice: Choice, generation: Generation, body: CompletionRequest, echoed: str
+        self, choice: CompletionDelta, generation: Generation, body: CompletionRequest, echoed: str
     ) -> JSONObject | None:
         if body.logprobs is None:
             return None
         columns = CompletionLogprobs(self._tokens, body.logprobs)
         if not body.echo:
-            shown = columns.generated(choice.token_ids, choice.logprobs)
+            shown = columns.generated(choice.token_ids, choice.logprobs or ())
         else:
             prompt = columns.prompt(echoed, generation.prompt_token_ids, generation.prompt_logprobs or ())
-            shown = join_columns(prompt, columns.generated(choice.token_ids, choice.logprobs))
+            generated = columns.generated(choice.token_ids, choice.logprobs or ())
+            shown = {name: prompt[name] + generated[name] for name in prompt}
         return shown | {"top_logprobs": Pieces(shown["top_logprobs"])}

@@ -13,7 +13,6 @@ from tokenizers import AddedToken
 from raylm.config import Config
 from raylm.errors import ConfigError, UnsupportedFieldError
 from raylm.frontend import AsyncLLM, ChatRequest, CompletionDelta, RequestHead
-from raylm.frontend.output_queue import _merge
 from raylm.params import SamplingParams
 from tests.frontend.checkpoints import byte_level, write_checkpoint
 from tests.frontend.played_engine import PlayedEngine
@@ -53,7 +52,7 @@ async def answer(
     output = await waiting
     while True:
         for delta in output.deltas:
-            _merge(whole, delta)
+            whole.add(delta)
         if output.finished:
             return whole
         output = await anext(outputs)

@@ -17,7 +17,7 @@ from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.frontend import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
-from raylm.frontend.answers.tool_parsers import TOOL_PARSERS
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.ingress import build_asgi_app
 from raylm.ingress.responses.store import ResponseStore, SharedResponses
 from raylm.messages import Thinking

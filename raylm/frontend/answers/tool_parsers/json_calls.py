@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from raylm.frontend.answers.tool_parsers.base import ToolParser, Tools
+from raylm.frontend.answers.tool_calls import Tools
+from raylm.frontend.answers.tool_parsers.base import MarkedCallsParser
 from raylm.frontend.answers.tool_parsers.json_scanner import CallScanner
 
 
-class JSONCallsParser(ToolParser):
+class JSONCallsParser(MarkedCallsParser):
     """Members say what stands before and behind an object: ``_call`` begins one, ``_behind`` follows it."""
 
     def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
@@ -54,7 +55,7 @@ class JSONCallsParser(ToolParser):
     def _give_up(self) -> None:
         """This was no call: what was read is content."""
         assert self._scanner is not None
-        self._say(self.marker + self._scanner.text)
+        self._add_content(self.marker + self._scanner.text)
         self._scanner, self._state = None, self._text
 
     def _end(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Generator
 
 import orjson
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class ValueScanner:
@@ -63,33 +65,26 @@ class CallScanner:
         failed: this is no such object.
     """
 
-    def __init__(self, argument_keys: frozenset[str] = frozenset({"arguments", "parameters"})) -> None:
+    def __init__(self) -> None:
         self.name: str | None = None
         self.done = self.failed = False
-        self._pieces: list[str] = []
-        self._argument_keys = argument_keys
-        self._state: Callable[[str, int], int] = self._open
-        self._key = ""
-        self._value = ""
-        self._scanner = ValueScanner()
+        self._read: list[str] = []
+        self._piece, self._place = "", 0
         self._arguments = ""
         self._given = False
+        self._steps = self._object()
 
     def push(self, text: str) -> int:
         """Read on; returns how much of ``text`` belongs to the object."""
-        place = 0
-        while place < len(text) and not (self.done or self.failed):
-            if text[place].isspace() and self._state != self._read:
-                place += 1
-            else:
-                place = self._state(text, place)
-        self._pieces.append(text[:place])
-        return place
+        self._piece, self._place = text, 0
+        next(self._steps, None)
+        self._read.append(text[: self._place])
+        return self._place
 
     @property
     def text(self) -> str:
         """All that was read of the object, as it was written."""
-        return "".join(self._pieces)
+        return "".join(self._read)
 
     def take_arguments(self) -> str:
         """The text of the arguments that has come since the last call; an object without any has ``{}``."""
@@ -98,59 +93,55 @@ class CallScanner:
         taken, self._arguments = self._arguments, ""
         return taken
 
-    def _open(self, text: str, place: int) -> int:
-        self.failed = text[place] != "{"
-        self._state = self._before_key
-        return place + (not self.failed)
+    def _object(self) -> Generator[None, None, None]:
+        """The whole object; this and what it calls stop where they need the next piece."""
+        self.failed = (yield from self._peek()) != "{"
+        self._place += not self.failed
+        while not (self.failed or self.done):
+            char = yield from self._peek()
+            if char == '"':
+                yield from self._member()
+            else:
+                self.done, self.failed = char == "}", char not in ",}"
+                self._place += not self.failed
 
-    def _before_key(self, text: str, place: int) -> int:
-        char = text[place]
-        self.done = char == "}"
-        self.failed = char not in '},"'
-        if char == '"':
-            self._begin_value("")
-            return place
-        return place + (not self.failed)
-
-    def _colon(self, text: str, place: int) -> int:
-        self.failed = text[place] != ":"
-        self._state = self._begin
-        return place + 1
-
-    def _begin(self, text: str, place: int) -> int:
-        self._begin_value(self._key)
-        return place
-
-    def _begin_value(self, key: str) -> None:
-        """Read a value, that of ``key``, or with no key the next key itself."""
-        self._key, self._value, self._scanner = key, "", ValueScanner()
-        self._state = self._read
-
-    def _read(self, text: str, place: int) -> int:
-        end = self._scanner.push(text, place)
-        piece = text[place:end]
-        if self._key in self._argument_keys and (self._value or piece)[0] == "{":
-            self._give(piece)
-            self._value = "{"
-        else:
-            self._value += piece
-        if self._scanner.done:
-            self._finish()
-        return end
-
-    def _finish(self) -> None:
-        """A key or a value is complete."""
-        if not self._key:
-            self._key = _loaded_string(self._value) or " "
-            self._state = self._colon
+    def _member(self) -> Generator[None, None, None]:
+        key = _loaded_string((yield from self._value()))
+        self.failed = (yield from self._peek()) != ":"
+        self._place += 1
+        if self.failed:
             return
-        self._state = self._before_key
-        if self._key == "name":
-            self.name = _loaded_string(self._value)
+        yield from self._peek()
+        value = yield from self._value(gives_object=key in _ARGUMENT_KEYS)
+        if key == "name":
+            self.name = _loaded_string(value)
             self.failed = self.name is None
-        elif self._key in self._argument_keys and self._value != "{":
-            self._give(_as_object(self._value))
-        self._key = ""
+        elif key in _ARGUMENT_KEYS and value != "{":
+            self._give(_as_object(value))
+
+    def _peek(self) -> Generator[None, None, str]:
+        """The next character that is no white space."""
+        while True:
+            while self._place < len(self._piece):
+                if not self._piece[self._place].isspace():
+                    return self._piece[self._place]
+                self._place += 1
+            yield
+
+    def _value(self, *, gives_object: bool = False) -> Generator[None, None, str]:
+        """The text of the value that begins here; of an object that was given out as it came only ``{``."""
+        scanner, value = ValueScanner(), ""
+        while True:
+            start, self._place = self._place, scanner.push(self._piece, self._place)
+            piece = self._piece[start : self._place]
+            if gives_object and (value or piece)[0] == "{":
+                self._give(piece)
+                value = "{"
+            else:
+                value += piece
+            if scanner.done:
+                return value
+            yield
 
     def _give(self, text: str) -> None:
         self._arguments += text

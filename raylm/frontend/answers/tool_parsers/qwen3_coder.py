@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from raylm.frontend.answers.tool_parsers.base import Tools
+from raylm.frontend.answers.tool_calls import Tools
 from raylm.frontend.answers.tool_parsers.hermes import HermesParser
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -35,7 +35,7 @@ class Qwen3CoderParser(HermesParser):
         if self._buffer[0] == "{":
             return super()._call()
         if not self._buffer.startswith(_FUNCTION[: len(self._buffer)]):
-            self._say(self.marker)
+            self._add_content(self.marker)
             self._state = self._text
             return True
         return self._function()

@@ -1,9 +1,10 @@
-"""RequestHead: what a request says beside its prompt and parameters, made once, where it comes in."""
+"""What callers ask of AsyncLLM: RequestHead, beside any prompt, and ChatRequest, in place of one."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from raylm.errors import InvalidRequestError
 
@@ -39,3 +40,33 @@ class RequestHead:
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
             message = f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters."
             raise InvalidRequestError(message, param="cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The one tool that the answer must call."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a caller asks for the next turn of a conversation, in the terms of OpenAI's chat completions.
+
+    ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
+    ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
+    ``template_kwargs`` say otherwise. ``any_length`` says that more than the context holds is fine.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] | None = None
+    any_length: bool = False
