@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from raylm.models import LowRank, ModuleAdapter
 from raylm.worker.attention import AttentionMetadata, StepLimits
-from raylm.worker.attention.batch_buckets import bucket, buckets, table_width
 from raylm.worker.forward import Forward, ModuleForward
+from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width
 from raylm.worker.input_buffers import StepInputs
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from raylm.config import Config
 from raylm.models import AttentionSpec
-from raylm.worker.attention.probe import probe
-from raylm.worker.attention.xformers import XformersBackend
 from raylm.worker.gpu.async_decode import GPUAsyncDecode
 from raylm.worker.gpu.cuda_graphs import GraphForward
+from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.xformers import XformersBackend
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import random_prompt

@@ -16,10 +16,10 @@ from raylm.checkpoint import Checkpoint
 from raylm.config import Config
 from raylm.models import AttentionSpec, load_model
 from raylm.params import SamplingParams
-from raylm.worker.attention import xformers
-from raylm.worker.attention.probe import probe
-from raylm.worker.attention.split_k import Pages, SplitK
 from raylm.worker.forward import ModuleForward
+from raylm.worker.gpu import xformers
+from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.split_k import Pages, SplitK
 from raylm.worker.input_buffers import StepInputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
@@ -52,7 +52,7 @@ def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa
     """The simulated GPU, with xformers on it, which takes float32 there too."""
     monkeypatch.setattr(xformers, "refusals", lambda dtype, device: [])
     monkeypatch.setattr(SplitK, "__call__", attend)
-    monkeypatch.setattr("raylm.worker.attention.batch_buckets._NARROWEST", 32)
+    monkeypatch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
     yield gpu
     probe.cache_clear()
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
-from raylm.worker.attention.batch_buckets import bucket, table_width
-from raylm.worker.attention.probe import probe
-from raylm.worker.attention.split_k import HEAD_DIMS, Pages, SplitK, queries_per_tile, refusals
+from raylm.worker.gpu.batch_buckets import bucket, table_width
+from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.split_k import HEAD_DIMS, Pages, SplitK, queries_per_tile, refusals
 
 
 @dataclass(frozen=True, slots=True)
