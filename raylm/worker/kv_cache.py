@@ -1,4 +1,4 @@
-"""Worker: how large the pool of KV blocks becomes, and its tensors."""
+"""How large the pool of KV blocks becomes, and its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker: GraphForward, which replays steps that only decode as CUDA graphs; owns the buffers that graphs read."""
+"""Steps that only decode, replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class CudaCapture:
 class DecodeBuffers:
     """One token of each of so many sequences, in memory that stays in place.
 
-    Rows that pad are sequences of a single token, in a block that belongs to nobody: what a graph reads for them has
-    been written, by itself, and what it computes is not looked at.
+    Rows that pad are sequences of a single token, in a scratch block: what a graph reads for them it has written
+    itself, and what it computes is not looked at.
     """
 
     def __init__(self, limits: StepLimits, scratch_block: int, device: torch.device) -> None:
@@ -78,7 +78,6 @@ class DecodeBuffers:
         self.clear()
 
     def clear(self) -> None:
-        """Let all rows pad."""
         self._pad(0, len(self._seq_lens))
 
     def _pad(self, start: int, end: int) -> None:
@@ -121,15 +120,22 @@ class DecodeBuffers:
 class GraphForward(Forward):
     """Steps that only decode are one launch; others, and those with adapters, go layer by layer through ``eager``.
 
-    There is a graph for each size of a ladder of batches and each width of a ladder of block tables. Those with the
-    narrowest tables are captured by ``capture_at_start``, others when the first step needs them. A graph for which
-    there is no memory left is done without: the log says so.
+    There is a graph for each batch bucket and each width of block tables. Those with the narrowest tables are captured
+    by ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
+    without: the log says so.
     """
 
+    captures = True
+
     def __init__(
-        self, eager: ModuleForward, limits: StepLimits, scratch_block: int, device: torch.device, capture: Capture
+        self,
+        eager: ModuleForward,
+        limits: StepLimits,
+        scratch_block: int,
+        device: torch.device,
+        capture: Capture | None = None,
     ) -> None:
-        self.eager, self._limits, self._capture = eager, limits, capture
+        self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
         self._graphs: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
 
@@ -139,7 +145,7 @@ class GraphForward(Forward):
         return [key for key, graph in self._graphs.items() if graph is not None]
 
     def capture_at_start(self, most: int = _AT_START) -> None:
-        """Capture what the first steps will need, largest first, so that the smaller ones fit into its memory."""
+        """Largest first, so that the smaller ones fit into its memory."""
         sizes = buckets(min(self._limits.max_num_seqs, most))[::-1]
         keys = list(product(sizes, [self._width(1)]))
         for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
@@ -173,7 +179,7 @@ class GraphForward(Forward):
         key = size, width
         if key not in self._graphs:
             inputs = self._buffers.inputs(size, width)
-            # What lies in the buffers may be of another step: capturing runs it, and must write to nobody's blocks.
+            # What lies in the buffers may be of another step: capturing runs it, and must not write to its blocks.
             self._buffers.clear()
             try:
                 self._graphs[key] = self._capture(lambda: self.eager.hidden(inputs))

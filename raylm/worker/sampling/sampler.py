@@ -1,4 +1,4 @@
-"""Worker: the Sampler, which draws one token per row from logits and describes it by log-probabilities."""
+"""The Sampler, which draws one token per row from logits and describes it by log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from raylm.messages import Logprobs
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.sampling.block_maxima import BlockMaxima
 from raylm.worker.sampling.draw import RandomRows, draw_from_candidates, draw_from_rows, draw_from_weights
-from raylm.worker.sampling.logprobs import describe_tokens, join
-from raylm.worker.sampling.step_logits import process_logits
+from raylm.worker.sampling.logprobs import describe_tokens
 from raylm.worker.sampling.truncation import truncate_candidates, truncate_row
 
 IntArray = NDArray[np.integer[Any]]
 Positions = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_PROMPT_ROWS_AT_ONCE = 128
+NOT_FINITE = "the model's logits are not finite"
+OVERFLOW = "the penalties made logits infinite"
+NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens and the form of the answer together leave no token to draw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +86,14 @@ class Sampler:
 
         A token whose logits are not finite gets no entries.
         """
-        parts = []
-        for start in range(0, len(token_ids), _PROMPT_ROWS_AT_ONCE):
-            some = slice(start, start + _PROMPT_ROWS_AT_ONCE)
-            maxima = BlockMaxima(logits[some].float().contiguous())
-            usable = np.isfinite(maxima.peak)
-            rows = np.arange(len(usable))
-            parts.append(describe_tokens(maxima, rows, token_ids[some], np.full(len(rows), top), usable))
-        return join(parts)
+        if not len(token_ids):
+            return Logprobs([], [], [], [])
+        maxima = BlockMaxima(logits.float().contiguous())
+        rows = np.arange(len(token_ids))
+        return describe_tokens(maxima, rows, token_ids, np.full(len(rows), top), np.isfinite(maxima.peak))
 
     def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Positions:
-        """Give each usable row a token by the way that its parameters need; others get 0."""
+        """Give each usable row a token by the method that its parameters need; others get 0."""
         token_ids = np.zeros(len(usable), np.int64)
         greedy = sampling["temperature"] == 0
         limited = (sampling["top_k"] < maxima.vocab_size) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0)
@@ -132,3 +130,49 @@ def _may_settle(rows: RandomRows, vocab_size: int, width: int, first: bool) -> M
     """Whether it is worth trying [R]: top-p alone needs a bound on all other tokens, loose where candidates are few."""
     worth: Mask = (rows.top_k < width) | ((rows.top_k == vocab_size) & ((rows.min_p > 0) | (not first)))
     return worth
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The logits of a step, searched once.
+
+    ``processed`` holds a row for each of the step's S rows. ``raw`` holds the untouched rows that log-probabilities
+    are asked for, at ``raw_rows`` [S] (other entries mean nothing); it is ``processed`` where nothing was changed.
+    ``failed`` gives the reason for each position without a usable distribution.
+    """
+
+    processed: BlockMaxima
+    raw: BlockMaxima
+    raw_rows: Positions
+    failed: dict[int, str]
+
+
+def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, asking: NDArray[np.bool_]) -> StepLogits:
+    """Apply the processors to ``logits`` [S, V] in place; rows ``asking`` [S] for log-probabilities are kept raw."""
+    plans = [(processor, processor.owned(rows)) for processor in batch.processors if processor.states]
+    plans = [plan for plan in plans if plan[1].size]
+    if not plans:
+        maxima = BlockMaxima(logits)
+        return StepLogits(maxima, maxima, np.arange(len(rows)), _failures(maxima.peak, maxima.peak))
+    raw = BlockMaxima(logits[torch.from_numpy(asking).to(logits.device)])
+    # Masks could hide what is wrong with the model's own logits.
+    peak = logits.amax(dim=1).cpu().numpy()
+    for processor, positions in plans:
+        processor.apply(logits, positions, rows[positions], batch)
+    maxima = BlockMaxima(logits)
+    failed = _failures(peak, maxima.peak)
+    for position in failed:
+        reasons = (processor.reason(int(rows[position])) for processor, _ in plans)
+        failed[position] = next((reason for reason in reasons if reason), failed[position])
+    return StepLogits(maxima, raw, np.cumsum(asking) - 1, failed)
+
+
+def _failures(before: NDArray[np.float32], after: NDArray[np.float32]) -> dict[int, str]:
+    """The reasons, from each row's largest logit before and after the processors."""
+    failed = {}
+    for position in np.flatnonzero(~np.isfinite(before) | ~np.isfinite(after)).tolist():
+        if not np.isfinite(before[position]):
+            failed[position] = NOT_FINITE
+        else:
+            failed[position] = NOTHING_LEFT if after[position] == -np.inf else OVERFLOW
+    return failed

@@ -1,4 +1,4 @@
-"""The worker's CUDA path on a simulated GPU: graphs, the feed and xformers' padding serve what transformers says."""
+"""The worker's CUDA path on a simulated GPU: graphs, async decode and xformers' padding give transformers' tokens."""
 
 from __future__ import annotations
 
@@ -155,11 +155,11 @@ def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path) -> None:
 
 
 def one_set_of_buffers(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runner.feed, "_buffers", runner.feed._buffers[:1] * 2)  # type: ignore[attr-defined]
+    patch.setattr(runner.async_decode, "_buffers", runner.async_decode._buffers[:1] * 2)  # type: ignore[attr-defined]
 
 
 def one_place_for_tokens(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runner.feed, "_tokens", runner.feed._tokens[:1] * 2)  # type: ignore[attr-defined]
+    patch.setattr(runner.async_decode, "_tokens", runner.async_decode._tokens[:1] * 2)  # type: ignore[attr-defined]
 
 
 def outputs_that_do_not_wait(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from raylm.messages import NewSequence, Thinking
 from raylm.params import SamplingParams
 from raylm.params import StructuredOutputs as Spec
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.sampling.sampler import Sampler
-from raylm.worker.sampling.step_logits import process_logits
+from raylm.worker.sampling.sampler import Sampler, process_logits
 from raylm.worker.sampling.structured_outputs import Grammars
 
 VOCAB, EOS = 6142, (2, 0)
