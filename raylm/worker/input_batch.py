@@ -1,4 +1,4 @@
-"""Worker: InputBatch, the one permanent row per sequence whose columns the runner and the sampler read."""
+"""One permanent row per sequence, whose columns the runner and the sampler read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
-from raylm.worker.sampling.logits_processors import LogitsProcessor, build_logits_processors
+from raylm.worker.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor
 from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
 from raylm.worker.sampling.thinking_budget import ThinkingBudget
 
@@ -63,7 +63,7 @@ class InputBatch:
         self.limits = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
         self.processors: tuple[LogitsProcessor[Any], ...] = (
-            *build_logits_processors(max_num_seqs, vocab_size),
+            *(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS),
             ThinkingBudget(max_num_seqs, vocab_size),
             StructuredOutputs(max_num_seqs, vocab_size, grammars),
         )
@@ -136,7 +136,7 @@ class InputBatch:
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
     def same_at_all_positions(self, rows: IntArray) -> NDArray[np.bool_]:
-        """Which of the rows have their logits changed, if at all, without a look at their tokens, [len(rows)]."""
+        """Which of the rows no processor treats by their tokens, [len(rows)]: these may be drawn several at once."""
         same = np.ones(len(rows), np.bool_)
         for processor in self.processors:
             if processor.states and processor.follows_tokens:

@@ -1,4 +1,4 @@
-"""Worker: the actor that computes; owns the model runner, and through it weights, KV tensors and rows."""
+"""The actor that computes; owns the model runner, and through it weights, KV tensors and rows."""
 
 from __future__ import annotations
 

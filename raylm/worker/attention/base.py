@@ -18,7 +18,7 @@ PlanT = TypeVar("PlanT")
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that will ever be run; whoever preallocates does it by these."""
+    """The largest step that will ever be run; memory is preallocated by these."""
 
     max_num_tokens: int
     max_num_seqs: int
@@ -74,7 +74,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> PlanT:
-        """Called once a step: whatever all layers can share."""
+        """Called once a step: what all layers can share."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:

@@ -56,8 +56,8 @@ class XformersPlan:
 class XformersBackend(AttentionBackend[XformersPlan]):
     """Pool of (2, blocks, block_size, kv_heads, head_dim).
 
-    The operator is compiled for each number of sequences and width of their tables, so both are padded to ladders;
-    what pads has no tokens, and reads none.
+    The operator is compiled for each number of sequences and width of their tables, so both are padded to
+    buckets; what pads has no tokens, and reads none.
     """
 
     name = "xformers"

@@ -1,4 +1,4 @@
-"""Worker: BlockMaxima, one cheap pass over the logits that makes the searches for the largest ones short."""
+"""Logits with the maximum of each block, which makes the search for the largest ones short."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class BlockMaxima:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return self.logits.shape[1]
 
     def argmax(self, positions: Ids) -> Ids:
@@ -82,7 +81,7 @@ class BlockMaxima:
         A few rows at a time, so that what is between stays in the cache.
         """
         parts = []
-        where, shift, slope = self._on_device(positions), *self._line(peak, temperature)
+        where, shift, slope = self._on_device(positions), *self._shift_and_slope(peak, temperature)
         for start in range(0, len(positions), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
             parts.append(_sum_exp(self.blocks.index_select(0, where[some]), shift[some], slope[some]))
@@ -91,7 +90,7 @@ class BlockMaxima:
     def window_masses(self, positions: Ids, peak: Floats, temperature: Floats, first: Ids, count: int) -> Floats:
         """The same of ``count`` blocks from block ``first`` [R] on, [R, count]; positions may repeat."""
         parts = []
-        shift, slope = self._line(peak, temperature)
+        shift, slope = self._shift_and_slope(peak, temperature)
         for start in range(0, len(positions), _WINDOWS_AT_ONCE):
             some = slice(start, start + _WINDOWS_AT_ONCE)
             parts.append(_sum_exp(self.window(positions[some], first[some], count), shift[some], slope[some]))
@@ -117,7 +116,7 @@ class BlockMaxima:
     def _on_device(self, column: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(column).to(self.logits.device)
 
-    def _line(self, peak: Floats, temperature: Floats) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shift_and_slope(self, peak: Floats, temperature: Floats) -> tuple[torch.Tensor, torch.Tensor]:
         """What is subtracted from the logits and what then multiplies them, [R, 1, 1] float32."""
         shift, slope = self._on_device(np.stack([peak, 1 / temperature]).astype(np.float32))[:, :, None, None]
         return shift, slope

@@ -1,4 +1,4 @@
-"""Worker: log-probabilities of drawn and of given tokens under the raw distribution, as columns."""
+"""Log-probabilities of drawn and of given tokens under the raw distribution, as columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylm.worker.sampling.block_maxima import BlockMaxima, Ids
 
 IntArray = NDArray[np.integer[Any]]
 
-# More than anyone may ask for, so that equal logits at the end of the list are nearly always ordered by id; and the
+# More than may be asked for, so that equal logits at the end of the list are nearly always ordered by id; and the
 # same for all, so that what one row shows does not depend on what another one asks for.
 _WIDTH = MAX_LOGPROBS + 12
 # What stands for the logarithm of zero: JSON has no infinity, and OpenAI's interface uses this number.

@@ -1,4 +1,4 @@
-"""Worker: Grammars, which makes matchers ready, and StructuredOutputs, which holds answers to their form."""
+"""Structured outputs: matchers are made beside the steps, and mask what would break the form of an answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
-from raylm.worker.sampling.logits_processors import IntArray, LogitsProcessor
+from raylm.worker.sampling.logits_processors import IntArray, LogitsProcessor, TokenColumns
 from raylm.worker.sampling.thinking_budget import Phase, Progress
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-    from raylm.worker.input_batch import InputBatch
 
 logger = logging.getLogger("raylm.worker")
 
@@ -27,7 +25,7 @@ MAX_KEPT = 64
 
 
 class Grammars:
-    """Makes matchers on a thread of its own while the step that needs them computes.
+    """Makes matchers, on a thread of its own while the step that needs them computes.
 
     The tokens are read beforehand, in the background; the matchers of the last ``MAX_KEPT`` grammars are kept before
     their first token, and copied in microseconds.
@@ -67,7 +65,7 @@ def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLToke
 
 
 class GrammarRow:
-    """One row: its matcher, once it is ready, and its thoughts, for which the grammar does not hold."""
+    """One row: its matcher, once it is ready, and its reasoning, for which the grammar does not hold."""
 
     __slots__ = ("_future", "_matcher", "progress")
 
@@ -85,11 +83,9 @@ class GrammarRow:
 
     @property
     def phase(self) -> Phase:
-        """Where the row stands."""
         return self.progress.phase if self.progress else Phase.ANSWERING
 
     def push(self, token: int) -> None:
-        """The row drew a token."""
         if self.progress is not None and not self.progress.push(token):
             return
         if not self.matcher.is_stopped():
@@ -100,7 +96,7 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
     """Gives -inf to every token after which the answer could not be completed any more; EOS is one of them.
 
     A row at the end of its grammar is left the end token alone, whatever else forbids it: so ``min_tokens`` that the
-    grammar cannot fill are filled with it. A row whose thoughts may begin here may begin them.
+    grammar cannot fill are filled with it. A row whose reasoning may begin here may begin it.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None) -> None:
@@ -109,7 +105,6 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
         self._masks = np.zeros((0, -(-vocab_size // 32)), np.int32)
 
     def state_of(self, new: NewSequence) -> GrammarRow | None:
-        """The row's matcher, which begins to be made."""
         if new.grammar is None:
             return None
         assert self._grammars is not None, "only the worker's own batch serves grammars"
@@ -119,18 +114,16 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
         return GrammarRow(self._grammars.start(new.grammar, answer), progress)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Move the matchers of the owned rows on."""
-        for position in self.owned(rows).tolist():
-            self.states[int(rows[position])].push(int(token_ids[position]))
+        for row, token in self._owned_tokens(rows, token_ids):
+            self.states[row].push(token)
 
     def reason(self, row: int) -> str | None:
-        """Why a row's grammar cannot go on."""
         if row not in self.states or not self.states[row].matcher.is_error():
             return None
         return "the form asked of the answer became too complex to follow"
 
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
-        """Mask the rows that answer; 10 to 40 µs a row for the mask, up to 80 µs to apply it to 152,000 logits."""
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
+        """Only rows that answer; 10 to 40 µs a row for the mask, up to 80 µs to apply it to 152,000 logits."""
         answering = [at for at, row in enumerate(rows.tolist()) if self.states[row].phase in _MASKED]
         if not answering:
             return

@@ -1,4 +1,4 @@
-"""Worker: min-p, top-k and top-p over the largest logits of many rows, or over the whole of one row.
+"""Truncation: min-p, top-k and top-p over the largest logits of many rows, or over the whole of one row.
 
 The rules are vLLM's and transformers', min-p first, then top-k, then top-p:
     min-p keeps tokens at least ``min_p`` times as likely as the most likely one (a ratio: top-k cannot change it);

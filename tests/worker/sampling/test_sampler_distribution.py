@@ -204,7 +204,7 @@ def test_draws_hardly_move_with_tiny_noise() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.7, 4.0, 6.0, 9.0])
-def test_pruned_first_heat_has_the_winner_of_the_full_one(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruned_first_race_has_the_winner_of_the_full_one(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_maxima, "_WINDOWS_AT_ONCE", 100)
     count, vocab_size = 60, 32_001
     logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(4)) * scale
