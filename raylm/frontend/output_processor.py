@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from itertools import repeat
+from itertools import islice
 
 from raylm.errors import RayLMError
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.output_queue import OutputQueue
-from raylm.frontend.outputs import CompletionDelta, TokenLogprob
+from raylm.frontend.outputs import CompletionDelta, TokenLogprob, read_logprobs
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.sequence_text import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
@@ -87,15 +87,14 @@ class OutputProcessor:
         """
         now = time.time()
         stops: list[tuple[int, int]] = []
-        for key, logprobs in outputs.prompt_logprobs:
+        for key, columns in outputs.prompt_logprobs:
             if key in self._open:
-                self._add_prompt_logprobs(self._open[key], logprobs)
-        start, logprobs_start = 0, 0
+                self._add_prompt_logprobs(self._open[key], columns)
+        logprobs = None if outputs.logprobs is None else read_logprobs(outputs.logprobs)
+        start = 0
         for entry, key in enumerate(outputs.keys):
             end = start + outputs.token_counts[entry]
-            entries = None
-            if outputs.logprobs is not None:
-                entries, logprobs_start = read_logprobs(outputs.logprobs, start, end, logprobs_start)
+            entries = None if logprobs is None else list(islice(logprobs, end - start))
             opened = self._open.get(key)
             if opened is not None:
                 ended = self._advance(opened, outputs, entry, outputs.token_ids[start:end], entries, now)
@@ -183,25 +182,4 @@ class OutputProcessor:
 
 def read_prompt_logprobs(columns: Logprobs, missing: int) -> list[TokenLogprob | None]:
     """One entry a prompt token, None for the first ``missing`` ones and where nothing is known."""
-    found, _ = read_logprobs(columns, 0, len(columns.counts), 0)
-    entries = [entry if count else None for entry, count in zip(found, columns.counts, strict=True)]
-    return [*repeat(None, missing), *entries]
-
-
-def read_logprobs(columns: Logprobs, start: int, end: int, offset: int) -> tuple[list[TokenLogprob], int]:
-    """Entries of the tokens start .. end, whose columns begin at ``offset``; and where the next ones begin.
-
-    A token that nobody asked about has an entry with token id -1.
-    """
-    found = []
-    for place in range(start, end):
-        stop = offset + columns.counts[place]
-        ids, values = columns.token_ids[offset:stop], columns.logprobs[offset:stop]
-        if ids:
-            found.append(
-                TokenLogprob(ids[0], values[0], columns.ranks[place], list(zip(ids[1:], values[1:], strict=True)))
-            )
-        else:
-            found.append(TokenLogprob(-1, 0.0, 0))
-        offset = stop
-    return found, offset
+    return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(columns))]

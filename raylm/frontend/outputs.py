@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raylm.messages import FinishReason
+from raylm.messages import FinishReason, Logprobs
 
 AnswerFinishReason = FinishReason | Literal["tool_calls"]
 
@@ -18,6 +19,18 @@ class TokenLogprob:
     logprob: float
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
+
+
+def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
+    """Each token's entry; one that nobody asked about has the token id -1 and the rank 0."""
+    offset = 0
+    for count, rank in zip(columns.counts, columns.ranks, strict=True):
+        ids, values = columns.token_ids[offset : offset + count], columns.logprobs[offset : offset + count]
+        offset += count
+        if ids:
+            yield TokenLogprob(ids[0], values[0], rank, list(zip(ids[1:], values[1:], strict=True)))
+        else:
+            yield TokenLogprob(-1, 0.0, 0)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
 from raylm.worker.features import Adapters, AsyncDecode, Speculator
@@ -18,7 +19,6 @@ from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.pooler import Pooler
-from raylm.worker.sampling.logprobs import join
 from raylm.worker.sampling.sampler import Sampler, SamplerOutput
 from raylm.worker.step_batch import DrawRows, StepBatch
 
@@ -97,7 +97,7 @@ class ModelRunner:
             seq_ids=[step.seq_ids[place] for place in np.flatnonzero(token_counts).tolist()],
             token_counts=token_counts[token_counts > 0].tolist(),
             token_ids=drawn.token_ids[kept].tolist(),
-            logprobs=drawn.logprobs and _select(drawn.logprobs, kept.tolist()),
+            logprobs=drawn.logprobs and logprob_columns.select(drawn.logprobs, kept.tolist()),
             prompt_logprobs=prompt_logprobs,
             failed=[*((step.seq_ids[place], reason) for place, reason in drawn.failed), *lost],
             forward_s=forward_s,
@@ -160,8 +160,8 @@ class ModelRunner:
         """Piece by piece, for the logits of a long chunk would dwarf everything else."""
         size = max(1, _PROMPT_LOGITS_BYTES // (4 * self.batch.vocab_size))
         pieces = [slice(start, start + size) for start in range(0, len(token_ids), size)]
-        return join(
-            [self.sampler.prompt_logprobs(self.forward.logits(hidden[at]), token_ids[at], top) for at in pieces]
+        return logprob_columns.join(
+            self.sampler.prompt_logprobs(self.forward.logits(hidden[at]), token_ids[at], top) for at in pieces
         )
 
 
@@ -174,17 +174,3 @@ def _synchronize(device: torch.device) -> None:
     """Wait for a GPU: then the time is the forward pass's, and the buffers may be laid out anew."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _select(logprobs: Logprobs, kept: Sequence[int]) -> Logprobs:
-    """The entries of the tokens ``kept``."""
-    if len(kept) == len(logprobs.counts):
-        return logprobs
-    ends = np.cumsum(logprobs.counts)
-    spans = [slice(int(ends[at]) - logprobs.counts[at], int(ends[at])) for at in kept]
-    return Logprobs(
-        counts=[logprobs.counts[at] for at in kept],
-        token_ids=[token for span in spans for token in logprobs.token_ids[span]],
-        logprobs=[value for span in spans for value in logprobs.logprobs[span]],
-        ranks=[logprobs.ranks[at] for at in kept],
-    )

@@ -15,7 +15,7 @@ from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.sse import ChunkTemplate
 from raylm.ingress.openai.completion_body import DEFAULT_MAX_TOKENS, CompletionRequest
 from raylm.ingress.openai.completion_stream import CompletionStream
-from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, join_columns, prompt_logprobs
+from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from raylm.ingress.openai.models import check_model
 from raylm.ingress.openai.outputs import Choice, Generation, Usage, extras, gather
 from raylm.ingress.openai.prompts import Prompt, count_items
@@ -140,5 +140,6 @@ class Completions:
             shown = columns.generated(choice.token_ids, choice.logprobs)
         else:
             prompt = columns.prompt(echoed, generation.prompt_token_ids, generation.prompt_logprobs or ())
-            shown = join_columns(prompt, columns.generated(choice.token_ids, choice.logprobs))
+            generated = columns.generated(choice.token_ids, choice.logprobs)
+            shown = {name: prompt[name] + generated[name] for name in prompt}
         return shown | {"top_logprobs": Pieces(shown["top_logprobs"])}

@@ -113,11 +113,6 @@ class CompletionLogprobs:
         return {self._tokens.text_of(token_id): max(logprob, _LOWEST) for token_id, logprob in likely}
 
 
-def join_columns(first: JSONObject, second: JSONObject) -> JSONObject:
-    """The columns of an echoed prompt and of what was generated after it, as one."""
-    return {name: first[name] + second[name] for name in first}
-
-
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], num_top: int, tokens: TokenTexts) -> Pieces:
     """vLLM's ``prompt_logprobs``: for each prompt token null or {token id: {logprob, rank, decoded_token}}."""
     return Pieces(None if entry is None else _by_id(entry, num_top, tokens) for entry in entries)
