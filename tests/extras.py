@@ -59,11 +59,14 @@ EXTRAS = {
     ),
     "speculation": Extra(
         paths=("raylm/worker/speculation", "tests/worker/speculation"),
-        lines={},
+        lines={"raylm/worker/startup.py": ('"ngram": "raylm.worker.speculation',)},
     ),
     "gpu": Extra(
         paths=("raylm/worker/gpu", "tests/worker/gpu"),
-        lines={},
+        lines={
+            "raylm/worker/startup.py": ('"cuda": "raylm.worker.gpu',),
+            "raylm/worker/attention/registry.py": ('"xformers": "raylm.worker.gpu',),
+        },
     ),
 }
 

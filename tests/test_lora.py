@@ -72,7 +72,7 @@ def test_what_one_step_mixes_changes_nothing(llm: LLM, expected: list[list[int]]
     "options",
     [
         {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 4}},  # long prompts in chunks, sequences queue
-        {"scheduler": {"speculative_tokens": 4}},
+        pytest.param({"scheduler": {"speculative_tokens": 4}}, marks=pytest.mark.uses("speculation")),
         {"quantization": "int8"},
     ],
     ids=["chunked", "speculating", "int8"],

@@ -1,4 +1,4 @@
-"""Forms of answers in the offline engine: preempted, guessed beside, and refused."""
+"""Forms of answers in the offline engine: preempted, with draft tokens, and refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from raylm.errors import InvalidRequestError
 from raylm.params import StructuredOutputs
 
 
+@pytest.mark.uses("speculation")
 def test_preemption_and_speculation_change_nothing() -> None:
     """A pool too small for all, chunks, and guesses: the same tokens as with room for everything."""
     schema = {

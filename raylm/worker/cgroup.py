@@ -1,4 +1,4 @@
-"""Worker: what the machine gives this process, whether or not a container narrows it."""
+"""Cores and memory that this process may use, whether or not a container narrows them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def available_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def available_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes that the system could give this process: the machine's available memory, or less in a container."""
+    """Bytes: the machine's available memory, or less in a container."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     available = int(lines["MemAvailable"].split()[0]) * 1024
     limit = cgroup / "memory.max"

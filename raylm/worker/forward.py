@@ -1,9 +1,10 @@
-"""Worker: the forward pass of a step, by the model's modules or by the native decoder; owns the KV tensors."""
+"""The forward pass of a step, by the model's modules or by the native decoder; owns the KV tensors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from raylm.worker.input_buffers import StepInputs
 
 
 class Forward(ABC):
-    """One step through a model."""
+    """One step through a model; with ``captures`` it has graphs to capture before the first one."""
+
+    captures: ClassVar[bool] = False
 
     @abstractmethod
     def hidden(self, inputs: StepInputs) -> Tensor:
@@ -32,6 +35,9 @@ class Forward(ABC):
     @abstractmethod
     def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter | PackedAdapter:
         """An adapter, by the names of its modules, in the form that ``hidden`` reads; may be called beside a step."""
+
+    def capture_at_start(self) -> None:  # noqa: B027  # most have nothing to capture
+        """Capture what the first steps will need."""
 
     def seconds(self) -> dict[str, float]:
         """Where the time of all steps went, as far as it is known."""
@@ -72,8 +78,7 @@ class NativeForward(Forward):
     def __init__(
         self, model: CausalLM, decoder: NativeDecoder, backend: CpuBackend, kv_caches: Sequence[Tensor]
     ) -> None:
-        self._model, self._decoder = model, decoder
-        self._backend, self._kv_caches = backend, list(kv_caches)
+        self._model, self._decoder, self._backend, self._kv_caches = model, decoder, backend, list(kv_caches)
 
     def serve_adapters(self) -> None:
         """The decoder is ready for them."""
@@ -95,7 +100,7 @@ class NativeForward(Forward):
 def select_forward(
     model: CausalLM, backend: type[AnyBackend], kv_caches: Sequence[Tensor], limits: StepLimits
 ) -> Forward:
-    """The fastest way there is for this model with this backend."""
+    """The fastest forward pass for this model with this backend."""
     attention = backend(limits)
     if isinstance(attention, CpuBackend):
         decoder = model.native_decoder(limits.max_num_tokens, kv_caches)

@@ -1,4 +1,4 @@
-"""Worker: InputBatch, the one permanent row per sequence whose columns the runner and the sampler read."""
+"""One permanent row per sequence, whose columns the runner and the sampler read."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
-from raylm.worker.sampling.logits_processors import LogitsProcessor, build_logits_processors
+from raylm.worker.arrays import IntArray, Ints, Mask, ragged
+from raylm.worker.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor
 from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
 from raylm.worker.sampling.thinking_budget import ThinkingBudget
 
-IntArray = NDArray[np.integer[Any]]
-
 SAMPLING_DTYPE = np.dtype(
-    [
-        ("temperature", np.float64),
-        ("top_p", np.float64),
-        ("min_p", np.float64),
-        ("top_k", np.int64),
-        ("seed", np.int64),
-        ("logprobs", np.int64),
-    ]
+    {
+        "names": ["temperature", "top_p", "min_p", "top_k", "seed", "logprobs"],
+        "formats": [np.float64] * 3 + [np.int64] * 3,
+    }
 )
 NO_LOGPROBS = -1
 
@@ -50,11 +43,9 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        device: torch.device | str,
         grammars: Grammars | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
@@ -63,18 +54,12 @@ class InputBatch:
         self.limits = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
         self.processors: tuple[LogitsProcessor[Any], ...] = (
-            *build_logits_processors(max_num_seqs, vocab_size),
+            *(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS),
             ThinkingBudget(max_num_seqs, vocab_size),
             StructuredOutputs(max_num_seqs, vocab_size, grammars),
         )
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._row_of
 
     def add(self, new: NewSequence) -> int:
         """Give the sequence a row and fill it; on an error nothing has changed.
@@ -127,7 +112,7 @@ class InputBatch:
         for processor in self.processors:
             processor.remove(row)
 
-    def rows(self, seq_ids: Sequence[int]) -> NDArray[np.int64]:
+    def rows(self, seq_ids: Sequence[int]) -> Ints:
         """The rows of these sequences, [len(seq_ids)] int64.
 
         Raises:
@@ -135,8 +120,8 @@ class InputBatch:
         """
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
-    def same_at_all_positions(self, rows: IntArray) -> NDArray[np.bool_]:
-        """Which of the rows have their logits changed, if at all, without a look at their tokens, [len(rows)]."""
+    def same_at_all_positions(self, rows: IntArray) -> Mask:
+        """Which of the rows no processor treats by their tokens, [len(rows)]: these may be drawn several at once."""
         same = np.ones(len(rows), np.bool_)
         for processor in self.processors:
             if processor.states and processor.follows_tokens:
@@ -150,9 +135,8 @@ class InputBatch:
         if len(block_ids) == 0:
             return
         added = np.asarray(counts, np.int64)
-        first = self.num_blocks[rows] - (np.cumsum(added) - added)
-        columns = np.arange(len(block_ids)) + np.repeat(first, added)
-        self.block_tables[np.repeat(rows, added), columns] = block_ids
+        places, offsets = ragged(added)
+        self.block_tables[rows[places], self.num_blocks[rows][places] + offsets] = block_ids
         self.num_blocks[rows] += added.astype(np.int32)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray, offsets: IntArray | int = 0) -> None:

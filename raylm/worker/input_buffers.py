@@ -1,4 +1,4 @@
-"""Worker: the preallocated columns that a step's tokens, positions and block tables are laid out in."""
+"""The preallocated columns that a step's tokens, positions and block tables are written to."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.models import AdapterRun
+from raylm.worker.arrays import Ints
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.step_batch import StepBatch
@@ -44,7 +45,7 @@ class StepInputs:
 
 
 class InputBuffers:
-    """Lays one step after the other out in the same memory."""
+    """Builds the inputs of one step after the other in the same memory."""
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         tokens, seqs = limits.max_num_tokens, limits.max_num_seqs
@@ -57,7 +58,7 @@ class InputBuffers:
         self._query_start_loc = Column((seqs + 1,), torch.int32, device)
 
     def build(self, step: StepBatch, batch: InputBatch, adapters: Sequence[AdapterRun] = ()) -> StepInputs:
-        """Lay out the tokens of a step; guesses stand in the batch behind the known tokens.
+        """The inputs of a step, whose draft tokens stand in the batch behind the known ones.
 
         Raises:
             RuntimeError: the step is larger than the limits, or computes tokens that are not known or have no block.
@@ -68,17 +69,17 @@ class InputBuffers:
         np.cumsum(counts, out=starts[1:])
         self._seq_lens.host[: len(rows)] = computed + counts
         self._block_tables.host[: len(rows)] = batch.block_tables[rows]
-        self._lay_tokens(np.repeat(computed - starts[:-1], counts), np.repeat(rows, counts), batch)
+        self._fill_tokens(np.repeat(computed - starts[:-1], counts), np.repeat(rows, counts), batch)
         return self._upload(len(rows), int(counts.sum()), int((counts == 1).sum()), adapters)
 
-    def _lay_tokens(self, shifts: NDArray[np.int64], token_rows: NDArray[np.int64], batch: InputBatch) -> None:
+    def _fill_tokens(self, shifts: Ints, token_rows: Ints, batch: InputBatch) -> None:
         total, size = len(token_rows), self._limits.block_size
         positions = np.add(np.arange(total), shifts, out=self._positions.host[:total])
         self._input_ids.host[:total] = batch.token_ids[token_rows, positions]
         blocks = batch.block_tables[token_rows, positions // size].astype(np.int64)
         np.add(blocks * size, positions % size, out=self._slot_mapping.host[:total])
 
-    def _check(self, ends: NDArray[np.int64], step: StepBatch, batch: InputBatch) -> None:
+    def _check(self, ends: Ints, step: StepBatch, batch: InputBatch) -> None:
         rows, counts = step.rows, step.counts
         if len(rows) > self._limits.max_num_seqs or counts.sum() > self._limits.max_num_tokens:
             raise RuntimeError(f"a step of {counts.sum()} tokens of {len(rows)} sequences exceeds {self._limits}")

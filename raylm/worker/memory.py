@@ -1,38 +1,27 @@
-"""Worker: what is told when the memory of a GPU does not suffice: what was asked for, what there is, what would fit."""
+"""The memory of the largest step, which is run once on made-up tokens before there is a KV pool."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count, takewhile
 
 import torch
 
-from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.worker.attention import StepLimits
-from raylm.worker.cgroup import available_memory
+from raylm.messages import NewSequence, SchedulerOutput
+from raylm.models import CausalLM
+from raylm.params import SamplingParams
+from raylm.worker.attention import AnyBackend, StepLimits
+from raylm.worker.forward import select_forward
+from raylm.worker.input_batch import InputBatch
+from raylm.worker.input_buffers import InputBuffers
+from raylm.worker.kv_cache import allocate
+from raylm.worker.model_runner import ModelRunner
+from raylm.worker.sampling.sampler import Sampler
 
-_GIB = 1 << 30
+_CPU_TOKENS = 256
 _FEWEST_TOKENS = 16
-
-
-@contextmanager
-def loading(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
-    """Under it the weights are loaded.
-
-    Raises:
-        ConfigError: the device cannot hold them.
-    """
-    free = _free(device)
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        files = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
-        raise ConfigError(
-            f"model: its weights take {files / _GIB:.1f} GiB as they lie in {checkpoint.path}, and {device} had "
-            f"{free / _GIB:.1f} GiB free. A smaller model, or a quantized one, would fit."
-        ) from error
 
 
 def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
@@ -45,25 +34,77 @@ def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
         return run(limits)
     except torch.OutOfMemoryError as error:
         cause = error.with_traceback(None)  # its frames would keep what smaller steps need
-    fitting = _fitting(run, limits)
+    halves = takewhile(lambda size: size >= _FEWEST_TOKENS, (limits.max_num_tokens >> i for i in count(1)))
+    fitting = next((size for size in halves if _fits(run, limits, size)), None)
     raise ConfigError(
         f"scheduler.max_num_batched_tokens: a step of {limits.max_num_tokens} tokens does not fit into the memory "
         f"that the weights leave; {f'{fitting} tokens do' if fitting else 'nor does any smaller one'}."
     ) from cause
 
 
-def _fitting(run: Callable[[StepLimits], int], limits: StepLimits) -> int | None:
-    """The largest half, quarter, .. of a step that fits."""
-    tokens = limits.max_num_tokens // 2
-    while tokens >= _FEWEST_TOKENS:
-        try:
-            run(replace(limits, max_num_tokens=tokens, max_num_seqs=min(limits.max_num_seqs, tokens)))
-        except torch.OutOfMemoryError:
-            tokens //= 2
-        else:
-            return tokens
-    return None
+def _fits(run: Callable[[StepLimits], int], limits: StepLimits, tokens: int) -> bool:
+    try:
+        run(replace(limits, max_num_tokens=tokens, max_num_seqs=min(limits.max_num_seqs, tokens)))
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
-def _free(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+def profile_run(
+    model: CausalLM,
+    backend: type[AnyBackend],
+    limits: StepLimits,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sampler: Sampler | None = None,
+) -> int:
+    """Run a step of as many sequences and tokens as ``limits`` allow; return the bytes it took beside the weights.
+
+    On a CPU the step is a warm-up of 256 tokens that measures nothing (0 is returned): a large model would take
+    half a minute for the full one, and the pool's default share leaves most of the memory free.
+    """
+    on_gpu = device.type == "cuda"
+    tokens = limits.max_num_tokens if on_gpu else min(limits.max_num_tokens, _CPU_TOKENS)
+    lengths = _lengths(tokens, limits.max_num_seqs, longest)
+    size = limits.block_size
+    blocks = -(-(max(lengths) + 1) // size)  # one more for the drawn token
+    step = StepLimits(sum(lengths), len(lengths), blocks, size)
+    batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size)
+    kv_caches = allocate(backend, model.attention_specs, blocks, size, dtype, device)
+    forward = select_forward(model, backend, kv_caches, step)
+    runner = ModelRunner(forward, batch, InputBuffers(step, device), sampler=sampler)
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    runner.execute(_plan(lengths, blocks))
+    return torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
+
+
+def _lengths(tokens: int, seqs: int, longest: int) -> list[int]:
+    """One-token sequences first, then as long ones as there are tokens for: they make the most logits and scores."""
+    seqs = min(seqs, tokens)
+    rest = tokens - seqs
+    lengths = []
+    for _ in range(seqs):
+        extra = min(rest, longest - 1)
+        lengths.append(1 + extra)
+        rest -= extra
+    return lengths[::-1]
+
+
+def _plan(lengths: list[int], blocks: int) -> SchedulerOutput:
+    """All sequences write to the same blocks: what they compute is of no interest."""
+    table, zeros = list(range(blocks)), [0] * len(lengths)
+    new = [NewSequence(at, [0] * n, n, table, SamplingParams(), seed=0) for at, n in enumerate(lengths)]
+    return SchedulerOutput(
+        0,
+        [],
+        new,
+        list(range(len(new))),
+        zeros,
+        lengths,
+        samples=[True] * len(new),
+        new_block_counts=zeros,
+        new_block_ids=[],
+    )

@@ -1,4 +1,4 @@
-"""Worker: the ModelRunner, which turns a SchedulerOutput into one forward pass and its drawn tokens."""
+"""The ModelRunner, which turns a SchedulerOutput into one forward pass and its drawn tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
+from raylm.worker.arrays import Ints
+from raylm.worker.features import Adapters, AsyncDecode, Speculator
 from raylm.worker.forward import Forward
-from raylm.worker.gpu.async_decode import AsyncDecode, NoAsyncDecode
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
-from raylm.worker.lora import Adapters, NoAdapters
 from raylm.worker.pooler import Pooler
 from raylm.worker.sampling.sampler import Sampler, SamplerOutput
-from raylm.worker.speculation.speculator import NoSpeculation, Speculator
 from raylm.worker.step_batch import DrawRows, StepBatch
 
 _PROMPT_LOGITS_BYTES = 64 << 20
@@ -36,42 +36,38 @@ class ModelRunner:
         buffers: InputBuffers,
         speculator: Speculator | None = None,
         sampler: Sampler | None = None,
-        feed: AsyncDecode | None = None,
+        async_decode: AsyncDecode | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self.forward = forward
         self.batch = batch
         self.buffers = buffers
         self.sampler = sampler or Sampler()
-        self.speculator = speculator or NoSpeculation()
-        self.adapters = adapters or NoAdapters()
+        self.speculator = speculator or Speculator()
+        self.adapters = adapters or Adapters()
+        self.async_decode = async_decode or AsyncDecode()
         self.pooler = Pooler()
-        self.feed = feed or NoAsyncDecode()
         self._prompt_logprobs: dict[int, int] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Apply the difference, run the step, draw tokens and keep them.
-
-        Raises:
-            RuntimeError: the plan contradicts what the worker holds.
-        """
+        """Run a step and wait for its output."""
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """The same, but what is returned gives the output, and may wait for it while the next step is launched.
+        """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output.
 
         Raises:
             RuntimeError: the plan contradicts what the worker holds.
         """
         started = time.perf_counter()
-        step = self.speculator.lay_out(self.pooler.claim(StepBatch.of(plan, self._apply(plan))), self.batch)
+        step = self.speculator.propose(self.pooler.claim(StepBatch.of(plan, self._apply(plan))), self.batch)
         step = self.adapters.arrange(step)
         adapters = self.adapters.runs(step)
         plain = not self._prompt_logprobs and not adapters
-        if step.seq_ids and plain and self.feed.takes(step, self.batch):
-            return self.feed.launch(plan.step, step, self.batch, self.forward).output
-        self.feed.settle(self.batch)
+        if step.seq_ids and plain and self.async_decode.takes(step, self.batch):
+            return self.async_decode.launch(plan.step, step, self.batch, self.forward)
+        self.async_decode.settle(self.batch)
         output = self._run(plan, step, adapters, started)
         return lambda: output
 
@@ -98,7 +94,7 @@ class ModelRunner:
             seq_ids=[step.seq_ids[place] for place in np.flatnonzero(token_counts).tolist()],
             token_counts=token_counts[token_counts > 0].tolist(),
             token_ids=drawn.token_ids[kept].tolist(),
-            logprobs=drawn.logprobs and _select(drawn.logprobs, kept.tolist()),
+            logprobs=drawn.logprobs and logprob_columns.select(drawn.logprobs, kept.tolist()),
             prompt_logprobs=prompt_logprobs,
             failed=[*((step.seq_ids[place], reason) for place, reason in drawn.failed), *lost],
             forward_s=forward_s,
@@ -107,7 +103,7 @@ class ModelRunner:
             pooled=pooled,
         )
 
-    def _apply(self, plan: SchedulerOutput) -> NDArray[np.int64]:
+    def _apply(self, plan: SchedulerOutput) -> Ints:
         for seq_id in plan.finished:
             self.batch.remove(seq_id)
             self._prompt_logprobs.pop(seq_id, None)
@@ -115,7 +111,7 @@ class ModelRunner:
         for new in plan.new:
             row = self.batch.add(new)
             self.speculator.add(row)
-            self.feed.add(row)
+            self.async_decode.add(row)
             self.adapters.add(row, new)
             self.pooler.add(new)
             if new.params.prompt_logprobs is not None:
@@ -124,15 +120,15 @@ class ModelRunner:
         self.batch.append_blocks(rows, plan.new_block_counts, plan.new_block_ids)
         return rows
 
-    def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, NDArray[np.int64]]:
-        """Draw, and append what counts; returns all that was drawn, and which draws are to be told.
+    def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, Ints]:
+        """Draw, and append what counts; returns all that was drawn, and which draws are to be reported.
 
         In what is returned ``failed`` names the sequence's place in the step.
         """
         rows = step.rows[draws.places]
         drawn = self.sampler.sample(logits, rows, self.batch, draws.offsets)
-        guesses = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
-        matches = (drawn.token_ids == guesses) & (draws.offsets < step.drafts[draws.places])
+        drafts = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
+        matches = (drawn.token_ids == drafts) & (draws.offsets < step.drafts[draws.places])
         failed = dict(drawn.failed)
         counts = draws.accepted(matches)
         # Failed rows too: a step already on its way may compute the token that was to be drawn here.
@@ -153,25 +149,20 @@ class ModelRunner:
             top, row = self._prompt_logprobs.get(seq_id), step.rows[at]
             known = min(count, int(self.batch.num_prompt_tokens[row]) - 1 - computed)
             if top is not None and known > 0:
-                told = self.batch.token_ids[row, computed + 1 : computed + 1 + known]
-                described.append((seq_id, self._describe(hidden[starts[at] : starts[at] + known], told, top)))
+                token_ids = self.batch.token_ids[row, computed + 1 : computed + 1 + known]
+                described.append((seq_id, self._describe(hidden[starts[at] : starts[at] + known], token_ids, top)))
         return described
 
     def _describe(self, hidden: Tensor, token_ids: NDArray[np.int32], top: int) -> Logprobs:
         """Piece by piece, for the logits of a long chunk would dwarf everything else."""
-        piece = max(1, _PROMPT_LOGITS_BYTES // (4 * self.batch.vocab_size))
-        found = Logprobs([], [], [], [])
-        for start in range(0, len(token_ids), piece):
-            told = token_ids[start : start + piece]
-            part = self.sampler.prompt_logprobs(self.forward.logits(hidden[start : start + piece]), told, top)
-            found.counts.extend(part.counts)
-            found.token_ids.extend(part.token_ids)
-            found.logprobs.extend(part.logprobs)
-            found.ranks.extend(part.ranks)
-        return found
+        size = max(1, _PROMPT_LOGITS_BYTES // (4 * self.batch.vocab_size))
+        pieces = [slice(start, start + size) for start in range(0, len(token_ids), size)]
+        return logprob_columns.join(
+            self.sampler.prompt_logprobs(self.forward.logits(hidden[at]), token_ids[at], top) for at in pieces
+        )
 
 
-def _rows(hidden: Tensor, tokens: NDArray[np.int64]) -> Tensor:
+def _rows(hidden: Tensor, tokens: Ints) -> Tensor:
     """Some rows of ``hidden``, in order; all of them where every token draws, and then nothing is copied."""
     return hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens).to(hidden.device)]
 
@@ -180,17 +171,3 @@ def _synchronize(device: torch.device) -> None:
     """Wait for a GPU: then the time is the forward pass's, and the buffers may be laid out anew."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _select(logprobs: Logprobs, kept: Sequence[int]) -> Logprobs:
-    """The entries of the tokens ``kept``."""
-    if len(kept) == len(logprobs.counts):
-        return logprobs
-    ends = np.cumsum(logprobs.counts)
-    spans = [slice(int(ends[at]) - logprobs.counts[at], int(ends[at])) for at in kept]
-    return Logprobs(
-        counts=[logprobs.counts[at] for at in kept],
-        token_ids=[token for span in spans for token in logprobs.token_ids[span]],
-        logprobs=[value for span in spans for value in logprobs.logprobs[span]],
-        ranks=[logprobs.ranks[at] for at in kept],
-    )

@@ -1,4 +1,4 @@
-"""Worker: the Pooler, which makes vectors of the hidden states of prompts that are to be embedded."""
+"""Vectors of the hidden states of prompts that are to be embedded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Pooler:
             self._rows[new.seq_id] = _Row(new.pooling)
 
     def remove(self, seq_id: int) -> None:
-        """Forget a sequence."""
         self._rows.pop(seq_id, None)
 
     def claim(self, step: StepBatch) -> StepBatch:

@@ -1,10 +1,10 @@
-"""Worker: the stages from a configuration to a model runner that can take its first step."""
+"""The stages from a configuration to a model runner that can take its first step."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,29 +13,37 @@ import torch
 from raylm.checkpoint import Checkpoint, resolve
 from raylm.config import Config, EngineConfig
 from raylm.errors import ConfigError
+from raylm.lazy import Family
 from raylm.messages import WorkerInfo
 from raylm.models import CausalLM, Ranks, load_model, resolve_dtype
 from raylm.native import use_threads
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
-from raylm.worker.cgroup import available_cores
+from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.distributed.process_group import join_ranks
-from raylm.worker.distributed.rank_sampler import select_sampler
 from raylm.worker.distributed.rendezvous import Rendezvous
-from raylm.worker.forward import ModuleForward, select_forward
-from raylm.worker.gpu.async_decode import create_async_decode
-from raylm.worker.gpu.cuda_graphs import CudaCapture, GraphForward
+from raylm.worker.features import AsyncDecode, Speculator
+from raylm.worker.forward import Forward, ModuleForward, select_forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
-from raylm.worker.kv_cache import KVCacheSize, allocate, block_bytes, free_memory, size_pool
+from raylm.worker.kv_cache import GIB, KVCacheSize, allocate, block_bytes, free_memory, size_pool
 from raylm.worker.lora import create_adapters
-from raylm.worker.memory import largest_step, loading
+from raylm.worker.memory import largest_step, profile_run
 from raylm.worker.model_runner import ModelRunner
-from raylm.worker.profile_run import profile_run
 from raylm.worker.sampling.sampler import Sampler
 from raylm.worker.sampling.structured_outputs import Grammars
-from raylm.worker.speculation.speculator import create_speculator
 
 logger = logging.getLogger(__name__)
+
+# What can be taken out, by method or by device; without its line it is refused, or done without and the log says so.
+SPECULATORS = Family[Callable[[StepLimits, int, int], Speculator]]({
+    "ngram": "raylm.worker.speculation.speculator:NGramSpeculator",
+})  # fmt: skip
+GRAPH_FORWARDS = Family[Callable[[ModuleForward, StepLimits, int, torch.device], Forward]]({
+    "cuda": "raylm.worker.gpu.cuda_graphs:GraphForward",
+})  # fmt: skip
+ASYNC_DECODES = Family[Callable[[StepLimits, torch.device], AsyncDecode]]({
+    "cuda": "raylm.worker.gpu.async_decode:GPUAsyncDecode",
+})  # fmt: skip
 
 _WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
 
@@ -54,7 +62,7 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Host:
+class _Rank:
     """Where this rank computes, and with whom."""
 
     device: torch.device
@@ -76,16 +84,6 @@ class _Loaded:
     grammars: Grammars
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The KV pool."""
-
-    pool: KVCacheSize
-    kv_caches: list[torch.Tensor]
-    bytes_each: int
-    with_graphs: bool
-
-
 @torch.inference_mode()
 def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[ModelRunner, WorkerInfo]:
     """Meet the other ranks, load the weights, profile, allocate the KV pool.
@@ -95,100 +93,132 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         PeerLostError: another rank is gone.
     """
     stages = Stages()
-    host = _meet(config, rendezvous or Rendezvous())
-    if host.device.type == "cpu":
+    rank = _join(config, rendezvous or Rendezvous())
+    if rank.device.type == "cpu":
         with stages("native kernels"):
-            use_threads(host.most_threads)
+            use_threads(rank.most_threads)
     with stages("load weights"):
-        loaded = _load(config, host)
+        loaded = _load(config, rank)
     with stages("profile run"):
-        activations = _profile(config, host, loaded)
+        activations = _profile(config, rank, loaded)
     with stages("allocate KV cache"):
-        memory = _allocate(config, host, loaded, activations)
-        runner = _runner(config, host, loaded, memory)
-    if isinstance(runner.forward, GraphForward):
+        pool = _size_pool(config, rank, loaded, activations)
+        runner = _runner(config, rank, loaded, pool)
+    if runner.forward.captures:
         with stages("capture CUDA graphs"):
             runner.forward.capture_at_start()
     return runner, WorkerInfo(
-        num_blocks=memory.pool.num_blocks,
+        num_blocks=pool.num_blocks,
         block_size=config.cache.block_size,
-        max_model_len=memory.pool.max_model_len,
+        max_model_len=pool.max_model_len,
         vocab_size=loaded.model.vocab_size,
-        device=str(host.device),
+        device=str(rank.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention_backend=loaded.backend.name,
         threads=loaded.threads,
         weights_bytes=loaded.weights_bytes,
-        kv_cache_bytes=memory.pool.num_blocks * memory.bytes_each,
+        kv_cache_bytes=pool.num_blocks * pool.block_bytes,
         stages=stages.done,
         quantization=loaded.model.quantization,
-        tensor_parallel_size=host.ranks.size,
+        tensor_parallel_size=rank.ranks.size,
     )
 
 
-def _meet(config: Config, rendezvous: Rendezvous) -> _Host:
+def _join(config: Config, rendezvous: Rendezvous) -> _Rank:
     torch.set_num_threads(most_threads := available_threads(config.engine))
     device = resolve_device(config.device)
+    check_extras(config, device)
     ranks = join_ranks(rendezvous, config.engine.tensor_parallel_size, device)
-    return _Host(device, ranks, select_sampler(ranks), most_threads)
+    return _Rank(device, ranks, Sampler(ranks=ranks), most_threads)
 
 
-def _load(config: Config, host: _Host) -> _Loaded:
+def _load(config: Config, rank: _Rank) -> _Loaded:
     checkpoint = resolve(config.model, config.revision)
-    dtype = resolve_dtype(checkpoint, config.dtype, host.device)
-    with loading(checkpoint, host.device):
-        model, weights_bytes = load_model(checkpoint, dtype, host.device, config.quantization, host.ranks)
-    threads = config.engine.threads or useful_threads(host.most_threads, weights_bytes)
+    dtype = resolve_dtype(checkpoint, config.dtype, rank.device)
+    on_gpu = rank.device.type == "cuda"
+    free = torch.cuda.mem_get_info(rank.device)[0] if on_gpu else available_memory()
+    try:
+        model, weights_bytes = load_model(checkpoint, dtype, rank.device, config.quantization, rank.ranks)
+    except torch.OutOfMemoryError as error:
+        files = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
+        raise ConfigError(
+            f"model: its weights take {files / GIB:.1f} GiB as they lie in {checkpoint.path}, and {rank.device} had "
+            f"{free / GIB:.1f} GiB free. A smaller model, or a quantized one, would fit."
+        ) from error
+    threads = config.engine.threads or useful_threads(rank.most_threads, weights_bytes)
     torch.set_num_threads(threads)
-    if host.device.type == "cpu":
+    if not on_gpu:
         use_threads(threads)
-    backend = select_backend(model.attention_specs, dtype, host.device, config.cache.block_size)
+    backend = select_backend(model.attention_specs, dtype, rank.device, config.cache.block_size)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
     return _Loaded(checkpoint, model, dtype, weights_bytes, threads, backend, grammars)
 
 
-def _profile(config: Config, host: _Host, loaded: _Loaded) -> int:
+def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
     """Bytes that the largest step takes beside weights and KV cache."""
     limits = _limits(config, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
 
-    def run(step: StepLimits) -> int:
-        return profile_run(loaded.model, loaded.backend, step, longest, loaded.dtype, host.device, host.sampler)
+    model, backend, dtype = loaded.model, loaded.backend, loaded.dtype
+    return largest_step(
+        lambda step: profile_run(model, backend, step, longest, dtype, rank.device, rank.sampler), limits
+    )
 
-    return largest_step(run, limits)
+
+def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> KVCacheSize:
+    bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
+    free, default = rank.ranks.least(free_memory(rank.device, activations, rank.ranks.size))
+    return size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
 
 
-def _allocate(config: Config, host: _Host, loaded: _Loaded, activations: int) -> _Memory:
-    model, backend, size = loaded.model, loaded.backend, config.cache.block_size
-    bytes_each = block_bytes(backend, model.attention_specs, size, loaded.dtype)
-    free, default = host.ranks.least(free_memory(host.device, activations, host.ranks.size))
-    pool = size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
-    capturable = backend.capturable and model.capturable
-    with_graphs = host.device.type == "cuda" and capturable and _wants_graphs(config.engine)
+def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
+    model, backend, device, longest = loaded.model, loaded.backend, rank.device, pool.max_model_len
+    drafts, limits = config.scheduler.speculative_tokens, _limits(config, longest)
+    batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, loaded.grammars)
+    capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
+    with_graphs = capturable and _wants_graphs(config.engine)
     num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
-    kv_caches = allocate(backend, model.attention_specs, num_blocks, size, loaded.dtype, host.device)
-    return _Memory(pool, kv_caches, bytes_each, with_graphs)
-
-
-def _runner(config: Config, host: _Host, loaded: _Loaded, memory: _Memory) -> ModelRunner:
-    model, device, longest = loaded.model, host.device, memory.pool.max_model_len
-    guesses, limits = config.scheduler.speculative_tokens, _limits(config, longest)
-    batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, device, loaded.grammars)
-    forward = select_forward(model, loaded.backend, memory.kv_caches, limits)
-    if memory.with_graphs and isinstance(forward, ModuleForward):
-        forward = GraphForward(forward, limits, memory.pool.num_blocks, device, CudaCapture())
+    kv_caches = allocate(backend, model.attention_specs, num_blocks, limits.block_size, loaded.dtype, device)
+    forward = select_forward(model, backend, kv_caches, limits)
+    if with_graphs and isinstance(forward, ModuleForward):
+        forward = GRAPH_FORWARDS[device.type](forward, limits, pool.num_blocks, device)
     # What is left to torch beside native products and attention is small: waking its threads takes longer.
-    is_native = loaded.backend.name == "cpu" and not model.torch_multiplies
+    is_native = backend.name == "cpu" and not model.torch_multiplies
     torch.set_num_threads(loaded.threads if isinstance(forward, ModuleForward) and not is_native else 1)
     return ModelRunner(
         forward,
         batch,
         InputBuffers(limits, device),
-        create_speculator(limits, longest, guesses),
-        host.sampler,
-        create_async_decode(limits, device, alone=host.ranks.size == 1 and not guesses),
+        create_speculator(limits, longest, drafts),
+        rank.sampler,
+        create_async_decode(limits, device, alone=rank.ranks.size == 1 and not drafts),
         create_adapters(config.lora, model, forward, limits.max_num_seqs),
     )
+
+
+def create_speculator(limits: StepLimits, max_model_len: int, most: int) -> Speculator:
+    """The speculator for up to ``most`` draft tokens for a sequence in a step; 0 is none."""
+    return SPECULATORS["ngram"](limits, max_model_len, most) if most else Speculator()
+
+
+def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool) -> AsyncDecode:
+    """Only a GPU leaves something to wait for, and only a worker ``alone`` decides what is drawn.
+
+    It is not alone where other ranks take over what it draws, or where drafts are made from tokens that the host knows.
+    """
+    return ASYNC_DECODES[device.type](limits, device) if alone and device.type in ASYNC_DECODES else AsyncDecode()
+
+
+def check_extras(config: Config, device: torch.device) -> None:
+    """Whether what the configuration asks for is installed.
+
+    Raises:
+        ConfigError: it asks for draft tokens, and the package that makes them is not there.
+    """
+    if config.scheduler.speculative_tokens and not SPECULATORS:
+        raise ConfigError("scheduler.speculative_tokens: raylm.worker.speculation is not installed; only 0 is served.")
+    if device.type == "cuda" and not GRAPH_FORWARDS:
+        logger.warning("Steps on a GPU are slower: raylm.worker.gpu, with its kernels and graphs, is not installed.")
 
 
 def resolve_device(asked: str) -> torch.device:

@@ -1,17 +1,13 @@
-"""Worker: StepBatch, the sequences of one step in the order of their tokens, and the DrawnRuns that come of it."""
+"""The sequences of one step in the order of their tokens, and where it draws."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raylm.messages import SchedulerOutput
-
-Ints = NDArray[np.int64]
-IntArray = NDArray[np.integer[Any]]
+from raylm.worker.arrays import IntArray, Ints, Mask, ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +15,7 @@ class StepBatch:
     """What one step computes, as columns [S] int64 over its sequences, those with one token first.
 
     ``rows`` of the batch compute ``counts`` tokens from position ``computed`` on. Behind the last ``draws`` of them a
-    token is drawn: 0 within a prompt, else 1 + the guesses that stand behind the last known token.
+    token is drawn: 0 within a prompt, else 1 + the draft tokens that stand behind the last known one.
     """
 
     seq_ids: list[int]
@@ -30,7 +26,7 @@ class StepBatch:
 
     @classmethod
     def of(cls, plan: SchedulerOutput, rows: Ints) -> StepBatch:
-        """The step as planned, without guesses."""
+        """The step as planned, without drafts."""
         return cls(
             plan.seq_ids,
             rows,
@@ -41,7 +37,7 @@ class StepBatch:
 
     @property
     def drafts(self) -> Ints:
-        """Guesses of each sequence."""
+        """Draft tokens of each sequence."""
         return np.maximum(self.draws - 1, 0)
 
     def take(self, at: IntArray) -> StepBatch:
@@ -64,16 +60,13 @@ class DrawRows:
 
     @classmethod
     def of(cls, step: StepBatch) -> DrawRows:
-        """The draws of a step."""
-        draws, ends = step.draws, np.cumsum(step.counts)
-        places = np.repeat(np.arange(len(draws)), draws)
-        offsets = np.arange(len(places)) - np.repeat(np.cumsum(draws) - draws, draws)
-        return cls(places, offsets, (ends - draws)[places] + offsets)
+        places, offsets = ragged(step.draws)
+        return cls(places, offsets, (np.cumsum(step.counts) - step.draws)[places] + offsets)
 
-    def accepted(self, matches: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which draws count [D]: those before the first of their sequence that missed its guess, and that one.
+    def accepted(self, matches: Mask) -> Mask:
+        """Which draws count [D]: those before the first of their sequence that missed its draft, and that one.
 
-        ``matches`` says which draws are what was guessed; the last one of a sequence has no guess and never matches.
+        ``matches`` says which draws are their draft; the last one of a sequence has none and never matches.
         """
         if not self.offsets.any():
             return np.ones(len(matches), np.bool_)

@@ -16,7 +16,7 @@ from raylm.errors import ConfigError
 from raylm.messages import NewSequence, SchedulerOutput
 from raylm.native import kernels
 from raylm.params import SamplingParams
-from raylm.worker import Worker
+from raylm.worker import Worker, startup
 from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.startup import available_threads, useful_threads
 from tests.checkpoints import make_checkpoint
@@ -110,6 +110,23 @@ def test_what_cannot_be_served_is_refused_at_start(path: Path, changes: dict[str
 def test_an_absent_gpu_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="device: cuda"):
         Worker(config(path, device="cuda")).start()
+
+
+def test_draft_tokens_need_what_makes_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "SPECULATORS", {})
+    with pytest.raises(ConfigError, match=r"^scheduler\.speculative_tokens: raylm\.worker\.speculation is not"):
+        Worker(config(path, scheduler={"speculative_tokens": 2})).start()
+    assert Worker(config(path)).start().num_blocks == 8
+
+
+def test_a_gpu_without_its_package_is_slower_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(startup, "GRAPH_FORWARDS", {})
+    startup.check_extras(Config(), torch.device("cpu"))
+    assert not caplog.text
+    startup.check_extras(Config(), torch.device("cuda"))
+    assert "slower: raylm.worker.gpu" in caplog.text
 
 
 def test_neither_import_nor_construction_needs_torch() -> None:

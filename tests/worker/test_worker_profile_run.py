@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raylm.checkpoint import Checkpoint
 from raylm.models import load_model
 from raylm.worker.attention import BACKENDS, StepLimits
-from raylm.worker.profile_run import _lengths, profile_run
+from raylm.worker.memory import _lengths, profile_run
 from tests.checkpoints import make_checkpoint
 
 

@@ -18,7 +18,7 @@ PlanT = TypeVar("PlanT")
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that will ever be run; whoever preallocates does it by these."""
+    """The largest step that will ever be run; memory is preallocated by these."""
 
     max_num_tokens: int
     max_num_seqs: int
@@ -74,7 +74,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> PlanT:
-        """Called once a step: whatever all layers can share."""
+        """Called once a step: what all layers can share."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
@@ -83,6 +83,22 @@ class AttentionBackend(ABC, Generic[PlanT]):
         ``q`` (tokens, num_heads, head_dim) -> as ``q``. Never reads a slot that no token of the sequence was
         written to: what lies there may be another sequence's, or not a number.
         """
+
+
+class PagedBackend(AttentionBackend[PlanT]):
+    """Any with a pool of (2, blocks, block_size, kv_heads, head_dim)."""
+
+    @classmethod
+    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Write into the pool of a PagedBackend; returns its keys and values (slots, kv_heads, head_dim)."""
+    keys, values = kv.flatten(1, 2).unbind(0)
+    keys.index_copy_(0, metadata.slot_mapping, k)
+    values.index_copy_(0, metadata.slot_mapping, v)
+    return keys, values
 
 
 AnyBackend = AttentionBackend[Any]

@@ -15,7 +15,7 @@ from raylm.worker.attention.base import AnyBackend
 logger = logging.getLogger(__name__)
 
 BACKENDS = Family[type[AnyBackend]]({
-    "xformers": "raylm.worker.attention.xformers:XformersBackend",
+    "xformers": "raylm.worker.gpu.xformers:XformersBackend",
     "cpu": "raylm.worker.attention.cpu:CpuBackend",
     "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
 })  # fmt: skip

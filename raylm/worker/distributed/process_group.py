@@ -1,4 +1,4 @@
-"""Worker: the process group of a rank, over which it exchanges tensors with the others, or finds them gone."""
+"""The process group of a rank, over which it exchanges tensors with the others, or finds them gone."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class DistributedRanks(Ranks):
                 self._group._register_backend(gpu, ProcessGroup.BackendType.NCCL, _nccl(store, rank, size))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place where ``x`` is contiguous."""
+        """In place where ``x`` is contiguous."""
         x = x.contiguous()
         with self._together():
             self._group.allreduce(x, ReduceOp.SUM).wait()
         return x
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
-        """Columns side by side on rank 0; parts travel as wide as the widest."""
+        """Parts travel as wide as the widest."""
         own = F.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
         with self._together():
@@ -51,13 +51,12 @@ class DistributedRanks(Ranks):
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1) if parts else x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's contiguous ``x``, into that of the others."""
+        """``x`` is contiguous, and overwritten on the other ranks."""
         with self._together():
             self._group.broadcast(x, 0).wait()
         return x
 
     def least(self, values: list[int]) -> list[int]:
-        """The least of each, over the host."""
         x = torch.tensor(values, dtype=torch.int64)
         with self._together():
             self._group.allreduce(x, ReduceOp.MIN).wait()
@@ -68,8 +67,7 @@ class DistributedRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            said = str(error).splitlines()[0][:200]
-            raise PeerLostError(f"Rank {self.rank} of {self.size} lost another one: {said}") from error
+            raise PeerLostError(f"Rank {self.rank} of {self.size} lost another one: {_first_line(error)}") from error
 
 
 def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks:
@@ -91,9 +89,12 @@ def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks
             master_listen_fd=None if rendezvous.listener is None else rendezvous.listener.detach(),
         )
     except RuntimeError as error:
-        said = str(error).splitlines()[0][:200]
-        raise PeerLostError(f"Rank {rendezvous.rank} of {size} does not find rank 0: {said}") from error
+        raise PeerLostError(f"Rank {rendezvous.rank} of {size} does not find rank 0: {_first_line(error)}") from error
     return DistributedRanks(store, rendezvous.rank, size, device)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0][:200]
 
 
 def _gloo(store: Store, rank: int, size: int) -> Backend:

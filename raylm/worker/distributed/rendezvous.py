@@ -1,4 +1,4 @@
-"""Worker: where the ranks of one engine meet when they start; no torch, so that nobody waits for its import."""
+"""Where the ranks of one engine meet when they start; no torch, whose import would delay the socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rendezvous:
 
 
 def open_rendezvous() -> Rendezvous:
-    """The rendezvous as rank 0 holds it, on a port that the system chooses.
+    """Rank 0's, on a port that the system chooses.
 
     The socket listens from now on, so that ranks may come in any order; rank 0 answers when it starts.
     """

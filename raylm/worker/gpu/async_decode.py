@@ -1,26 +1,25 @@
-"""Worker: GPUAsyncDecode, which lets greedy decoding go on from tokens that the host has not seen yet."""
+"""Greedy decoding that goes on from tokens which the host has not seen yet."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.messages import ModelRunnerOutput
+from raylm.worker.arrays import Ints
 from raylm.worker.attention import StepLimits
+from raylm.worker.features import AsyncDecode
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
-from raylm.worker.sampling.step_logits import NOT_FINITE
+from raylm.worker.sampling.sampler import NOT_FINITE
 from raylm.worker.step_batch import StepBatch
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class AsyncStep:
     seq_ids: list[int]
     rows: Ints
     positions: Ints
-    lives: Ints
+    owners: Ints
     tokens: Tensor
     peaks: Tensor
     done: torch.cuda.Event | None
@@ -54,69 +53,29 @@ class AsyncStep:
         )
 
 
-class AsyncDecode(ABC):
-    """Whether, and how, a step runs without the host waiting for what it draws."""
-
-    @abstractmethod
-    def add(self, row: int) -> None:
-        """The row belongs to another sequence from now on."""
-
-    @abstractmethod
-    def takes(self, step: StepBatch, batch: InputBatch) -> bool:
-        """Whether the step can run this way."""
-
-    @abstractmethod
-    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> AsyncStep:
-        """Start a step that it takes; the tokens of the rows become known later."""
-
-    @abstractmethod
-    def settle(self, batch: InputBatch) -> None:
-        """Wait until all tokens are known to the host; steps of other kinds need them."""
-
-
-class NoAsyncDecode(AsyncDecode):
-    """Every step ends before the next one begins."""
-
-    def add(self, row: int) -> None:
-        """Nothing is on its way."""
-
-    def takes(self, step: StepBatch, batch: InputBatch) -> bool:
-        """Never."""
-        return False
-
-    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> AsyncStep:
-        """Not called."""
-        raise AssertionError("no step is taken")
-
-    def settle(self, batch: InputBatch) -> None:
-        """Nothing is on its way."""
-
-
 class GPUAsyncDecode(AsyncDecode):
     """Steps in which every sequence decodes greedily, with no wish that needs its logits on the host.
 
     Each row's last token stays on the device, where the next step finds it. The host learns of it by a copy into
-    pinned memory, which whoever wants the step's output waits for, while the next step is launched already. All memory
-    that such copies read and write is there twice, for no more than two steps are on their way at a time.
-
-    Args:
-        buffers: two, of the same limits.
+    pinned memory, which is awaited when the step's output is, while the next step is launched already. All memory that
+    such copies read and write is there twice, for no more than two steps are on their way at a time.
     """
 
-    def __init__(self, buffers: tuple[InputBuffers, InputBuffers], max_num_seqs: int, device: torch.device) -> None:
-        self._buffers, self._device = buffers, device
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        self._buffers = InputBuffers(limits, device), InputBuffers(limits, device)
+        self._device, max_num_seqs = device, limits.max_num_seqs
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._rows = [Column((2, max_num_seqs), torch.int64, device) for _ in buffers]
+        self._rows = [Column((2, max_num_seqs), torch.int64, device) for _ in self._buffers]
         pinned = device.type == "cuda"
-        self._tokens = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in buffers]
-        self._peaks = [torch.zeros(max_num_seqs, pin_memory=pinned) for _ in buffers]
+        self._tokens = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in self._buffers]
+        self._peaks = [torch.zeros(max_num_seqs, pin_memory=pinned) for _ in self._buffers]
         self._under_way: deque[AsyncStep] = deque()
-        self._lives = np.zeros(max_num_seqs, np.int64)
+        self._owners = np.zeros(max_num_seqs, np.int64)  # how many sequences have had the row
         self._newest = np.full(max_num_seqs, -1, np.int64)  # the step on its way that draws the row's last token
         self._turn = 0
 
     def add(self, row: int) -> None:
-        self._lives[row] += 1
+        self._owners[row] += 1
         self._newest[row] = -1
 
     def takes(self, step: StepBatch, batch: InputBatch) -> bool:
@@ -127,30 +86,34 @@ class GPUAsyncDecode(AsyncDecode):
             return False
         return not any(processor.states and processor.owned(step.rows).size for processor in batch.processors)
 
-    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> AsyncStep:
+    def launch(
+        self, number: int, step: StepBatch, batch: InputBatch, forward: Forward
+    ) -> Callable[[], ModelRunnerOutput]:
         while len(self._under_way) > 1:
             self._settle_oldest(batch)
         self._turn ^= 1
         inputs = self._buffers[self._turn].build(step, batch)
-        rows, fed = self._upload_rows(step.rows)
-        inputs.input_ids.copy_(torch.where(fed, self._last[rows], inputs.input_ids))
+        rows, on_device = self._upload_rows(step.rows)
+        inputs.input_ids.copy_(torch.where(on_device, self._last[rows], inputs.input_ids))
         logits = forward.logits(forward.hidden(inputs))
         drawn, peaks = logits.argmax(dim=1), logits.amax(dim=1)
         self._last[rows] = drawn
         count = len(step.rows)
-        tokens, heights = self._tokens[self._turn][:count], self._peaks[self._turn][:count]
-        tokens.copy_(drawn, non_blocking=True)
-        heights.copy_(peaks, non_blocking=True)
+        token_ids, maxima = self._tokens[self._turn][:count], self._peaks[self._turn][:count]
+        token_ids.copy_(drawn, non_blocking=True)
+        maxima.copy_(peaks, non_blocking=True)
         done = None
         if self._device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         positions = batch.num_tokens[step.rows].astype(np.int64)
-        started = AsyncStep(number, step.seq_ids, step.rows, positions, self._lives[step.rows], tokens, heights, done)
+        started = AsyncStep(
+            number, step.seq_ids, step.rows, positions, self._owners[step.rows], token_ids, maxima, done
+        )
         batch.num_tokens[step.rows] += 1
         self._newest[step.rows] = number
         self._under_way.append(started)
-        return started
+        return started.output
 
     def settle(self, batch: InputBatch) -> None:
         while self._under_way:
@@ -169,17 +132,7 @@ class GPUAsyncDecode(AsyncDecode):
         step = self._under_way.popleft()
         if step.done is not None:
             step.done.synchronize()
-        same = self._lives[step.rows] == step.lives
+        same = self._owners[step.rows] == step.owners
         rows = step.rows[same]
         batch.token_ids[rows, step.positions[same]] = step.tokens.numpy()[same]
         self._newest[rows[self._newest[rows] == step.number]] = -1
-
-
-def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool) -> AsyncDecode:
-    """The feed of a worker: only a GPU leaves something to wait for, and only a worker ``alone`` decides what is drawn.
-
-    It is not alone where other ranks hear what it draws, or where guesses are made from tokens that the host knows.
-    """
-    if device.type != "cuda" or not alone:
-        return NoAsyncDecode()
-    return GPUAsyncDecode((InputBuffers(limits, device), InputBuffers(limits, device)), limits.max_num_seqs, device)

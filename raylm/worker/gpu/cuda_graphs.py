@@ -1,4 +1,4 @@
-"""Worker: GraphForward, which replays steps that only decode as CUDA graphs; owns the buffers that graphs read."""
+"""Steps that only decode, replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from itertools import product
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from tqdm import tqdm
 
 from raylm.models import LowRank, ModuleAdapter
 from raylm.worker.attention import AttentionMetadata, StepLimits
-from raylm.worker.attention.batch_buckets import bucket, buckets, table_width
 from raylm.worker.forward import Forward, ModuleForward
+from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width
 from raylm.worker.input_buffers import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -25,10 +24,8 @@ _AT_START = 256  # most sequences that a graph is captured for before the first 
 _WARM_UPS = 2
 
 
-class Capture(Protocol):
-    """Turns ``run``, which reads and writes the same memory every time, into something that does it again."""
-
-    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
+Run = Callable[[], Tensor]
+Capture = Callable[[Run], Run]  # turns a call that always reads and writes the same memory into its replay
 
 
 class CudaCapture:
@@ -41,7 +38,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, run: Run) -> Run:
         # Kernels are compiled, and libraries choose their workspaces, before anything is captured.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -62,13 +59,13 @@ class CudaCapture:
 class DecodeBuffers:
     """One token of each of so many sequences, in memory that stays in place.
 
-    Rows that pad are sequences of a single token, in a block that belongs to nobody: what a graph reads for them has
-    been written, by itself, and what it computes is not looked at.
+    Rows that pad are sequences of a single token, in a scratch block: what a graph reads for them it has written
+    itself, and what it computes is not looked at.
     """
 
     def __init__(self, limits: StepLimits, scratch_block: int, device: torch.device) -> None:
         most = bucket(limits.max_num_seqs)
-        self._limits, self._scratch_block = limits, scratch_block
+        self._block_size, self._scratch_block = limits.block_size, scratch_block
         self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._slot_mapping = torch.zeros(most, dtype=torch.int64, device=device)
@@ -78,7 +75,6 @@ class DecodeBuffers:
         self.clear()
 
     def clear(self) -> None:
-        """Let all rows pad."""
         self._pad(0, len(self._seq_lens))
 
     def _pad(self, start: int, end: int) -> None:
@@ -86,7 +82,7 @@ class DecodeBuffers:
             return
         self._input_ids[start:end].fill_(0)
         self._positions[start:end].fill_(0)
-        self._slot_mapping[start:end].fill_(self._scratch_block * self._limits.block_size)
+        self._slot_mapping[start:end].fill_(self._scratch_block * self._block_size)
         self._block_tables[start:end, 0].fill_(self._scratch_block)
         self._seq_lens[start:end].fill_(1)
 
@@ -102,7 +98,7 @@ class DecodeBuffers:
 
     def inputs(self, size: int, width: int) -> StepInputs:
         """The first ``size`` sequences; the host only knows that they are as long as their tables at most."""
-        longest = width * self._limits.block_size
+        longest = width * self._block_size
         return StepInputs(
             self._input_ids[:size],
             self._positions[:size],
@@ -121,17 +117,24 @@ class DecodeBuffers:
 class GraphForward(Forward):
     """Steps that only decode are one launch; others, and those with adapters, go layer by layer through ``eager``.
 
-    There is a graph for each size of a ladder of batches and each width of a ladder of block tables. Those with the
-    narrowest tables are captured by ``capture_at_start``, others when the first step needs them. A graph for which
-    there is no memory left is done without: the log says so.
+    There is a graph for each batch bucket and each width of block tables. Those with the narrowest tables are captured
+    by ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
+    without: the log says so.
     """
 
+    captures = True
+
     def __init__(
-        self, eager: ModuleForward, limits: StepLimits, scratch_block: int, device: torch.device, capture: Capture
+        self,
+        eager: ModuleForward,
+        limits: StepLimits,
+        scratch_block: int,
+        device: torch.device,
+        capture: Capture | None = None,
     ) -> None:
-        self.eager, self._limits, self._capture = eager, limits, capture
+        self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
-        self._graphs: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
+        self._graphs: dict[tuple[int, int], Run | None] = {}
 
     @property
     def captured(self) -> list[tuple[int, int]]:
@@ -139,7 +142,7 @@ class GraphForward(Forward):
         return [key for key, graph in self._graphs.items() if graph is not None]
 
     def capture_at_start(self, most: int = _AT_START) -> None:
-        """Capture what the first steps will need, largest first, so that the smaller ones fit into its memory."""
+        """Largest first, so that the smaller ones fit into its memory."""
         sizes = buckets(min(self._limits.max_num_seqs, most))[::-1]
         keys = list(product(sizes, [self._width(1)]))
         for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
@@ -169,11 +172,11 @@ class GraphForward(Forward):
     def _width(self, tokens: int) -> int:
         return table_width(tokens, self._limits.block_size, self._limits.max_blocks)
 
-    def _graph(self, size: int, width: int) -> Callable[[], Tensor] | None:
+    def _graph(self, size: int, width: int) -> Run | None:
         key = size, width
         if key not in self._graphs:
             inputs = self._buffers.inputs(size, width)
-            # What lies in the buffers may be of another step: capturing runs it, and must write to nobody's blocks.
+            # What lies in the buffers may be of another step: capturing runs it, and must not write to its blocks.
             self._buffers.clear()
             try:
                 self._graphs[key] = self._capture(lambda: self.eager.hidden(inputs))

@@ -1,14 +1,21 @@
-"""Worker: the draw itself, a race of exponentials in two heats, keyed by seed, position and token.
+"""The draw: a race of exponentials, keyed by seed, position and token.
 
-Each token runs for Exponential(1) / weight, and the least time wins: it wins with probability weight / sum, exactly.
-Against inverse CDF it needs no order and no cumulative sum, and it is stable: when noise moves the distribution by d
-(total variation) the winner of a race changes with probability at most 2 d, since every token keeps its own random
-number; an inverse CDF shifts all tokens behind the changed one, and swaps neighbours in likelihood whose order flips.
+Each token runs for Exponential(1) / weight, and the least time wins: it wins with probability weight / sum, exactly
+(the Gumbel-max trick without logarithms; vLLM draws so too). Against inverse CDF it needs no order and no cumulative
+sum, and it is stable: when noise moves the distribution by d (total variation) the winner of a race changes with
+probability at most 2 d, since every token keeps its own random number; an inverse CDF shifts all tokens behind the
+changed one, and swaps neighbours in likelihood whose order flips.
 
-A race over a whole vocabulary would take one random number for each of its tokens. So the race is run in two heats, the
-first among blocks of 512 neighbouring token ids by their total weights, the second within the winning block: about 800
-numbers for 151,936 tokens, the same distribution, and the same winner whether the weights come as a few candidates or
-as a whole row.
+A race over a whole vocabulary would take one random number for each of its tokens. So there are two: the first among
+groups of 512 neighbouring token ids by their total weights, the second within the group that won. That takes about 800
+numbers for 151,936 tokens and gives the same distribution, and the same winner whether the weights come as a few
+candidates or as a whole row.
+
+The random numbers are a pure function of (seed, position of the token in its sequence, index), so neighbours, order,
+preemption and restarts cannot change them, and no generator state is kept. The function is SplitMix64 (Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finalizer of Stafford's variant 13),
+nested: the n-th output of one generator is the state of the next. It was chosen over Philox4x32-10 because it takes
+nine vector operations for 64 bits where Philox's ten rounds take about a hundred for 128.
 
 What is left to draw from is small, so it comes to the host, where numpy takes a third of torch's time per operation.
 """
@@ -22,17 +29,48 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raylm.worker.sampling.block_maxima import BLOCK, BlockMaxima, Floats, Ids
-from raylm.worker.sampling.random_stream import Bits, exponentials, stream_states
+from raylm.worker.arrays import Floats, Floats32, IntArray, Ints
+from raylm.worker.sampling.block_maxima import BLOCK, BlockMaxima
 
-_BLOCKS_PER_HEAT = 4
-HEAT_BLOCK = _BLOCKS_PER_HEAT * BLOCK
-# Tokens have their ids in the random stream, the blocks of the first heat the numbers from here on.
-_BLOCK_INDEX = 2**32
-# What float32 sums of a block may exceed their bound by, with room to spare.
+Bits = NDArray[np.uint64]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+_BLOCKS_IN_GROUP = 4
+GROUP = _BLOCKS_IN_GROUP * BLOCK
+# Tokens have their ids as indexes into the random numbers, the groups of the first race the numbers from here on.
+_GROUP_INDEX = 2**32
+# What float32 sums of a block may exceed their bound by, with a margin.
 _ROUNDING = 1.001
 # Below it a temperature would overflow the float32 slope; the draw is one among the equals of the maximum long before.
 _MIN_TEMPERATURE = 1e-30
+
+
+def nth_output(states: Bits, index: Bits) -> Bits:
+    """The ``index``-th output (from 0) of SplitMix64 at ``states``, broadcast; products wrap."""
+    mixed = (index + np.uint64(1)) * _GAMMA + states
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= _MULTIPLIER_1
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _MULTIPLIER_2
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def stream_states(seeds: Ints, positions: IntArray) -> Bits:
+    """The generator state of each (seed, position), both [R]."""
+    return nth_output(seeds.astype(np.uint64), positions.astype(np.uint64))
+
+
+def exponentials(states: Bits, index: Ints) -> Floats:
+    """Standard exponential variates, positive and finite: one for each state [R] and index [n] or [R, n] of it."""
+    bits = nth_output(states[:, None], index.astype(np.uint64)) >> np.uint64(12)
+    uniform = bits.astype(np.float64)
+    uniform += 0.5
+    uniform *= 2.0**-52
+    return np.negative(np.log(uniform, out=uniform), out=uniform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +78,19 @@ class RandomRows:
     """The rows of one step that are drawn at random, as columns [R] on the host.
 
     ``positions`` say which rows of the logits, ``peak`` is the largest logit, ``top_k`` the vocabulary's size when
-    off, and ``states`` the random streams.
+    off, and ``states`` the generators.
     """
 
-    positions: Ids
+    positions: Ints
     peak: Floats
     temperature: Floats
     top_p: Floats
     min_p: Floats
-    top_k: Ids
+    top_k: Ints
     states: Bits
 
     @classmethod
-    def gather(
-        cls, positions: Ids, sampling: NDArray[np.void], num_tokens: NDArray[np.integer[Any]], peak: NDArray[np.float32]
-    ) -> RandomRows:
+    def gather(cls, positions: Ints, sampling: NDArray[np.void], num_tokens: IntArray, peak: Floats32) -> RandomRows:
         """The rows at ``positions`` of a step; the other arguments are columns over the step."""
         mine = sampling[positions]
         return cls(
@@ -71,7 +107,7 @@ class RandomRows:
         return len(self.positions)
 
     @property
-    def softmax(self) -> tuple[Ids, Floats, Floats]:
+    def softmax(self) -> tuple[Ints, Floats, Floats]:
         """What sums of the rows' weights take: positions, peak and temperature."""
         return self.positions, self.peak, self.temperature
 
@@ -79,52 +115,52 @@ class RandomRows:
         """Some of the rows, by index or mask."""
         return RandomRows(*(getattr(self, column.name)[index] for column in fields(self)))
 
-    def weights(self, logits: NDArray[np.float32]) -> Floats:
+    def weights(self, logits: Floats32) -> Floats:
         """exp((logit - peak) / temperature) of logits [R, n] of these rows."""
         scaled = (logits - self.peak[:, None]) / self.temperature[:, None]
         return np.exp(scaled, out=scaled)
 
 
-def draw_from_candidates(weights: Floats, ids: Ids, rows: RandomRows, vocab_size: int) -> Ids:
+def draw_from_candidates(weights: Floats, ids: Ints, rows: RandomRows, vocab_size: int) -> Ints:
     """Draw from weights [R, C] (0 for dropped tokens) of the token ids [R, C]; gives [R]."""
-    count = -(-vocab_size // HEAT_BLOCK)
-    block_of = ids // HEAT_BLOCK
-    cells = block_of + count * np.arange(len(ids))[:, None]
+    count = -(-vocab_size // GROUP)
+    group_of = ids // GROUP
+    cells = group_of + count * np.arange(len(ids))[:, None]
     masses = np.bincount(cells.ravel(), weights.ravel(), minlength=count * len(ids)).astype(np.float64, copy=False)
-    block = _first_heat(masses.reshape(len(ids), count), rows)
-    return _second_heat(weights * (block_of == block[:, None]), ids, rows)
+    group = _draw_group(masses.reshape(len(ids), count), rows)
+    return _draw_token(weights * (group_of == group[:, None]), ids, rows)
 
 
-def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ids:
+def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ints:
     """Draw from the whole distributions of the rows; gives [R].
 
-    A block of 512 weighs at least the sum of its parts' largest weights and at most 128 times that. Only blocks that
-    could still win by these bounds are weighed, a few of them in a language model's distribution.
+    A group weighs at least the sum of its blocks' largest weights and at most 128 times that. Only groups that could
+    still win by these bounds are weighed, a few of them in a language model's distribution.
     """
-    least = _group(rows.weights(maxima.highest(rows.positions)), _BLOCKS_PER_HEAT).sum(axis=2)
-    times = exponentials(rows.states, _block_indexes(least.shape[1]))
+    least = _grouped(rows.weights(maxima.highest(rows.positions)), _BLOCKS_IN_GROUP).sum(axis=2)
+    times = exponentials(rows.states, _group_indexes(least.shape[1]))
     scores = least / times
-    row, block = np.nonzero(scores * (BLOCK * _ROUNDING) >= scores.max(axis=1, keepdims=True))
+    row, group = np.nonzero(scores * (BLOCK * _ROUNDING) >= scores.max(axis=1, keepdims=True))
     if len(row) > least.size // 3:
-        parts = _group(maxima.masses(*rows.softmax), _BLOCKS_PER_HEAT)
-        winners = (parts.sum(axis=2) / times).argmax(axis=1)
+        masses = _grouped(maxima.masses(*rows.softmax), _BLOCKS_IN_GROUP)
+        winners = (masses.sum(axis=2) / times).argmax(axis=1)
     else:
-        parts = maxima.window_masses(*rows.take(row).softmax, block * _BLOCKS_PER_HEAT, _BLOCKS_PER_HEAT)
+        masses = maxima.window_masses(*rows.take(row).softmax, group * _BLOCKS_IN_GROUP, _BLOCKS_IN_GROUP)
         scores = np.zeros_like(least)
-        scores[row, block] = parts.sum(axis=1) / times[row, block]
+        scores[row, group] = masses.sum(axis=1) / times[row, group]
         winners = scores.argmax(axis=1)
-    logits = maxima.window(rows.positions, winners * _BLOCKS_PER_HEAT, _BLOCKS_PER_HEAT).flatten(1).cpu().numpy()
-    return _second_heat(rows.weights(logits), _ids_of(winners), rows)
+    logits = maxima.window(rows.positions, winners * _BLOCKS_IN_GROUP, _BLOCKS_IN_GROUP).flatten(1).cpu().numpy()
+    return _draw_token(rows.weights(logits), _ids_of(winners), rows)
 
 
-def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ids:
+def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ints:
     """Draw from the weights [V] (float64, 0 for dropped tokens) of a single row; gives [1]."""
-    heats = _group(weights.cpu().numpy()[None], HEAT_BLOCK)
-    block = _first_heat(heats.sum(axis=2), row)
-    return _second_heat(heats[0, block], _ids_of(block), row)
+    grouped = _grouped(weights.cpu().numpy()[None], GROUP)
+    group = _draw_group(grouped.sum(axis=2), row)
+    return _draw_token(grouped[0, group], _ids_of(group), row)
 
 
-def _group(values: Floats, size: int) -> Floats:
+def _grouped(values: Floats, size: int) -> Floats:
     """[R, n] as [R, n / size rounded up, size], filled up with 0."""
     count, width = values.shape
     groups = np.zeros((count, -(-width // size), size))
@@ -132,19 +168,19 @@ def _group(values: Floats, size: int) -> Floats:
     return groups
 
 
-def _ids_of(block: Ids) -> Ids:
-    return block[:, None] * HEAT_BLOCK + np.arange(HEAT_BLOCK)
+def _ids_of(group: Ints) -> Ints:
+    return group[:, None] * GROUP + np.arange(GROUP)
 
 
-def _first_heat(masses: Floats, rows: RandomRows) -> Ids:
-    winners: Ids = (masses / exponentials(rows.states, _block_indexes(masses.shape[1]))).argmax(axis=1)
+def _group_indexes(count: int) -> Ints:
+    return np.arange(_GROUP_INDEX, _GROUP_INDEX + count)
+
+
+def _draw_group(masses: Floats, rows: RandomRows) -> Ints:
+    winners: Ints = (masses / exponentials(rows.states, _group_indexes(masses.shape[1]))).argmax(axis=1)
     return winners
 
 
-def _block_indexes(count: int) -> Ids:
-    return np.arange(_BLOCK_INDEX, _BLOCK_INDEX + count)
-
-
-def _second_heat(weights: Floats, ids: Ids, rows: RandomRows) -> Ids:
-    winners: Ids = ids[np.arange(len(ids)), (weights / exponentials(rows.states, ids)).argmax(axis=1)]
+def _draw_token(weights: Floats, ids: Ints, rows: RandomRows) -> Ints:
+    winners: Ints = ids[np.arange(len(ids)), (weights / exponentials(rows.states, ids)).argmax(axis=1)]
     return winners

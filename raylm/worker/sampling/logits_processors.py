@@ -1,11 +1,11 @@
-"""Worker: the LogitsProcessor family, each member the owner of the few rows whose logits it changes before the draw."""
+"""Logits processors, each the owner of the few rows whose logits it changes before the draw."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,18 +13,22 @@ from numpy.typing import NDArray
 
 from raylm.errors import InvalidRequestError
 from raylm.messages import NewSequence
-
-if TYPE_CHECKING:
-    from raylm.worker.input_batch import InputBatch
+from raylm.worker.arrays import Floats32, IntArray, Ints
 
 State = TypeVar("State")
-IntArray = NDArray[np.integer[Any]]
-TokenIds = NDArray[np.int64]
 MAX_LOGIT_BIAS_VALUE = 100.0
 
 
+class TokenColumns(Protocol):
+    """What processors read of an InputBatch, which describes it."""
+
+    token_ids: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    num_prompt_tokens: NDArray[np.int32]
+
+
 class LogitsProcessor(ABC, Generic[State]):
-    """Changes the logits of the rows that asked for it; a step in which no row did costs one look at a dict.
+    """Changes the logits of the rows that asked for it; where no row did it costs one look at a dict.
 
     ``states`` maps the rows it owns to what they asked. A processor that ``follows_tokens`` changes the logits by what
     was generated before; the others do the same at every position.
@@ -46,11 +50,10 @@ class LogitsProcessor(ABC, Generic[State]):
         """
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         """Change ``logits`` [S, V] float32 in place at ``positions`` (not empty), which hold the owned ``rows``."""
 
     def add(self, row: int, state: State) -> None:
-        """Own the row."""
         self.states[row] = state
         self._owned[row] = True
 
@@ -66,18 +69,23 @@ class LogitsProcessor(ABC, Generic[State]):
         """Why the row has no token left, if that is this processor's doing alone."""
         return None
 
-    def owned(self, rows: IntArray) -> NDArray[np.int64]:
+    def owned(self, rows: IntArray) -> Ints:
         """The positions in ``rows`` of the rows it owns."""
         if not self.states:
             return np.empty(0, np.int64)
         return np.flatnonzero(self._owned[rows])
 
-    def _flat(self, positions: Iterable[int], ids: Sequence[TokenIds], device: torch.device) -> torch.Tensor:
+    def _owned_tokens(self, rows: IntArray, token_ids: IntArray) -> Iterator[tuple[int, int]]:
+        """(row, token) of the rows it owns."""
+        at = self.owned(rows)
+        return zip(rows[at].tolist(), token_ids[at].tolist(), strict=True)
+
+    def _flat(self, positions: Iterable[int], ids: Sequence[Ints], device: torch.device) -> torch.Tensor:
         """Indexes into the flattened logits of ``ids[i]`` at ``positions[i]``, as one int64 tensor."""
         parts = [position * self.vocab_size + row_ids for position, row_ids in zip(positions, ids, strict=True)]
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    def _inside(self, ids: Iterable[int], field: str) -> TokenIds:
+    def _inside(self, ids: Iterable[int], field: str) -> Ints:
         """The distinct ids in rising order, checked against the vocabulary."""
         unique = np.unique(np.fromiter(ids, np.int64))
         if unique.size and not 0 <= unique[0] <= unique[-1] < self.vocab_size:
@@ -85,23 +93,22 @@ class LogitsProcessor(ABC, Generic[State]):
             raise InvalidRequestError(message, param=field)
         return unique
 
-    def _possible(self, ids: Iterable[int]) -> TokenIds:
+    def _possible(self, ids: Iterable[int]) -> Ints:
         """The distinct ids that can be drawn at all; forbidding any other changes nothing."""
         unique = np.unique(np.fromiter(ids, np.int64))
         return unique[(unique >= 0) & (unique < self.vocab_size)]
 
 
-class AllowedTokenIds(LogitsProcessor[TokenIds]):
+class AllowedTokenIds(LogitsProcessor[Ints]):
     """Only the tokens of ``allowed_token_ids`` may be drawn; all others get -inf."""
 
     follows_tokens = False
 
-    def state_of(self, new: NewSequence) -> TokenIds | None:
-        """The allowed ids."""
+    def state_of(self, new: NewSequence) -> Ints | None:
         allowed = new.params.allowed_token_ids
         return self._inside(allowed, "allowed_token_ids") if allowed else None
 
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         """Overwrite the rows with -inf and put the allowed tokens back: no mask of the vocabulary's size is kept."""
         flat = logits.view(-1)
         index = self._flat(positions.tolist(), [self.states[row] for row in rows.tolist()], logits.device)
@@ -110,27 +117,28 @@ class AllowedTokenIds(LogitsProcessor[TokenIds]):
         flat[index] = kept
 
 
-class BadWords(LogitsProcessor[dict[int | None, list[tuple[tuple[int, ...], int]]]]):
+WordsByPrefix = dict[int | None, list[tuple[tuple[int, ...], int]]]
+
+
+class BadWords(LogitsProcessor[WordsByPrefix]):
     """The last token of a bad word gets -inf where the generated tokens end with the word's other tokens.
 
     Only generated tokens count, as in vLLM: a word that begins in the prompt may be finished.
     The state groups (prefix, last token) by the prefix's last token, None for words of one token.
     """
 
-    def state_of(self, new: NewSequence) -> dict[int | None, list[tuple[tuple[int, ...], int]]] | None:
-        """The words, grouped by what the last generated token must be."""
-        words: dict[int | None, list[tuple[tuple[int, ...], int]]] = {}
+    def state_of(self, new: NewSequence) -> WordsByPrefix | None:
+        words: WordsByPrefix = {}
         for word in dict.fromkeys(new.bad_words_token_ids):
             if word and 0 <= word[-1] < self.vocab_size:
                 words.setdefault(word[-2] if len(word) > 1 else None, []).append((word[:-1], word[-1]))
         return words or None
 
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
-        """Forbid each row what its generated tail forbids."""
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         ids = [self._forbidden(row, batch) for row in rows.tolist()]
         logits.view(-1)[self._flat(positions.tolist(), ids, logits.device)] = -torch.inf
 
-    def _forbidden(self, row: int, batch: InputBatch) -> TokenIds:
+    def _forbidden(self, row: int, batch: TokenColumns) -> Ints:
         words = self.states[row]
         generated = batch.token_ids[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
         last = {word[1] for word in words.get(None, ())}
@@ -140,16 +148,15 @@ class BadWords(LogitsProcessor[dict[int | None, list[tuple[tuple[int, ...], int]
         return np.fromiter(last, np.int64, len(last))
 
 
-class MinTokens(LogitsProcessor[tuple[int, TokenIds]]):
+class MinTokens(LogitsProcessor[tuple[int, Ints]]):
     """The stop tokens get -inf until ``min_tokens`` tokens were generated; state: (min_tokens, stop ids)."""
 
-    def state_of(self, new: NewSequence) -> tuple[int, TokenIds] | None:
-        """The minimum and the stop ids, if the sequence is short of it."""
+    def state_of(self, new: NewSequence) -> tuple[int, Ints] | None:
         stop_ids = self._possible(new.stop_token_ids)
         short = len(new.token_ids) - new.num_prompt_tokens < new.params.min_tokens
         return (new.params.min_tokens, stop_ids) if short and stop_ids.size else None
 
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         """Forbid the stop tokens to rows short of their minimum, and let go of the others: they never fall back."""
         generated = (batch.num_tokens[rows] - batch.num_prompt_tokens[rows]).tolist()
         short = [i for i, row in enumerate(rows.tolist()) if generated[i] < self.states[row][0]]
@@ -160,13 +167,12 @@ class MinTokens(LogitsProcessor[tuple[int, TokenIds]]):
             self.remove(int(rows[i]))
 
 
-class LogitBias(LogitsProcessor[tuple[TokenIds, NDArray[np.float32]]]):
+class LogitBias(LogitsProcessor[tuple[Ints, Floats32]]):
     """Adds ``logit_bias``, clamped to ±100; state: (ids, values)."""
 
     follows_tokens = False
 
-    def state_of(self, new: NewSequence) -> tuple[TokenIds, NDArray[np.float32]] | None:
-        """The ids in rising order and their clamped values."""
+    def state_of(self, new: NewSequence) -> tuple[Ints, Floats32] | None:
         bias = new.params.logit_bias
         if not bias:
             return None
@@ -174,8 +180,7 @@ class LogitBias(LogitsProcessor[tuple[TokenIds, NDArray[np.float32]]]):
         values = np.array([bias[token] for token in ids.tolist()], np.float32)
         return ids, values.clip(-MAX_LOGIT_BIAS_VALUE, MAX_LOGIT_BIAS_VALUE)
 
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
-        """Add the biases of all rows in one scatter."""
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         states = [self.states[row] for row in rows.tolist()]
         values = torch.from_numpy(np.concatenate([state[1] for state in states])).to(logits.device)
         logits.view(-1).index_add_(0, self._flat(positions.tolist(), [s[0] for s in states], logits.device), values)
@@ -192,13 +197,12 @@ class TokenCounts:
     repetition: float
     frequency: float
     presence: float
-    ids: TokenIds
-    counts: NDArray[np.float32]
+    ids: Ints
+    counts: Floats32
     slots: dict[int, int]
     size: int
 
     def count(self, token: int) -> None:
-        """The token was generated once more."""
         slot = self.slots.setdefault(token, self.size)
         if slot == self.size:
             self.size += 1
@@ -216,7 +220,6 @@ class Penalties(LogitsProcessor[TokenCounts]):
     """
 
     def state_of(self, new: NewSequence) -> TokenCounts | None:
-        """The distinct seen tokens and how often each was generated."""
         params = new.params
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if penalties == (1.0, 0.0, 0.0):
@@ -230,12 +233,10 @@ class Penalties(LogitsProcessor[TokenCounts]):
         return TokenCounts(*penalties, ids=ids, counts=counts, slots=slots, size=len(ids))
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Count the generated tokens of the owned rows."""
-        for position in self.owned(rows).tolist():
-            self.states[int(rows[position])].count(int(token_ids[position]))
+        for row, token in self._owned_tokens(rows, token_ids):
+            self.states[row].count(token)
 
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
-        """One gather and one scatter over the seen tokens of all rows."""
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         states = [self.states[row] for row in rows.tolist()]
         sizes = [state.size for state in states]
         flat, device = logits.view(-1), logits.device
@@ -249,15 +250,4 @@ class Penalties(LogitsProcessor[TokenCounts]):
 
 
 # In the order in which they apply, which is vLLM V1's.
-LOGITS_PROCESSORS: dict[str, type[LogitsProcessor[Any]]] = {
-    "allowed_token_ids": AllowedTokenIds,
-    "bad_words": BadWords,
-    "min_tokens": MinTokens,
-    "logit_bias": LogitBias,
-    "penalties": Penalties,
-}
-
-
-def build_logits_processors(max_num_seqs: int, vocab_size: int) -> tuple[LogitsProcessor[Any], ...]:
-    """One processor of each kind, in the order in which they apply."""
-    return tuple(cls(max_num_seqs, vocab_size) for cls in LOGITS_PROCESSORS.values())
+LOGITS_PROCESSORS: tuple[type[LogitsProcessor[Any]], ...] = (AllowedTokenIds, BadWords, MinTokens, LogitBias, Penalties)

@@ -1,28 +1,25 @@
-"""Worker: the Sampler, which draws one token per row from logits and describes it by log-probabilities."""
+"""The Sampler, which draws one token per row from logits and describes it by log-probabilities."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raylm import logprob_columns
 from raylm.messages import Logprobs
+from raylm.models import ALONE, Ranks
+from raylm.worker.arrays import Floats32, IntArray, Ints, Mask
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.sampling.block_maxima import BlockMaxima
 from raylm.worker.sampling.draw import RandomRows, draw_from_candidates, draw_from_rows, draw_from_weights
 from raylm.worker.sampling.logprobs import describe_tokens
-from raylm.worker.sampling.step_logits import process_logits
 from raylm.worker.sampling.truncation import truncate_candidates, truncate_row
 
-IntArray = NDArray[np.integer[Any]]
-Positions = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-
-_PROMPT_ROWS_AT_ONCE = 128
+NOT_FINITE = "the model's logits are not finite"
+OVERFLOW = "the penalties made logits infinite"
+NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens and the form of the answer together leave no token to draw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class SamplerOutput:
     rows); ``failed`` holds (position in rows, reason) of rows without a usable distribution.
     """
 
-    token_ids: Positions
+    token_ids: Ints
     logprobs: Logprobs | None = None
     failed: list[tuple[int, str]] = field(default_factory=list)
 
@@ -47,12 +44,16 @@ class Sampler:
     at first, then 64, then 256 if those do not settle it, and only then from the whole row. A raw logit of -inf is a
     token that cannot be drawn; NaN, +inf, or -inf everywhere fail the row.
 
+    Of several ranks, rank 0 alone has logits, draws, and reports failed rows and log-probabilities; the others take
+    over its tokens. Each could draw for itself, from the same logits by the same random numbers, but the smallest
+    difference, in a kernel, a mask or a clock, would let ranks go on with different tokens unnoticed.
+
     Args:
         widths: how many of the largest logits to try, in rising order; () always takes the whole row.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (32, 64, 256)) -> None:
-        self._widths = widths
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 256), ranks: Ranks = ALONE) -> None:
+        self._widths, self._ranks = widths, ranks
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None
@@ -65,10 +66,12 @@ class Sampler:
         Raises:
             ValueError: the logits have another shape than rows and vocabulary.
         """
-        if logits.shape != (len(rows), batch.vocab_size):
-            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(rows), batch.vocab_size)}")
         if not len(rows):
             return SamplerOutput(np.zeros(0, np.int64))
+        if self._ranks.rank:
+            return SamplerOutput(self._ranks.broadcast(torch.empty(len(rows), dtype=torch.int64)).numpy())
+        if logits.shape != (len(rows), batch.vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(rows), batch.vocab_size)}")
         sampling = batch.sampling[rows]
         asking = sampling["logprobs"] != NO_LOGPROBS
         step = process_logits(logits.float().contiguous(), rows, batch, asking)
@@ -76,6 +79,7 @@ class Sampler:
         usable[list(step.failed)] = False
         lengths = batch.num_tokens[rows] if offsets is None else batch.num_tokens[rows] + offsets
         token_ids = self._draw(step.processed, usable, sampling, lengths)
+        self._ranks.broadcast(torch.from_numpy(token_ids))
         logprobs = None
         if asking.any():
             logprobs = describe_tokens(step.raw, step.raw_rows, token_ids, sampling["logprobs"], asking & usable)
@@ -86,17 +90,14 @@ class Sampler:
 
         A token whose logits are not finite gets no entries.
         """
-        parts = []
-        for start in range(0, len(token_ids), _PROMPT_ROWS_AT_ONCE):
-            some = slice(start, start + _PROMPT_ROWS_AT_ONCE)
-            maxima = BlockMaxima(logits[some].float().contiguous())
-            usable = np.isfinite(maxima.peak)
-            rows = np.arange(len(usable))
-            parts.append(describe_tokens(maxima, rows, token_ids[some], np.full(len(rows), top), usable))
-        return logprob_columns.join(parts)
+        if self._ranks.rank or not len(token_ids):
+            return Logprobs([], [], [], [])
+        maxima = BlockMaxima(logits.float().contiguous())
+        rows = np.arange(len(token_ids))
+        return describe_tokens(maxima, rows, token_ids, np.full(len(rows), top), np.isfinite(maxima.peak))
 
-    def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Positions:
-        """Give each usable row a token by the way that its parameters need; others get 0."""
+    def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Ints:
+        """Give each usable row a token by the method that its parameters need; others get 0."""
         token_ids = np.zeros(len(usable), np.int64)
         greedy = sampling["temperature"] == 0
         limited = (sampling["top_k"] < maxima.vocab_size) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0)
@@ -111,7 +112,7 @@ class Sampler:
         return token_ids
 
 
-def _draw_limited(maxima: BlockMaxima, rows: RandomRows, widths: tuple[int, ...]) -> Positions:
+def _draw_limited(maxima: BlockMaxima, rows: RandomRows, widths: tuple[int, ...]) -> Ints:
     """Draw truncated rows from as few of their largest logits as settle it."""
     token_ids = np.zeros(len(rows), np.int64)
     left = np.full(len(rows), True)
@@ -133,3 +134,49 @@ def _may_settle(rows: RandomRows, vocab_size: int, width: int, first: bool) -> M
     """Whether it is worth trying [R]: top-p alone needs a bound on all other tokens, loose where candidates are few."""
     worth: Mask = (rows.top_k < width) | ((rows.top_k == vocab_size) & ((rows.min_p > 0) | (not first)))
     return worth
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The logits of a step, searched once.
+
+    ``processed`` holds a row for each of the step's S rows. ``raw`` holds the untouched rows that log-probabilities
+    are asked for, at ``raw_rows`` [S] (other entries mean nothing); it is ``processed`` where nothing was changed.
+    ``failed`` gives the reason for each position without a usable distribution.
+    """
+
+    processed: BlockMaxima
+    raw: BlockMaxima
+    raw_rows: Ints
+    failed: dict[int, str]
+
+
+def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, asking: Mask) -> StepLogits:
+    """Apply the processors to ``logits`` [S, V] in place; rows ``asking`` [S] for log-probabilities are kept raw."""
+    plans = [(processor, processor.owned(rows)) for processor in batch.processors if processor.states]
+    plans = [plan for plan in plans if plan[1].size]
+    if not plans:
+        maxima = BlockMaxima(logits)
+        return StepLogits(maxima, maxima, np.arange(len(rows)), _failures(maxima.peak, maxima.peak))
+    raw = BlockMaxima(logits[torch.from_numpy(asking).to(logits.device)])
+    # Masks could hide what is wrong with the model's own logits.
+    peak = logits.amax(dim=1).cpu().numpy()
+    for processor, positions in plans:
+        processor.apply(logits, positions, rows[positions], batch)
+    maxima = BlockMaxima(logits)
+    failed = _failures(peak, maxima.peak)
+    for position in failed:
+        reasons = (processor.reason(int(rows[position])) for processor, _ in plans)
+        failed[position] = next((reason for reason in reasons if reason), failed[position])
+    return StepLogits(maxima, raw, np.cumsum(asking) - 1, failed)
+
+
+def _failures(before: Floats32, after: Floats32) -> dict[int, str]:
+    """The reasons, from each row's largest logit before and after the processors."""
+    failed = {}
+    for position in np.flatnonzero(~np.isfinite(before) | ~np.isfinite(after)).tolist():
+        if not np.isfinite(before[position]):
+            failed[position] = NOT_FINITE
+        else:
+            failed[position] = NOTHING_LEFT if after[position] == -np.inf else OVERFLOW
+    return failed

@@ -1,10 +1,10 @@
-"""Worker: Grammars, which makes matchers ready, and StructuredOutputs, which holds answers to their form."""
+"""Structured outputs: matchers are made beside the steps, and mask what would break the form of an answer."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
-from raylm.worker.sampling.logits_processors import IntArray, LogitsProcessor
+from raylm.worker.arrays import IntArray, Mask
+from raylm.worker.sampling.logits_processors import LogitsProcessor, TokenColumns
 from raylm.worker.sampling.thinking_budget import Phase, Progress
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-    from raylm.worker.input_batch import InputBatch
 
 logger = logging.getLogger("raylm.worker")
 
@@ -27,7 +26,7 @@ MAX_KEPT = 64
 
 
 class Grammars:
-    """Makes matchers on a thread of its own while the step that needs them computes.
+    """Makes matchers, on a thread of its own while the step that needs them computes.
 
     The tokens are read beforehand, in the background; the matchers of the last ``MAX_KEPT`` grammars are kept before
     their first token, and copied in microseconds.
@@ -35,7 +34,7 @@ class Grammars:
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         self.eos_token_ids = eos_token_ids
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._fresh = lru_cache(MAX_KEPT)(self._compile)
         self._thread = ThreadPoolExecutor(1, "raylm-grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         if eos_token_ids:
@@ -45,15 +44,14 @@ class Grammars:
         """A matcher behind the tokens of ``answer``."""
         return self._thread.submit(self._make, grammar, answer)
 
-    def _make(self, grammar: str, answer: list[int]) -> LLMatcher:
+    def _compile(self, grammar: str) -> LLMatcher:
         from raylm.grammar import matcher
 
         assert self._tokenizer is not None, "the front end lets no grammar pass to a model without an end token"
-        fresh = self._kept.pop(grammar, None) or matcher(self._tokenizer.result(), grammar)
-        self._kept[grammar] = fresh
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        found = fresh.deep_copy()
+        return matcher(self._tokenizer.result(), grammar)
+
+    def _make(self, grammar: str, answer: list[int]) -> LLMatcher:
+        found = self._fresh(grammar).deep_copy()
         for token in answer:
             if not found.is_stopped():
                 found.consume_token(token)
@@ -67,7 +65,7 @@ def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLToke
 
 
 class GrammarRow:
-    """One row: its matcher, once it is ready, and its thoughts, for which the grammar does not hold."""
+    """One row: its matcher, once it is ready, and its reasoning, for which the grammar does not hold."""
 
     __slots__ = ("_future", "_matcher", "progress")
 
@@ -85,11 +83,9 @@ class GrammarRow:
 
     @property
     def phase(self) -> Phase:
-        """Where the row stands."""
         return self.progress.phase if self.progress else Phase.ANSWERING
 
     def push(self, token: int) -> None:
-        """The row drew a token."""
         if self.progress is not None and not self.progress.push(token):
             return
         if not self.matcher.is_stopped():
@@ -100,7 +96,7 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
     """Gives -inf to every token after which the answer could not be completed any more; EOS is one of them.
 
     A row at the end of its grammar is left the end token alone, whatever else forbids it: so ``min_tokens`` that the
-    grammar cannot fill are filled with it. A row whose thoughts may begin here may begin them.
+    grammar cannot fill are filled with it. A row whose reasoning may begin here may begin it.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None) -> None:
@@ -109,7 +105,6 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
         self._masks = np.zeros((0, -(-vocab_size // 32)), np.int32)
 
     def state_of(self, new: NewSequence) -> GrammarRow | None:
-        """The row's matcher, which begins to be made."""
         if new.grammar is None:
             return None
         assert self._grammars is not None, "only the worker's own batch serves grammars"
@@ -119,18 +114,16 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
         return GrammarRow(self._grammars.start(new.grammar, answer), progress)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Move the matchers of the owned rows on."""
-        for position in self.owned(rows).tolist():
-            self.states[int(rows[position])].push(int(token_ids[position]))
+        for row, token in self._owned_tokens(rows, token_ids):
+            self.states[row].push(token)
 
     def reason(self, row: int) -> str | None:
-        """Why a row's grammar cannot go on."""
         if row not in self.states or not self.states[row].matcher.is_error():
             return None
         return "the form asked of the answer became too complex to follow"
 
-    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: InputBatch) -> None:
-        """Mask the rows that answer; 10 to 40 µs a row for the mask, up to 80 µs to apply it to 152,000 logits."""
+    def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
+        """Only rows that answer; 10 to 40 µs a row for the mask, up to 80 µs to apply it to 152,000 logits."""
         answering = [at for at, row in enumerate(rows.tolist()) if self.states[row].phase in _MASKED]
         if not answering:
             return
@@ -166,7 +159,7 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
 _MASKED = (Phase.BEGINNING, Phase.ANSWERING)
 
 
-def forbid(logits: torch.Tensor, positions: IntArray, forbidden: NDArray[np.bool_]) -> None:
+def forbid(logits: torch.Tensor, positions: IntArray, forbidden: Mask) -> None:
     """Give -inf to the ``forbidden`` tokens [R, V] of the rows of ``logits`` [S, V] at ``positions`` [R].
 
     On a CPU by numpy, which takes half of torch's time.

@@ -1,15 +1,10 @@
-"""Worker: NGramIndex and NGramGuesses, what each sequence is likely to repeat of itself (prompt lookup)."""
+"""What each sequence is likely to repeat of itself (prompt lookup): the tokens that came after its last n-gram."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-IntArray = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
+from raylm.worker.arrays import Floats, IntArray, Ints, ragged
 
 # Level 0, 1, 2: matches of 2, 3, 4 tokens, which look up to 3 tokens back from their end.
 _LEVELS = np.arange(3)
@@ -24,10 +19,6 @@ class NGramIndex:
     Three hash tables a row hold the positions of the n-grams' ends. Nothing is ever cleared: whatever a table says is
     compared with the row's tokens, so that an entry of another n-gram, or of the row's last owner, is no match. Update
     and search take 15 calls of numpy each, however many rows and tokens there are.
-
-    Args:
-        max_num_seqs: rows.
-        max_model_len: tokens of a row.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -37,7 +28,6 @@ class NGramIndex:
         self._indexed = np.zeros(max_num_seqs, np.int64)
 
     def forget(self, row: int) -> None:
-        """The row begins anew."""
         self._indexed[row] = 0
 
     def search(self, token_ids: IntArray, rows: Ints, num_tokens: Ints) -> tuple[Ints, Ints]:
@@ -61,8 +51,8 @@ class NGramIndex:
         starts = self._indexed[rows]
         counts = np.maximum(last - starts, 0)
         self._indexed[rows] = starts + counts
-        owners = np.repeat(rows, counts)
-        ends = np.arange(len(owners)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        places, offsets = ragged(counts)
+        owners, ends = rows[places], starts[places] + offsets
         slots = self._slots(token_ids[owners, ends - _BACK[:, None]])
         self._ends[_LEVELS[:, None], owners, slots] = ends
 
@@ -74,18 +64,18 @@ class NGramIndex:
         return (hashes >> self._shift).astype(np.int64)
 
 
-class NGramGuesses:
+class NGramDrafts:
     """For each row the tokens that would come if it went on repeating itself, and how often that was right.
 
-    A row copies from a constant distance, its *lag*, as long as it proves right; then the index is asked again. Guesses
+    A row copies from a constant distance, its *lag*, as long as it proves right; then the index is asked again. Drafts
     are looked at whether or not they were verified in a step: a row learns what they are worth at no cost.
 
-    The chance that a guess holds is estimated for the row, with what holds for all rows of the same kind of match
+    The chance that a draft holds is estimated for the row, with what holds for all rows of the same kind of match
     (none kept: 0; of 2, 3, 4 tokens; kept: 5) as what is expected beforehand.
     """
 
     KEPT = 5
-    _FADING = 0.8
+    _DECAY = 0.8
     _WEIGHT = 3.0
     _MEMORY = 256.0
 
@@ -102,13 +92,12 @@ class NGramGuesses:
         self._tested_of_kind = np.full(6, 10.0)
 
     def forget(self, row: int) -> None:
-        """The row begins anew."""
         self._index.forget(row)
         self._lags[row] = 0
         self._right[row] = self._tested[row] = 0
 
     def renew(self, token_ids: IntArray, rows: Ints, num_tokens: Ints) -> Floats:
-        """Learn from what came since the last guesses, and guess again; returns the chance of each row's next, [R].
+        """Learn from what came since the last drafts, and make new ones; returns the chance of each row's next, [R].
 
         The chance is 0 where there is nothing to repeat. ``token_ids`` is valid up to ``num_tokens`` [R] of the
         distinct ``rows`` [R].
@@ -125,23 +114,23 @@ class NGramGuesses:
         return self._chances(rows)
 
     def _learn(self, token_ids: IntArray, rows: Ints, num_tokens: Ints) -> None:
-        """Compare the guesses with what came, up to the first that was wrong; rows without a lag have none."""
+        """Compare the drafts with what came, up to the first that was wrong; rows without a lag have none."""
         made_at = self._made_at[rows]
         came = np.minimum(num_tokens - made_at, len(self._ahead))
         where = np.minimum(made_at[:, None] + self._ahead, num_tokens[:, None] - 1)
         equal = (token_ids[rows[:, None], where] == self.tokens[rows]) & (self._ahead < came[:, None])
         right = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
-        told = self._lags[rows] > 0
-        tested = np.minimum(right + 1, came) * told
-        right *= told
-        self._right[rows] = self._right[rows] * self._FADING + right
-        self._tested[rows] = self._tested[rows] * self._FADING + tested
+        drafted = self._lags[rows] > 0
+        tested = np.minimum(right + 1, came) * drafted
+        right *= drafted
+        self._right[rows] = self._right[rows] * self._DECAY + right
+        self._tested[rows] = self._tested[rows] * self._DECAY + tested
         self._right_of_kind += np.bincount(self._kinds[rows], right, minlength=6)
         self._tested_of_kind += np.bincount(self._kinds[rows], tested, minlength=6)
         many = self._tested_of_kind > self._MEMORY
         self._right_of_kind[many] *= 0.5
         self._tested_of_kind[many] *= 0.5
-        kept = told & (right == came)
+        kept = drafted & (right == came)
         self._lags[rows] *= kept
         self._kinds[rows] = kept * self.KEPT
 

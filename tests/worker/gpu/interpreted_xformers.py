@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AttentionMetadata
-from raylm.worker.attention.probe import probe
 from raylm.worker.attention.sdpa import SdpaBackend
-from raylm.worker.attention.xformers import XformersBackend, XformersPlan
+from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.xformers import XformersBackend, XformersPlan
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import Reference
 from tests.worker.gpu.test_cuda_graphs import Recorder, graph_driver, serve

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
+from raylm.worker.arrays import Ints
 from raylm.worker.attention import StepLimits
-from raylm.worker.gpu.async_decode import GPUAsyncDecode, Ints, NoAsyncDecode, create_async_decode
+from raylm.worker.features import AsyncDecode
+from raylm.worker.gpu.async_decode import GPUAsyncDecode
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.startup import create_async_decode
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import GREEDY, Driver, random_prompt
 
@@ -31,11 +33,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", tokenizer=False)
 
 
-class CountingFeed(GPUAsyncDecode):
+class CountingDecode(GPUAsyncDecode):
     """Counts what it takes; it runs on a CPU too, where all that is missing is the waiting."""
 
     def __init__(self) -> None:
-        super().__init__((InputBuffers(LIMITS, CPU), InputBuffers(LIMITS, CPU)), LIMITS.max_num_seqs, CPU)
+        super().__init__(LIMITS, CPU)
         self.taken = 0
 
     def launch(self, *args: object) -> object:  # type: ignore[override]
@@ -113,9 +115,9 @@ class Life:
         return self.told
 
 
-def runner(path: Path, feed: GPUAsyncDecode | None) -> ModelRunner:
+def runner(path: Path, decode: GPUAsyncDecode | None) -> ModelRunner:
     driver = Driver(path, scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 256})
-    driver.runner.feed = feed or NoAsyncDecode()
+    driver.runner.async_decode = decode or AsyncDecode()
     with torch.inference_mode():
         for pool in driver.runner.forward._kv_caches:  # type: ignore[attr-defined]
             pool.zero_()
@@ -159,13 +161,13 @@ def eventful(life: Life) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_tokens_are_those_of_steps_one_after_the_other(path: Path, ahead: int) -> None:
-    feed = CountingFeed()
-    fed = eventful(Life(runner(path, feed), ahead))
+    decode = CountingDecode()
+    fed = eventful(Life(runner(path, decode), ahead))
     assert fed == eventful(Life(runner(path, None), 1))
-    assert feed.taken == 19  # of 26 steps: not those with a prompt of several tokens, nor while one is sampled
+    assert decode.taken == 19  # of 26 steps: not those with a prompt of several tokens, nor while one is sampled
 
 
-class NeverFed(CountingFeed):
+class NeverFed(CountingDecode):
     """A fault: steps begin with whatever the host holds."""
 
     def _upload_rows(self, rows: Ints) -> tuple[Tensor, Tensor]:
@@ -173,14 +175,14 @@ class NeverFed(CountingFeed):
         return at, torch.zeros_like(fed)
 
 
-class FedForever(CountingFeed):
+class FedForever(CountingDecode):
     """A fault: a row's next owner begins with the last one's token."""
 
     def add(self, row: int) -> None:
-        self._lives[row] += 1
+        self._owners[row] += 1
 
 
-class Forgetful(CountingFeed):
+class Forgetful(CountingDecode):
     """A fault: what was drawn never reaches the host's columns."""
 
     def _settle_oldest(self, batch: InputBatch) -> None:
@@ -188,21 +190,21 @@ class Forgetful(CountingFeed):
         self._newest[step.rows[self._newest[step.rows] == step.number]] = -1
 
 
-class Indiscriminate(CountingFeed):
+class Indiscriminate(CountingDecode):
     """A fault: what was drawn for a row's last owner is written to the next one's tokens."""
 
     def _settle_oldest(self, batch: InputBatch) -> None:
-        self._lives[self._under_way[0].rows] = self._under_way[0].lives
+        self._owners[self._under_way[0].rows] = self._under_way[0].owners
         super()._settle_oldest(batch)
 
 
 @pytest.mark.parametrize("fault", [NeverFed, FedForever, Forgetful, Indiscriminate])
-def test_planted_faults_are_seen(path: Path, fault: type[CountingFeed]) -> None:
+def test_planted_faults_are_seen(path: Path, fault: type[CountingDecode]) -> None:
     assert eventful(Life(runner(path, fault()), 2)) != eventful(Life(runner(path, None), 1))
 
 
 def test_a_row_whose_logits_are_no_numbers_fails_alone(path: Path) -> None:
-    life = Life(runner(path, CountingFeed()), 2)
+    life = Life(runner(path, CountingDecode()), 2)
     for seq_id in (0, 1):
         life.add(seq_id, random_prompt(20, seq_id), blocks(seq_id))
     life.run()
@@ -228,18 +230,18 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone(path: Path) -> None:
     ],
 )
 def test_wishes_that_need_the_host_are_not_taken(path: Path, params: SamplingParams) -> None:
-    feed = CountingFeed()
-    life = Life(runner(path, feed), 2)
+    decode = CountingDecode()
+    life = Life(runner(path, decode), 2)
     life.add(0, random_prompt(4, 0), blocks(0), params)
     life.add(1, random_prompt(4, 1), blocks(1))
     for _ in range(3):
         life.run()
-    assert feed.taken == 0
+    assert decode.taken == 0
     life.run(finished=(0,))
-    assert feed.taken == 1
+    assert decode.taken == 1
 
 
-def test_only_a_gpu_has_a_feed() -> None:
-    assert isinstance(create_async_decode(LIMITS, CPU, alone=True), NoAsyncDecode)
-    assert isinstance(create_async_decode(LIMITS, torch.device("cuda"), alone=False), NoAsyncDecode)
-    assert np.array_equal(CountingFeed()._newest, [-1] * 4)
+def test_only_a_gpu_decodes_asynchronously() -> None:
+    assert type(create_async_decode(LIMITS, CPU, alone=True)) is AsyncDecode
+    assert type(create_async_decode(LIMITS, torch.device("cuda"), alone=False)) is AsyncDecode
+    assert np.array_equal(CountingDecode()._newest, [-1] * 4)

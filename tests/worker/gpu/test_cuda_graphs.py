@@ -112,7 +112,7 @@ def graph_driver(
         return graphs
 
     monkeypatch.setattr("raylm.worker.startup.select_forward", select)
-    monkeypatch.setattr("raylm.worker.attention.batch_buckets._NARROWEST", 32)
+    monkeypatch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
     return Driver(path, num_blocks=NUM_BLOCKS)
 
 

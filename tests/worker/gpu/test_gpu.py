@@ -10,10 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from raylm.config import Config
 from raylm.models import AttentionSpec
-from raylm.worker.attention.probe import probe
-from raylm.worker.attention.xformers import XformersBackend
 from raylm.worker.gpu.async_decode import GPUAsyncDecode
 from raylm.worker.gpu.cuda_graphs import GraphForward
+from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.xformers import XformersBackend
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import random_prompt
@@ -36,14 +36,14 @@ def test_the_kernel(dtype: torch.dtype, block_size: int, group: int, head_dim: i
     assert probe(XformersBackend, spec, dtype, torch.device("cuda"), block_size) is None
 
 
-def test_a_worker_has_graphs_and_feeds_itself(tmp_path: Path) -> None:
+def test_a_worker_has_graphs_and_decodes_asynchronously(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tokenizer=False)
     tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64}, "scheduler": {"max_num_seqs": 8}}
     runner, info = start_runner(Config.model_validate(tree))
     assert info.attention_backend == "xformers"
     assert isinstance(runner.forward, GraphForward)
     assert [size for size, _ in runner.forward.captured] == [8, 4, 2, 1]
-    assert isinstance(runner.feed, GPUAsyncDecode)
+    assert isinstance(runner.async_decode, GPUAsyncDecode)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -1,4 +1,4 @@
-"""The worker's CUDA path on a simulated GPU: graphs, the feed and xformers' padding serve what transformers says."""
+"""The worker's CUDA path on a simulated GPU: graphs, async decode and xformers' padding give transformers' tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raylm.checkpoint import Checkpoint
 from raylm.config import Config
 from raylm.models import AttentionSpec, load_model
 from raylm.params import SamplingParams
-from raylm.worker.attention import xformers
-from raylm.worker.attention.probe import probe
-from raylm.worker.attention.split_k import Pages, SplitK
 from raylm.worker.forward import ModuleForward
+from raylm.worker.gpu import xformers
+from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.split_k import Pages, SplitK
 from raylm.worker.input_buffers import StepInputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
@@ -52,7 +52,7 @@ def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa
     """The simulated GPU, with xformers on it, which takes float32 there too."""
     monkeypatch.setattr(xformers, "refusals", lambda dtype, device: [])
     monkeypatch.setattr(SplitK, "__call__", attend)
-    monkeypatch.setattr("raylm.worker.attention.batch_buckets._NARROWEST", 32)
+    monkeypatch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
     yield gpu
     probe.cache_clear()
 
@@ -155,11 +155,11 @@ def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path) -> None:
 
 
 def one_set_of_buffers(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runner.feed, "_buffers", runner.feed._buffers[:1] * 2)  # type: ignore[attr-defined]
+    patch.setattr(runner.async_decode, "_buffers", runner.async_decode._buffers[:1] * 2)  # type: ignore[attr-defined]
 
 
 def one_place_for_tokens(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runner.feed, "_tokens", runner.feed._tokens[:1] * 2)  # type: ignore[attr-defined]
+    patch.setattr(runner.async_decode, "_tokens", runner.async_decode._tokens[:1] * 2)  # type: ignore[attr-defined]
 
 
 def outputs_that_do_not_wait(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylm.models import AttentionSpec
-from raylm.worker.attention import select_backend, split_k, xformers
-from raylm.worker.attention.batch_buckets import bucket, buckets, table_width
-from raylm.worker.attention.split_k import num_splits, processors, queries_per_tile
-from raylm.worker.attention.xformers import XformersBackend
+from raylm.worker.attention import select_backend
+from raylm.worker.gpu import split_k, xformers
+from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width
+from raylm.worker.gpu.split_k import num_splits, processors, queries_per_tile
+from raylm.worker.gpu.xformers import XformersBackend
 
 ROOT = Path(__file__).parents[3]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -12,7 +12,7 @@ from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 
 MASK = 2**64 - 1
-HEAT_BLOCK = 512
+GROUP = 512
 Vector = NDArray[np.float64]
 
 
@@ -82,15 +82,15 @@ class Reference:
         return weights
 
     def draw(self, logits: NDArray[np.float32], slack: float = 0.0) -> int:
-        """The token that wins both heats."""
+        """The token of the winning group that wins."""
         if self.params.temperature == 0:
             scores = self.processed(logits)
             return min(range(len(scores)), key=lambda t: (-scores[t], t))
         weights = self.weights(logits, slack)
-        starts = range(0, len(weights), HEAT_BLOCK)
-        masses = {i: float(weights[start : start + HEAT_BLOCK].sum()) for i, start in enumerate(starts)}
+        starts = range(0, len(weights), GROUP)
+        masses = {i: float(weights[start : start + GROUP].sum()) for i, start in enumerate(starts)}
         block = self._race(masses, first_index=2**32)
-        inside = range(block * HEAT_BLOCK, min(len(weights), (block + 1) * HEAT_BLOCK))
+        inside = range(block * GROUP, min(len(weights), (block + 1) * GROUP))
         return self._race({token: float(weights[token]) for token in inside}, first_index=0)
 
     def _race(self, weights: dict[int, float], first_index: int) -> int:

@@ -16,8 +16,7 @@ from raylm.messages import NewSequence, Thinking
 from raylm.params import SamplingParams
 from raylm.params import StructuredOutputs as Spec
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.sampling.sampler import Sampler
-from raylm.worker.sampling.step_logits import process_logits
+from raylm.worker.sampling.sampler import Sampler, process_logits
 from raylm.worker.sampling.structured_outputs import Grammars
 
 VOCAB, EOS = 6142, (2, 0)
@@ -33,7 +32,7 @@ def grammars() -> Grammars:
 
 
 def new_batch(rows: int = 4) -> InputBatch:
-    return InputBatch(rows, 128, 16, VOCAB, "cpu", grammars())
+    return InputBatch(rows, 128, 16, VOCAB, grammars())
 
 
 def sequence(

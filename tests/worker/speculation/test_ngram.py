@@ -1,4 +1,4 @@
-"""NGramIndex against a search by hand, and what NGramGuesses make of it."""
+"""NGramIndex against a search by hand, and what NGramDrafts make of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.worker.speculation.ngram import IntArray, Ints, NGramGuesses, NGramIndex
+from raylm.worker.arrays import IntArray, Ints
+from raylm.worker.speculation.ngram import NGramDrafts, NGramIndex
 
 ROWS, LENGTH, MOST = 4, 64, 6
 
@@ -68,7 +69,7 @@ class Text:
     """One row whose tokens come as told."""
 
     def __init__(self, tokens: list[int]) -> None:
-        self.guesses = NGramGuesses(NGramIndex(ROWS, LENGTH), ROWS, MOST)
+        self.guesses = NGramDrafts(NGramIndex(ROWS, LENGTH), ROWS, MOST)
         self.token_ids = np.zeros((ROWS, LENGTH), np.int32)
         self.length = 0
         self.come(tokens)

@@ -16,7 +16,7 @@ from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreRequest, Logprobs
 from raylm.params import SamplingParams
 from raylm.worker import Worker
-from raylm.worker.speculation.ngram import Floats, IntArray, Ints
+from raylm.worker.arrays import Floats, IntArray, Ints
 from raylm.worker.speculation.speculator import NGramSpeculator
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import random_prompt
@@ -79,7 +79,7 @@ def serve(
     if guesses is not None:
         speculator = worker._runner.speculator  # type: ignore[union-attr]
         assert isinstance(speculator, NGramSpeculator)
-        speculator._guesses = guesses  # type: ignore[assignment]
+        speculator._drafts = guesses  # type: ignore[assignment]
         speculator._cost.times_seen = lambda tokens: 9  # type: ignore[method-assign]
         speculator._choose = as_many_as_fit(config.scheduler.max_num_batched_tokens)  # type: ignore[method-assign]
     core = Scheduler(config.scheduler, KVCacheManager(info.num_blocks, info.block_size), info.max_model_len)

@@ -10,8 +10,10 @@ import pytest
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 from raylm.worker.attention import StepLimits
+from raylm.worker.features import Speculator
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.speculation.speculator import NGramSpeculator, NoSpeculation, Speculator, create_speculator
+from raylm.worker.speculation.speculator import NGramSpeculator
+from raylm.worker.startup import create_speculator
 from raylm.worker.step_batch import StepBatch
 
 LENGTH, BLOCK = 1024, 16
@@ -42,7 +44,7 @@ class World:
         self.texts = np.array(texts)
         self.cost = cost
         self.speculator = speculator
-        self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000, "cpu")
+        self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000)
         self.seconds = self.drafted = self.accepted = 0.0
         for seq_id, text in enumerate(texts):
             table = list(range(blocks))
@@ -58,7 +60,7 @@ class World:
 
     def step(self) -> bool:
         """Run a step of all sequences; False when all have ended."""
-        step = self.speculator.lay_out(self.plan([1] * len(self.texts)), self.batch)
+        step = self.speculator.propose(self.plan([1] * len(self.texts)), self.batch)
         if not step.seq_ids:
             return False
         taken = self.cost(int(step.counts.sum()))
@@ -87,7 +89,7 @@ def limits(rows: int) -> StepLimits:
 
 def gain(texts: list[list[int]], prompt: int, cost: Cost) -> float:
     """How much faster the texts come with speculation."""
-    plain = World(texts, prompt, NoSpeculation(), cost)
+    plain = World(texts, prompt, Speculator(), cost)
     plain.batch.limits[:] = len(texts[0])
     return plain.run() / World(texts, prompt, NGramSpeculator(limits(len(texts)), LENGTH, 15), cost).run()
 
@@ -157,7 +159,7 @@ def test_no_guess_lacks_a_block(blocks: int) -> None:
         known, row = int(world.batch.num_tokens[0]), 0
         if known > blocks * BLOCK:
             break
-        step = world.speculator.lay_out(world.plan([1]), world.batch)
+        step = world.speculator.propose(world.plan([1]), world.batch)
         assert step.computed[0] + step.counts[0] <= blocks * BLOCK
         world.batch.append_tokens(np.array([row]), np.array([text[known]]))
 
@@ -166,7 +168,7 @@ def test_a_step_stays_within_its_limits() -> None:
     speculator = NGramSpeculator(StepLimits(20, 4, LENGTH // BLOCK, BLOCK), LENGTH, 15)
     world = World([[1, 2, 3, 4] * 100] * 4, 100, speculator, memory_bound)
     world.step(), world.step()
-    sizes = [int(world.speculator.lay_out(world.plan([1] * 4), world.batch).counts.sum()) for _ in range(3)]
+    sizes = [int(world.speculator.propose(world.plan([1] * 4), world.batch).counts.sum()) for _ in range(3)]
     assert max(sizes) == 20
 
 
@@ -175,12 +177,12 @@ def test_rows_are_told_where_they_really_are_and_end_at_their_limit() -> None:
     behind = world.plan([1, 1])
     while world.batch.num_tokens[0] < 80:
         world.step()
-    step = world.speculator.lay_out(behind, world.batch)
+    step = world.speculator.propose(behind, world.batch)
     assert step.seq_ids == [1]
     assert step.computed.tolist() == [world.batch.num_tokens[1] - 1]
     while world.step():
         pass
-    assert world.speculator.lay_out(behind, world.batch).seq_ids == []
+    assert world.speculator.propose(behind, world.batch).seq_ids == []
 
 
 def test_rows_of_one_token_come_first() -> None:
@@ -188,14 +190,14 @@ def test_rows_of_one_token_come_first() -> None:
     texts = [[5, 6, 7, 8] * 20, random_text(rng, 80, 9999), [1, 2, 3] * 30, random_text(rng, 80, 9999)]
     world = World([text[:80] for text in texts], 60, NGramSpeculator(limits(4), LENGTH, 3), memory_bound)
     world.step(), world.step()
-    step = world.speculator.lay_out(world.plan([1] * 4), world.batch)
+    step = world.speculator.propose(world.plan([1] * 4), world.batch)
     assert step.seq_ids == [1, 3, 0, 2]
     assert step.counts.tolist() == [1, 1, 4, 4]
     assert step.draws.tolist() == [1, 1, 4, 4]
 
 
 def test_who_speculates_is_a_matter_of_configuration() -> None:
-    assert isinstance(create_speculator(limits(1), LENGTH, 0), NoSpeculation)
+    assert type(create_speculator(limits(1), LENGTH, 0)) is Speculator
     assert isinstance(create_speculator(limits(1), LENGTH, 3), NGramSpeculator)
 
 

@@ -1,4 +1,4 @@
-"""A trial of an attention backend on this machine's device, against torch's attention, before it serves anybody."""
+"""A trial of an attention backend on this machine's device, against torch's attention, before it serves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def probe(
 ) -> str | None:
     """Let one sequence decode and one be prefilled behind a past of their own; say what is wrong, None if nothing is.
 
-    What a kernel raises is told as well: compilers and drivers have many kinds of errors, and each of them means that
-    another backend has to serve.
+    What a kernel raises is reported as well: compilers and drivers have many kinds of errors, and each of them means
+    that another backend has to serve.
     """
     try:
         wrong = _disagreement(backend, spec, dtype, device, block_size)

@@ -1,4 +1,4 @@
-"""The ladder of sizes that batches are padded to, so that few kernels are compiled and few graphs captured."""
+"""The sizes that batches are padded to, so that few kernels are compiled and few graphs captured."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from raylm.worker.sampling.random_stream import exponentials, nth_output, stream_states
+from raylm.worker.sampling.draw import exponentials, nth_output, stream_states
 from tests.worker.sampling.sampler_reference import exponential
 
 
