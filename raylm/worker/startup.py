@@ -122,7 +122,7 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         kv_cache_bytes=memory.pool.num_blocks * memory.bytes_each,
         stages=stages.done,
         quantization=loaded.model.quantization,
-        tensor_parallel_size=host.ranks.size,
+        tensor_parallel_size=host.ranks.world_size,
     )
 
 
@@ -161,7 +161,7 @@ def _profile(config: Config, host: _Host, loaded: _Loaded) -> int:
 def _allocate(config: Config, host: _Host, loaded: _Loaded, activations: int) -> _Memory:
     model, backend, size = loaded.model, loaded.backend, config.cache.block_size
     bytes_each = block_bytes(backend, model.attention_specs, size, loaded.dtype)
-    free, default = host.ranks.least(free_memory(host.device, activations, host.ranks.size))
+    free, default = host.ranks.all_reduce_min(free_memory(host.device, activations, host.ranks.world_size))
     pool = size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
     capturable = backend.capturable and model.capturable
     with_graphs = host.device.type == "cuda" and capturable and _wants_graphs(config.engine)
@@ -186,7 +186,7 @@ def _runner(config: Config, host: _Host, loaded: _Loaded, memory: _Memory) -> Mo
         InputBuffers(limits, device),
         create_speculator(limits, longest, guesses),
         host.sampler,
-        create_async_decode(limits, device, alone=host.ranks.size == 1 and not guesses),
+        create_async_decode(limits, device, alone=host.ranks.world_size == 1 and not guesses),
         create_adapters(config.lora, model, forward, limits.max_num_seqs),
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from raylm import models
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import ALONE, Ranks, weight_files
+from raylm.models import SINGLE_RANK, Ranks, weight_files
 from raylm.models.llama import LlamaForCausalLM
 from raylm.models.registry import model_class
 from raylm.models.tensor_parallel import PLAN
@@ -68,14 +68,14 @@ def write(path: Path, config: dict[str, Any], seed: int = 0) -> Checkpoint:
     """A Llama checkpoint of random weights."""
     (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]} | config))
     with torch.device("meta"):
-        targets = model_class(Checkpoint(path)).from_checkpoint(Checkpoint(path), ALONE).targets()
+        targets = model_class(Checkpoint(path)).from_checkpoint(Checkpoint(path), SINGLE_RANK).targets()
     generator = torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(target.shape, generator=generator) for name, target in targets.items()}
     save_file(weights, path / "model.safetensors")
     return Checkpoint(path)
 
 
-def load(checkpoint: Checkpoint, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def load(checkpoint: Checkpoint, ranks: Ranks = SINGLE_RANK, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     model, _ = load_model(checkpoint, dtype, CPU, None, ranks)
     assert isinstance(model, LlamaForCausalLM)
     return model
@@ -219,7 +219,7 @@ def test_ranks_round_their_own_weights(tmp_path: Path, asked: str) -> None:
 
     logits, _ = on_all_ranks(2, run)
     with torch.inference_mode():
-        alone = run(ALONE)
+        alone = run(SINGLE_RANK)
     reference = reference_logits(tmp_path, TOKENS)
     assert 1e-3 < error(logits, reference) < 1.5 * error(alone, reference)
 

@@ -51,6 +51,6 @@ class FollowingSampler(_RankSampler):
 
 def select_sampler(ranks: Ranks) -> Sampler:
     """The sampler of one of the ``ranks``."""
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return Sampler()
     return FollowingSampler(ranks) if ranks.rank else LeadingSampler(ranks)

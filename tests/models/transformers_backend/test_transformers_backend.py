@@ -14,35 +14,43 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models import load_model
 from raylm.models.linear import Linear
-from raylm.models.registry import ARCHITECTURES, UNIVERSAL
-from raylm.models.transformers_backend import inspection, module_replacement
-from raylm.models.transformers_backend.model import UniversalForCausalLM
+from raylm.models.registry import ARCHITECTURES
+from raylm.models.transformers_backend import TRANSFORMERS_BACKEND, inspection, module_replacement
+from raylm.models.transformers_backend.model import TransformersForCausalLM
 from raylm.native import NativeLinear
 from tests.checkpoints import make_checkpoint
 from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint
-from tests.models.transformers_backend.families import BOUNDS, family_error, logit_error, make_family, play, read_table
+from tests.models.transformers_backend.families import (
+    BOUNDS,
+    family_error,
+    logit_error,
+    make_family,
+    path_of,
+    play,
+    read_table,
+)
 from tests.worker.driver import Driver, random_prompt
 
 CPU = torch.device("cpu")
-COMPACT = sorted(name for name, served in ARCHITECTURES.items() if served != UNIVERSAL)
+COMPACT = sorted(name for name, served in ARCHITECTURES.items() if served != TRANSFORMERS_BACKEND)
 
 
-def load(path: Path, quantization: str | None = None) -> tuple[UniversalForCausalLM, int]:
+def load(path: Path, quantization: str | None = None) -> tuple[TransformersForCausalLM, int]:
     model, weights_bytes = load_model(Checkpoint(path), torch.float32, CPU, quantization)
-    assert isinstance(model, UniversalForCausalLM)
+    assert isinstance(model, TransformersForCausalLM)
     return model, weights_bytes
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, *architectures: str) -> None:
     """Serve these over transformers' modeling code, whether they are registered for it or not."""
     for architecture in architectures:
-        monkeypatch.setitem(ARCHITECTURES, architecture, UNIVERSAL)
+        monkeypatch.setitem(ARCHITECTURES, architecture, TRANSFORMERS_BACKEND)
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_logits_are_as_near_to_transformers_as_the_table_says(architecture: str) -> None:
     told = read_table()[architecture]
-    assert told[0] == ("universal" if ARCHITECTURES[architecture] == UNIVERSAL else "compact")
+    assert told[0] == path_of(architecture)
     for dtype, said in zip(BOUNDS, told[1:], strict=True):
         error = family_error(architecture, dtype)
         assert error < BOUNDS[dtype]
@@ -61,7 +69,7 @@ def test_compact_families_are_the_same_on_both_paths(
     make_family(tmp_path, architecture)
     compact = play(tmp_path, torch.float32)
     allow(monkeypatch, architecture)
-    assert isinstance(load(tmp_path)[0], UniversalForCausalLM)
+    assert isinstance(load(tmp_path)[0], TransformersForCausalLM)
     for one, other in zip(compact, play(tmp_path, torch.float32), strict=True):
         assert one.tokens == other.tokens
         logits, same = (torch.stack(list(seq.logits.values())) for seq in (one, other))
@@ -71,7 +79,7 @@ def test_compact_families_are_the_same_on_both_paths(
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (inspection, "_window", lambda mask, told: None),
+        (inspection, "_window", lambda mask: None),
         (
             module_replacement.Stack,
             "take",
