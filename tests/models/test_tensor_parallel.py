@@ -24,7 +24,6 @@ from raylm.models.llama import LlamaForCausalLM
 from raylm.models.registry import model_class
 from raylm.models.tensor_parallel import PLAN
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.models.quantization.quantized_checkpoints import SCHEMES, quantize_checkpoint
 from tests.models.test_decoder import attend, error, reference_logits
 from tests.ranks import Apart, on_all_ranks, one_at_a_time
 
@@ -244,19 +243,13 @@ def test_what_ranks_cannot_share_is_refused_by_name(
         load(Checkpoint(tmp_path), Apart(0, size))
 
 
+@pytest.mark.uses("transformers_backend")
 def test_a_model_of_transformers_code_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma2ForCausalLM"]}')
     with pytest.raises(
         ConfigError, match=r"engine\.tensor_parallel_size: Gemma2ForCausalLM is served by one rank only"
     ):
         load_model(Checkpoint(tmp_path), torch.float32, CPU, None, Apart(0, 2))
-
-
-def test_quantized_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
-    source = make_checkpoint(tmp_path / "source", "qwen3", tokenizer=False)
-    quantize_checkpoint(source, SCHEMES[0], tmp_path / "quantized", tmp_path / "meant")
-    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: the quantized weights"):
-        load(Checkpoint(tmp_path / "quantized"), Apart(0, 2))
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
