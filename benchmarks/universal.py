@@ -11,7 +11,8 @@ from forward import Steps
 
 from raylm.checkpoint import resolve
 from raylm.config import Config
-from raylm.models.registry import ARCHITECTURES, UNIVERSAL
+from raylm.models.registry import ARCHITECTURES
+from raylm.models.transformers_backend import TRANSFORMERS_BACKEND
 from raylm.worker.startup import start_runner
 
 _ROUNDS = 5
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[512])
     a = parser.parse_args()
     paths = [steps_of(a.model, a.threads)]
-    ARCHITECTURES[resolve(a.model).config["architectures"][0]] = UNIVERSAL
+    ARCHITECTURES[resolve(a.model).config["architectures"][0]] = TRANSFORMERS_BACKEND
     paths.append(steps_of(a.model, a.threads))
     for batch in a.batch:
         turns = [[min(path.decode(batch, a.context, 12)) for path in paths] for _ in range(_ROUNDS)]

@@ -51,11 +51,15 @@ EXTRAS = {
     ),
     "quantization": Extra(
         paths=("raylm/models/quantization", "tests/models/quantization"),
-        lines={},
+        lines={"raylm/models/registry.py": ("raylm.models.quantization",)},
     ),
     "transformers_backend": Extra(
-        paths=("raylm/models/transformers_backend", "tests/models/transformers_backend"),
-        lines={},
+        paths=(
+            "raylm/models/transformers_backend",
+            "tests/models/transformers_backend",
+            "tests/models/quantization/test_transformers_backend.py",
+        ),
+        lines={"raylm/models/registry.py": ("TRANSFORMERS_ARCHITECTURES",)},
     ),
     "speculation": Extra(
         paths=("raylm/worker/speculation", "tests/worker/speculation"),

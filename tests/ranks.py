@@ -24,7 +24,7 @@ class Apart(Ranks):
     """One of ``size`` ranks that never hears of the others."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.world_size = rank, size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -36,7 +36,7 @@ class Apart(Ranks):
     def broadcast(self, x: Tensor) -> Tensor:
         return x
 
-    def least(self, values: list[int]) -> list[int]:
+    def all_reduce_min(self, values: list[int]) -> list[int]:
         return values
 
 

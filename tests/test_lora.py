@@ -73,7 +73,7 @@ def test_what_one_step_mixes_changes_nothing(llm: LLM, expected: list[list[int]]
     [
         {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 4}},  # long prompts in chunks, sequences queue
         pytest.param({"scheduler": {"speculative_tokens": 4}}, marks=pytest.mark.uses("speculation")),
-        {"quantization": "int8"},
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.uses("quantization")),
     ],
     ids=["chunked", "speculating", "int8"],
 )

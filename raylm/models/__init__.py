@@ -1,15 +1,15 @@
-"""Front door of the models: load one, and what a model says of its attention."""
+"""Language models: load one, what its attention is, and LoRA adapters for it."""
 
-from raylm.models.causal_lm import CausalLM
-from raylm.models.layers import AttentionSpec
+from raylm.models.causal_lm import AttentionSpec, CausalLM
 from raylm.models.loader import load_model, resolve_dtype
 from raylm.models.lora.adapter_files import LowRank, read_adapter
-from raylm.models.lora.low_rank import AdapterRun, LowRankLayers, ModuleAdapter, adaptable_shapes, pack_native
+from raylm.models.lora.low_rank import LowRankLayers, ModuleAdapter, adaptable_shapes, pack_native
 from raylm.models.native_decoder import heads_struct
-from raylm.models.ranks import ALONE, Ranks
+from raylm.models.ranks import SINGLE_RANK, Ranks
+from raylm.native import AdapterRun
 
 __all__ = [
-    "ALONE",
+    "SINGLE_RANK",
     "AdapterRun",
     "AttentionSpec",
     "CausalLM",

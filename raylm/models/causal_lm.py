@@ -3,27 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from raylm.checkpoint import Checkpoint
-from raylm.models.layers import Attend, AttentionSpec
-from raylm.models.linear import KernelFactory
-from raylm.models.ranks import Ranks, Shard
+from raylm.models.linear import KernelFactory, Weighted
+from raylm.models.ranks import Ranks
+from raylm.models.weight_files import Shard
 from raylm.native import NativeDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one layer's attention is: sizes, ``scale`` of the scores, and what restricts them.
+
+    ``sliding_window`` counts the tokens that a query sees, itself included. ``softcap`` bounds scores by
+    ``softcap * tanh(score / softcap)``.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+class Attend(Protocol):
+    """Attention over each token's own sequence, past included; the model runner provides it.
+
+    ``q`` (tokens, num_heads, head_dim), ``k`` and ``v`` (tokens, num_kv_heads, head_dim) -> as ``q``.
+    """
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class CausalLM(nn.Module, ABC):
     """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen.
 
-    ``quantization`` says in words how its linear layers are quantized, None where none are. ``shards`` says by name
-    which part of a checkpoint's tensor this rank holds; of those not named it holds all. ``capturable`` says whether
-    ``forward`` is the same operations whatever the tokens are, as a CUDA graph must be; ``torch_multiplies`` whether
-    large weights are left to torch, whichever kernels there are; ``adaptable`` whether LoRA adapters fit: its linear
-    layers are named and shaped as in the Llama family.
+    ``quantization`` describes how its linear layers are quantized, None where none are. ``shards`` has by name which
+    part of a checkpoint's tensor this rank holds; of those not named it holds all. ``capturable``: ``forward`` is the
+    same operations whatever the tokens are, as a CUDA graph must be. ``torch_multiplies``: large weights are left to
+    torch, whichever kernels there are. ``adaptable``: LoRA adapters fit, its linear layers are named and shaped as in
+    the Llama family.
     """
 
     vocab_size: int
@@ -50,9 +78,14 @@ class CausalLM(nn.Module, ABC):
                 memory = torch.empty(parameter.shape, dtype=dtype, device=device)
                 setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
-    @abstractmethod
     def targets(self) -> dict[str, Tensor]:
         """Name of a weight -> the memory that it is loaded into."""
+        return {name: target for name, target in self._weights() if name not in self.redundant}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for path, module in self.named_modules():
+            if isinstance(module, Weighted):
+                yield from module.targets(path)
 
     def places(self, found: frozenset[str]) -> dict[str, Tensor]:
         """Memory for the names that the checkpoint holds, and by its own name for each target that it does not fill."""

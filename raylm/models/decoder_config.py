@@ -1,17 +1,23 @@
-"""DecoderConfig: what config.json says about a decoder, checked and in our own words."""
+"""DecoderConfig: what config.json says about a decoder, checked.
+
+Reading it here instead of through transformers' configuration classes spares each worker their import, which takes
+longer than loading a small model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.models.fields import Fields
-from raylm.models.ranks import ALONE, Ranks
-from raylm.models.rope import frequencies
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.ranks import SINGLE_RANK, Ranks
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -21,15 +27,73 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_DEFAULT_THETA = 10000.0
+
+
+class Fields:
+    """The entries of a checkpoint's config.json; ``defaults`` are its family's, for those that are left out.
+
+    All but ``get`` raise ConfigError for an entry that is missing or something else.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, defaults: dict[str, Any]) -> None:
+        self.checkpoint = checkpoint
+        self._values = {**defaults, **checkpoint.config}
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def size(self, name: str, *, least: int = 1, fallback: str | None = None) -> int:
+        """An integer from ``least`` on; the entry ``fallback`` is read for one that is null or left out."""
+        value = self.get(name)
+        if value is None and fallback is not None:
+            return self.size(fallback, least=least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(name, value, f"an integer from {least} on")
+        return value
+
+    def number(self, name: str) -> float:
+        """A finite number above zero."""
+        value = self.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.error(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def error(self, name: str, value: object, wanted: str) -> ConfigError:
+        found = "is missing; it" if name not in self._values else f"is {value!r}; it"
+        return ConfigError(f"config.json of {self.checkpoint.path}: {name} {found} must be {wanted}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Inverse frequencies (head_dim / 2,) in float32, and what multiplies cosine and sine (yarn's attention factor)."""
+
+    inv_freq: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which linear layers have one."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderConfig:
     """Sizes, switches and rotary frequencies of one decoder.
 
-    ``windows`` has one entry a layer: the tokens that a query of that layer sees, None for all. ``inv_freq``
-    (head_dim / 2,) and ``rope_scaling`` describe the rotary embedding. Where several ``ranks`` share the decoder, heads
-    and ``intermediate_size`` are those of this one; see tensor_parallel.py.
+    ``windows`` has one entry a layer: the tokens that a query of that layer sees, None for all. Where several ``ranks``
+    share the decoder, heads and ``intermediate_size`` are those of this one; see tensor_parallel.py.
     """
 
     vocab_size: int
@@ -42,27 +106,21 @@ class DecoderConfig:
     activation: Activation
     tied: bool
     windows: tuple[int | None, ...]
-    inv_freq: Tensor
-    rope_scaling: float
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    ranks: Ranks = ALONE
+    rope: Rope
+    biases: Biases
+    qk_norm: bool
+    ranks: Ranks = SINGLE_RANK
 
     @property
     def vocab(self) -> range:
-        """The token ids whose embeddings, and whose rows of the head, lie here."""
+        """The token ids whose embeddings, and whose rows of the head, this rank holds."""
         return self.ranks.part(self.vocab_size)
 
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.windows)
 
-
-def decoder_config(fields: Fields, windows: tuple[int | None, ...], **switches: bool) -> DecoderConfig:
-    """Read a configuration; ``switches`` are the biases and norms of its family.
+def decoder_config(
+    fields: Fields, windows: tuple[int | None, ...], biases: Biases, *, qk_norm: bool = False
+) -> DecoderConfig:
+    """Read a configuration; all but ``fields`` depend on its family.
 
     Raises:
         ConfigError: an entry that is missing, wrong or not supported, named.
@@ -77,7 +135,6 @@ def decoder_config(fields: Fields, windows: tuple[int | None, ...], **switches: 
     act = fields.get("hidden_act")
     if act not in _ACTIVATIONS:
         raise fields.error("hidden_act", act, f"one of {', '.join(_ACTIVATIONS)}, which are supported")
-    inv_freq, rope_scaling = frequencies(fields, head_dim)
     return DecoderConfig(
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
@@ -89,10 +146,9 @@ def decoder_config(fields: Fields, windows: tuple[int | None, ...], **switches: 
         activation=_ACTIVATIONS[act],
         tied=fields.flag("tie_word_embeddings"),
         windows=windows,
-        inv_freq=inv_freq,
-        rope_scaling=rope_scaling,
-        ranks=ALONE,
-        **switches,
+        rope=_rope(fields, head_dim),
+        biases=biases,
+        qk_norm=qk_norm,
     )
 
 
@@ -113,3 +169,38 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     if window is None and "sliding_attention" in kinds:
         raise fields.error("use_sliding_window", False, "true where layer_types has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(fields: Fields, head_dim: int) -> Rope:
+    """The rotary embedding of a configuration, old style or new.
+
+    The dynamic variant changes its frequencies beyond ``max_position_embeddings`` only, where nothing is served.
+    """
+    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise fields.error("rope_parameters", parameters, "an object")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in _ROPE_TYPES or any(isinstance(value, dict) for value in parameters.values()):
+        served = ", ".join(_ROPE_TYPES)
+        raise ConfigError(f"config.json: the rotary embedding {kind!r} is not supported, only {served}.")
+    if parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
+        raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported.")
+    with torch.device("cpu"):  # also where a model is being built on the meta device
+        if kind != "default":
+            return _scaled_rope(kind, fields.checkpoint)
+        theta = parameters.get("rope_theta") or fields.get("rope_theta") or _DEFAULT_THETA
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return Rope(1.0 / (theta**exponents), 1.0)
+
+
+def _scaled_rope(kind: str, checkpoint: Checkpoint) -> Rope:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    path = checkpoint.path
+    try:
+        hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(f"config.json of {path}: the rotary embedding {kind!r} is incomplete: {error!r}") from error
+    return Rope(inv_freq.float(), float(scaling))

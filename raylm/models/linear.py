@@ -18,17 +18,17 @@ KernelFactory = Callable[[Weight, Tensor | None], LinearKernel]
 class Weighted(nn.Module):
     """A module that owns checkpoint weights."""
 
-    def targets(self, own: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name relative to the parent, the memory to load it into); ``own`` is this module's name."""
+    def targets(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, the memory to load it into) of this module, which lies at ``path`` in the model."""
         for name, parameter in self.named_parameters(recurse=False):
-            yield f"{own}.{name}", parameter
+            yield f"{path}.{name}", parameter
 
     def freeze(self, kernels: KernelFactory) -> None:
         """Called once after loading: bring the weights into the form that the forward pass reads."""
 
 
 class WeightFormat(ABC):
-    """How a checkpoint holds the weight of a linear layer, and what its kernel gets."""
+    """How a checkpoint holds the weight of a linear layer, and what its kernel gets of that."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         """Memory for what the checkpoint holds of a part instead of ``weight``, by name; empty where it holds that.
@@ -59,13 +59,12 @@ class StackedFormat(WeightFormat):
         """
 
     def freeze(self, layer: Linear, kernels: KernelFactory) -> tuple[LinearKernel, int]:
-        """The machine's kernel over the stacked weight."""
         weight = self.weight(layer)
         return kernels(weight, None if layer.bias is None else layer.bias.data), weight.nbytes
 
 
 class PlainFormat(StackedFormat):
-    """Float weights, kept as they are."""
+    """Floats, kept as they are."""
 
     def weight(self, layer: Linear) -> Weight:
         assert layer.weight is not None
@@ -105,13 +104,13 @@ class Linear(Weighted):
         if any(self.stored.values()):
             self.weight = None
 
-    def targets(self, own: str) -> Iterator[tuple[str, Tensor]]:
-        start = 0
+    def targets(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        start, prefix = 0, prefix_of(path)
         for part, rows in self.parts.items():
             for name, tensor in self.stored.get(part, {}).items():
-                yield f"{part}.{name}", tensor
+                yield f"{prefix}{part}.{name}", tensor
             for name, parameter in self.named_parameters(recurse=False):
-                yield f"{part}.{name}", parameter[start : start + rows]
+                yield f"{prefix}{part}.{name}", parameter[start : start + rows]
             start += rows
 
     def freeze(self, kernels: KernelFactory) -> None:
@@ -136,6 +135,34 @@ class Head(Linear):
         super().freeze(kernels)
         if weight is not None and weight.is_cuda and weight.dtype != torch.float32:
             self.kernel = _unrounded(weight.data, bias)
+
+
+def prefix_of(path: str) -> str:
+    """What comes before the names of the modules that lie beside ``path``."""
+    return "".join(path.rpartition(".")[:2])
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """The linear layers of a model, each with what comes before its parts in the checkpoint's names."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield prefix_of(path), module
+
+
+class Quantization:
+    """In which formats a checkpoint holds the linear layers of a model: here, all of them as floats.
+
+    ``description`` tells users what the weights are, None where none is quantized.
+    """
+
+    description: str | None = None
+
+    def apply(self, model: nn.Module, *, tied: bool) -> None:
+        """Make the linear layers of ``model`` expect their formats; with ``tied`` the head has no weights of its own.
+
+        Raises:
+            ConfigError: a layer cannot have the format that it should, named.
+        """
 
 
 def _unrounded(weight: Tensor, bias: Tensor | None) -> LinearKernel:

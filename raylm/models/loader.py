@@ -13,11 +13,10 @@ from tqdm import tqdm
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM
-from raylm.models.linear import HEAD, PLAIN, Linear
+from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers
 from raylm.models.linear_kernels import select_kernels
-from raylm.models.quantization.select import apply_quantization, linear_layers, select_quantization
-from raylm.models.ranks import ALONE, Ranks
-from raylm.models.registry import model_class
+from raylm.models.ranks import SINGLE_RANK, Ranks
+from raylm.models.registry import QUANTIZATION, model_class
 from raylm.models.weight_files import tensors, weight_files, weight_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,27 +28,25 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> tuple[CausalLM, int]:
     """Build the model of ``checkpoint`` and load its weights; return it with the bytes of its weights.
 
-    Where several ``ranks`` share the model, both are those of this rank, and it reads no more of the checkpoint.
-
-    Nothing is initialized that the checkpoint overwrites, and at no time is there more than one tensor beside the
-    weights. A progress bar goes to stderr when it takes longer than a second. With ``quantization`` ('int8' or 'int4')
-    plain weights are rounded.
+    Where several ``ranks`` share the model, both are those of this rank, and it reads no more of the checkpoint. With
+    ``quantization`` ('int8' or 'int4') plain weights are rounded. Nothing is initialized that the checkpoint
+    overwrites, and at no time is there more than one tensor beside the weights.
 
     Raises:
         ConfigError: the architecture or a value of config.json is not supported, or weights are missing, unexpected
             or of another shape; it names them.
     """
     cls = model_class(checkpoint)
-    chosen = select_quantization(checkpoint, quantization, device, ranks)
+    chosen = _select_quantization(checkpoint, quantization, device, ranks)
     with torch.device("meta"):
         model = cls.from_checkpoint(checkpoint, ranks)
-    model.quantization = chosen.told
+    model.quantization = chosen.description
     with device:
-        apply_quantization(chosen, model, tied=f"{HEAD}.weight" in model.redundant)
+        chosen.apply(model, tied=f"{HEAD}.weight" in model.redundant)
     model.materialize(dtype, device)
     _load(checkpoint, model)
     total = sum(target.nbytes for target in model.targets().values())
@@ -57,6 +54,18 @@ def load_model(
     model.freeze(select_kernels(device, dtype))
     changes = sum(layer.nbytes - size for layer, size in loaded.items() if layer.format is not PLAIN)
     return model, total + changes
+
+
+def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:
+    stored = checkpoint.config.get("quantization_config")
+    if asked is None and stored is None:
+        return Quantization()
+    if not QUANTIZATION:
+        what = (
+            f"quantization: {asked} is" if stored is None else f"model: the quantized weights of {checkpoint.path} are"
+        )
+        raise ConfigError(f"{what} not served: raylm.models.quantization was taken out of this installation.")
+    return QUANTIZATION["select"](checkpoint, asked, device, ranks)
 
 
 def _loaded(model: CausalLM, prefix: str, layer: Linear) -> int:

@@ -1,61 +1,65 @@
-"""Hands a loaded decoder of the Llama families to the native kernels, which then walk all its layers in one call."""
+"""Hands a loaded decoder of the Llama families to the native kernels, which then compute all its layers in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+import logging
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raylm.models.causal_lm import AttentionSpec
 from raylm.models.decoder_config import DecoderConfig
-from raylm.models.layers import AttentionSpec, HeadNorm
+from raylm.models.layers import Decoder, DecoderLayer, HeadNorm
 from raylm.models.linear import Linear
 from raylm.native import NativeDecoder, NativeLinear, kernels, layout
 
-if TYPE_CHECKING:
-    from raylm.models.llama import DecoderLayer, LlamaForCausalLM
+logger = logging.getLogger(__name__)
 
 
-def refusals(config: DecoderConfig, dtype: torch.dtype) -> list[str]:
-    """Why a decoder cannot be walked natively; empty if it can."""
-    found = []
-    if dtype not in (torch.float32, torch.bfloat16):
-        found.append(f"its dtype is {dtype}")
-    if config.activation is not F.silu:
-        found.append("its activation is not silu")
-    if config.head_dim % layout.LANES:
-        found.append(f"its head_dim of {config.head_dim} is no multiple of {layout.LANES}")
-    if config.head_dim > 512:
-        found.append(f"its head_dim of {config.head_dim} exceeds 512")
-    if config.intermediate_size % layout.LANES:
-        found.append(f"its intermediate_size of {config.intermediate_size} is no multiple of {layout.LANES}")
-    return found
+def native_decoder(
+    config: DecoderConfig, decoder: Decoder, head: Linear, max_tokens: int, kv_caches: Sequence[Tensor]
+) -> NativeDecoder | None:
+    """A loaded ``decoder`` with native linear layers as one call, for steps of up to ``max_tokens``.
 
-
-def native_decoder(model: LlamaForCausalLM, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder:
-    """The native walk over a loaded ``model`` with native linear layers; steps have up to ``max_tokens``."""
-    c, specs = model.config, model.attention_specs
-    embedding = model.model.embed_tokens.weight
-    kept = [c.inv_freq.float().contiguous(), _floats(model.model.norm.weight)]
-    modules = cast("list[DecoderLayer]", list(model.model.layers))
-    layers = (layout.Layer * c.num_layers)(*(_layer(*pair, kept) for pair in zip(modules, specs, strict=True)))
+    None, and a warning in the log, where the kernels cannot compute it.
+    """
+    dtype, embedding = decoder.norm.weight.dtype, decoder.embed_tokens.weight
+    if reasons := list(_refusals(config, dtype)):
+        logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
+        return None
+    kept = [config.rope.inv_freq.float().contiguous(), _floats(decoder.norm.weight)]
+    modules = cast("list[DecoderLayer]", list(decoder.layers))
+    layers = (layout.Layer * len(modules))(*(_layer(module, kept) for module in modules))
     struct = layout.Model(
-        layers=c.num_layers,
-        hidden=c.hidden_size,
-        inner=c.intermediate_size,
+        layers=len(modules),
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
         max_tokens=max_tokens,
-        heads=heads_struct(specs[0]),
-        eps=c.norm_eps,
-        rope_scaling=c.rope_scaling,
+        heads=heads_struct(modules[0].self_attn.spec),
+        eps=config.norm_eps,
+        rope_scaling=config.rope.scaling,
         inv_freq=kept[0].data_ptr(),
         last_norm=kept[1].data_ptr(),
         embedding=None if embedding is None else embedding.data_ptr(),
-        head=_packed(model.lm_head),
+        head=_packed(head),
         layer=layers,
     )
-    return NativeDecoder(kernels(), struct, kv_caches, model.dtype, c.vocab_size, (kept, layers, model))
+    return NativeDecoder(kernels(), struct, kv_caches, dtype, config.vocab_size, (kept, layers, decoder, head))
+
+
+def _refusals(config: DecoderConfig, dtype: torch.dtype) -> Iterator[str]:
+    if dtype not in (torch.float32, torch.bfloat16):
+        yield f"its dtype is {dtype}"
+    if config.activation is not F.silu:
+        yield "its activation is not silu"
+    for name, size in (("head_dim", config.head_dim), ("intermediate_size", config.intermediate_size)):
+        if size % layout.LANES:
+            yield f"its {name} of {size} is no multiple of {layout.LANES}"
+    if config.head_dim > 512:
+        yield f"its head_dim of {config.head_dim} exceeds 512"
 
 
 def heads_struct(spec: AttentionSpec) -> layout.Heads:
@@ -70,24 +74,21 @@ def heads_struct(spec: AttentionSpec) -> layout.Heads:
     )
 
 
-def _layer(layer: DecoderLayer, spec: AttentionSpec, kept: list[Tensor]) -> layout.Layer:
+def _layer(layer: DecoderLayer, kept: list[Tensor]) -> layout.Layer:
+    """A layer as the kernels read it; ``kept`` takes the tensors that it points to."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = [_floats(layer.input_layernorm.weight), _floats(layer.post_attention_layernorm.weight)]
     if isinstance(attention.qk_norm, HeadNorm):
         weight = attention.qk_norm.weight
-        norms += [_floats(weight[0]), _floats(weight[spec.num_heads])]
+        norms += [_floats(weight[0]), _floats(weight[attention.spec.num_heads])]
     kept += norms
-    pointers = [norm.data_ptr() for norm in norms] + [None] * (4 - len(norms))
     return layout.Layer(
-        qkv=_packed(attention.qkv_proj),
-        output=_packed(attention.o_proj),
-        gate_up=_packed(mlp.gate_up_proj),
-        down=_packed(mlp.down_proj),
-        input_norm=pointers[0],
-        post_norm=pointers[1],
-        query_norm=pointers[2],
-        key_norm=pointers[3],
-        window=spec.sliding_window or 0,
+        _packed(attention.qkv_proj),
+        _packed(attention.o_proj),
+        _packed(mlp.gate_up_proj),
+        _packed(mlp.down_proj),
+        *(norm.data_ptr() for norm in norms),
+        window=attention.spec.sliding_window or 0,
     )
 
 

@@ -1,81 +1,32 @@
-"""Which class serves which architecture of config.json; a class is imported when a model asks for it."""
+"""Which class serves which architecture of config.json, and what serves quantized weights; imported when needed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.lazy import member
+from raylm.lazy import Family, member
 from raylm.models.causal_lm import CausalLM
+from raylm.models.linear import Quantization
+from raylm.models.ranks import Ranks
+from raylm.models.transformers_backend import TRANSFORMERS_ARCHITECTURES
 
-UNIVERSAL = "raylm.models.transformers_backend.model:UniversalForCausalLM"
-_COMPACT = {
+ARCHITECTURES = {
     "LlamaForCausalLM": "raylm.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "raylm.models.llama:MistralForCausalLM",
     "Qwen2ForCausalLM": "raylm.models.llama:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "raylm.models.llama:Qwen3ForCausalLM",
+    **TRANSFORMERS_ARCHITECTURES,
 }
-# Each was found to agree with transformers; docs/models.md has by how much.
-_BY_TRANSFORMERS = (
-    "AfmoeForCausalLM",
-    "ApertusForCausalLM",
-    "ArceeForCausalLM",
-    "BeamForCausalLM",
-    "Cohere2ForCausalLM",
-    "Cohere2MoeForCausalLM",
-    "CohereForCausalLM",
-    "CwmForCausalLM",
-    "Dots1ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Exaone4ForCausalLM",
-    "ExaoneMoeForCausalLM",
-    "FlexOlmoForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GlmForCausalLM",
-    "GPT2LMHeadModel",
-    "GPTBigCodeForCausalLM",
-    "GPTNeoXForCausalLM",
-    "GraniteForCausalLM",
-    "GraniteMoeForCausalLM",
-    "GraniteMoeSharedForCausalLM",
-    "HeliumForCausalLM",
-    "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "HyperCLOVAXForCausalLM",
-    "HYV3ForCausalLM",
-    "Jais2ForCausalLM",
-    "JetMoeForCausalLM",
-    "Kolibri1ForCausalLM",
-    "LagunaForCausalLM",
-    "MellumForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "Ministral3ForCausalLM",
-    "MinistralForCausalLM",
-    "MixtralForCausalLM",
-    "NanoChatForCausalLM",
-    "NemotronForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "OlmoForCausalLM",
-    "OPTForCausalLM",
-    "PersimmonForCausalLM",
-    "Phi3ForCausalLM",
-    "PhiForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM",
-    "SolarOpenForCausalLM",
-    "StableLmForCausalLM",
-    "Starcoder2ForCausalLM",
-    "VaultGemmaForCausalLM",
+# What chooses the formats of quantized weights: those of a checkpoint, or those that ``quantization`` asks for.
+QUANTIZATION: Family[Callable[[Checkpoint, str | None, torch.device, Ranks], Quantization]] = Family(
+    {
+        "select": "raylm.models.quantization.select:select_quantization",
+    }
 )
-ARCHITECTURES = _COMPACT | dict.fromkeys(_BY_TRANSFORMERS, UNIVERSAL)
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:

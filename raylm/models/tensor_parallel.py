@@ -1,4 +1,4 @@
-"""Tensor parallelism of the compact decoder: what each rank holds of its layers (Shoeybi et al. 2019, Megatron-LM).
+"""Tensor parallelism of the Llama families: what each rank holds of the layers (Shoeybi et al. 2019, Megatron-LM).
 
 Column-wise layers (q, k, v, gate, up) have a share of the outputs on each rank, row-wise ones (o, down) take that share
 as their input; the sums of what these give, one after the attention and one after the MLP, are all that ranks exchange
@@ -14,8 +14,8 @@ from typing import Literal
 
 from raylm.errors import ConfigError
 from raylm.models.decoder_config import DecoderConfig
-from raylm.models.layers import Embedding, VocabParallelEmbedding
-from raylm.models.ranks import Ranks, Shard
+from raylm.models.ranks import Ranks
+from raylm.models.weight_files import Shard
 
 Style = Literal["colwise", "rowwise"]
 
@@ -44,23 +44,25 @@ def share(whole: DecoderConfig, ranks: Ranks) -> DecoderConfig:
         ConfigError: the decoder cannot be divided by so many.
     """
     for name, count in (("attention heads", whole.num_heads), ("inputs of down_proj", whole.intermediate_size)):
-        if count % ranks.size:
-            raise ConfigError(f"{_KNOB}: {ranks.size} ranks cannot share {count} {name} evenly.")
-    if whole.num_kv_heads % ranks.size and ranks.size % whole.num_kv_heads:
-        raise ConfigError(f"{_KNOB}: {ranks.size} ranks can neither share nor repeat {whole.num_kv_heads} KV heads.")
-    if whole.vocab_size < ranks.size:
-        raise ConfigError(f"{_KNOB}: {ranks.size} ranks cannot share a vocabulary of {whole.vocab_size}.")
+        if count % ranks.world_size:
+            raise ConfigError(f"{_KNOB}: {ranks.world_size} ranks cannot share {count} {name} evenly.")
+    if whole.num_kv_heads % ranks.world_size and ranks.world_size % whole.num_kv_heads:
+        raise ConfigError(
+            f"{_KNOB}: {ranks.world_size} ranks can neither share nor repeat {whole.num_kv_heads} KV heads."
+        )
+    if whole.vocab_size < ranks.world_size:
+        raise ConfigError(f"{_KNOB}: {ranks.world_size} ranks cannot share a vocabulary of {whole.vocab_size}.")
     return replace(
         whole,
-        num_heads=whole.num_heads // ranks.size,
+        num_heads=whole.num_heads // ranks.world_size,
         num_kv_heads=len(_kv_heads(whole, ranks)),
-        intermediate_size=whole.intermediate_size // ranks.size,
+        intermediate_size=whole.intermediate_size // ranks.world_size,
         ranks=ranks,
     )
 
 
 def shards(whole: DecoderConfig, ranks: Ranks, names: Iterable[str]) -> dict[str, Shard]:
-    """Which part of the checkpoint's tensors ``names`` the rank holds; those that it holds whole are left out."""
+    """Which part of the checkpoint's tensors ``names`` this rank holds; those that it holds whole are left out."""
     d = whole.head_dim
     heads, kv_heads = ranks.part(whole.num_heads), _kv_heads(whole, ranks)
     parts = {
@@ -83,20 +85,13 @@ def shards(whole: DecoderConfig, ranks: Ranks, names: Iterable[str]) -> dict[str
 
 def others_names(config: DecoderConfig) -> set[str]:
     """Tensors that only rank 0 holds: what is added after the sum over ranks is added once."""
-    layers = range(config.num_layers if config.ranks.rank else 0)
-    biases = {"self_attn.o_proj": config.output_bias, "mlp.down_proj": config.mlp_bias}
+    layers = range(len(config.windows) if config.ranks.rank else 0)
+    biases = {"self_attn.o_proj": config.biases.output, "mlp.down_proj": config.biases.mlp}
     return {f"model.layers.{i}.{module}.bias" for i in layers for module, has in biases.items() if has}
 
 
-def embedding(config: DecoderConfig) -> Embedding:
-    """The embedding of a decoder, or the rank's part of it."""
-    if config.ranks.size == 1:
-        return Embedding(config.vocab_size, config.hidden_size)
-    return VocabParallelEmbedding(config.vocab, config.hidden_size, config.ranks)
-
-
 def _kv_heads(whole: DecoderConfig, ranks: Ranks) -> range:
-    if ranks.size <= whole.num_kv_heads:
+    if ranks.world_size <= whole.num_kv_heads:
         return ranks.part(whole.num_kv_heads)
-    first = ranks.rank * whole.num_kv_heads // ranks.size
+    first = ranks.rank * whole.num_kv_heads // ranks.world_size
     return range(first, first + 1)

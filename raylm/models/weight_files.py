@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
 from raylm.errors import ConfigError
-from raylm.models.ranks import WHOLE, Shard
 
 _INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank holds the entries ``part`` along ``dim`` (0 or 1), of which the checkpoint's tensor has ``count``."""
+
+    dim: int
+    part: range
+    count: int
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -63,4 +73,18 @@ def tensors(files: list[Path], wanted: set[str], shards: Mapping[str, Shard]) ->
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 if name in wanted:
-                    yield name, shards.get(name, WHOLE).read(weights, name)
+                    shard = shards.get(name)
+                    yield name, weights.get_tensor(name) if shard is None else _read_shard(weights, name, shard)
+
+
+def _read_shard(weights: Any, name: str, shard: Shard) -> Tensor:
+    """Read one rank's part from an open safetensors file, and nothing else of the tensor."""
+    stored, entries = weights.get_slice(name), slice(shard.part.start, shard.part.stop)
+    shape = tuple(stored.get_shape())
+    if len(shape) <= shard.dim or shape[shard.dim] != shard.count:
+        raise ConfigError(
+            f"model: the weight {name} has the shape {shape}, config.json asks for {shard.count} along the "
+            f"{('first', 'second')[shard.dim]} dimension."
+        )
+    found: Tensor = stored[entries] if shard.dim == 0 else stored[:, entries]
+    return found

@@ -1,21 +1,15 @@
-"""Front door of the native CPU kernels: linear layers, paged attention and the compact decoder, in C++."""
+"""The native CPU kernels: linear layers, paged attention and the decoder of the Llama families, in C++."""
 
 from raylm.native import library as layout
 from raylm.native.build import NativeError
-from raylm.native.kernels import (
-    BatchTensors,
-    Kernels,
-    NativeAttention,
-    NativeDecoder,
-    NativeLinear,
-    kernels,
-    use_threads,
-)
+from raylm.native.decoder import BatchTensors, NativeAttention, NativeDecoder
+from raylm.native.kernels import Kernels, kernels, use_threads
+from raylm.native.linear import Int4Weight, Int8Weight, NativeLinear, Weight, round_int4
 from raylm.native.memory import huge_empty
-from raylm.native.packed_adapter import PackedAdapter
-from raylm.native.packed_weight import Int4Weight, Int8Weight, Weight, round_int4
+from raylm.native.packed_adapter import AdapterRun, PackedAdapter
 
 __all__ = [
+    "AdapterRun",
     "BatchTensors",
     "Int4Weight",
     "Int8Weight",

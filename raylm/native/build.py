@@ -16,7 +16,7 @@ from raylm.stages import say
 SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
-# Best first: what a CPU must offer (names of /proc/cpuinfo), and how the compiler is told.
+# Best first: what a CPU must offer (names of /proc/cpuinfo), and the compiler's options.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512-bf16": (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "fma"}),
@@ -32,7 +32,7 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 
 
 class NativeError(Exception):
-    """The native kernels cannot be built or loaded here; says why."""
+    """The native kernels cannot be built or loaded here, and why."""
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -52,14 +52,15 @@ def build(instructions: str) -> Path:
         NativeError: there is no compiler, or it fails.
     """
     compiler = find_compiler()
-    library = _cache() / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
+    library = cache / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
     if library.exists():
         return library
     started = time.perf_counter()
     say("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Compiled beside its place and moved there: whoever else compiles it now makes the same file.
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    cache.mkdir(parents=True, exist_ok=True)
+    # Compiled beside its place and moved there: another process that compiles it now makes the same file.
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
         fresh = Path(scratch) / library.name
         _compile(compiler, instructions, fresh)
         fresh.replace(library)
@@ -71,16 +72,11 @@ def _compile(compiler: str, instructions: str, target: Path) -> None:
     command = [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / "api.cpp"), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        said = (result.stderr.strip() or "no message").splitlines()
-        raise NativeError(f"{compiler} cannot compile the native kernels: {said[0][:300]}")
+        first = (result.stderr.strip() or "no message").splitlines()[0]
+        raise NativeError(f"{compiler} cannot compile the native kernels: {first[:300]}")
 
 
 def find_compiler() -> str:
-    """The C++ compiler of this machine.
-
-    Raises:
-        NativeError: there is none.
-    """
     for name in _COMPILERS:
         if found := shutil.which(name):
             return found
@@ -94,11 +90,6 @@ def _key(compiler: str, instructions: str) -> str:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _cache() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "raylm"
 
 
 def _cpu_flags(cpuinfo: Path) -> frozenset[str]:

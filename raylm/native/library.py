@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from raylm.native.build import NativeError
 
@@ -13,110 +14,77 @@ FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 2, 3
 LANES = 16
 
 
+def _fields(kind: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    return ((name, kind) for name in names)
+
+
 class Linear(Structure):
     """A packed linear layer; see src/product.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("kind", c_int32),
-        ("columns", c_int32),
-        ("depth", c_int32),
-        ("units", c_int32),
-        ("packed", c_void_p),
-        ("bias", c_void_p),
-        ("scales", c_void_p),
-        ("sums", c_void_p),
-        ("offsets", c_void_p),
-        ("group", c_int32),
-        ("unused", c_int32),
-    ]
+    _fields_ = (
+        *_fields(c_int32, "kind", "columns", "depth", "units"),
+        *_fields(c_void_p, "packed", "bias", "scales", "sums", "offsets"),
+        *_fields(c_int32, "group", "unused"),
+    )
 
 
 class Batch(Structure):
     """The sequences of one step; see src/attention.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("tokens", c_int32),
-        ("seqs", c_int32),
-        ("table_width", c_int32),
-        ("block_size", c_int32),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("block_tables", c_void_p),
-        ("seq_lens", c_void_p),
-        ("starts", c_void_p),
-    ]
+    _fields_ = (
+        *_fields(c_int32, "tokens", "seqs", "table_width", "block_size"),
+        *_fields(c_void_p, "positions", "slots", "block_tables", "seq_lens", "starts"),
+    )
 
 
 class Heads(Structure):
     """What a layer's attention is; see src/attention.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("window", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-    ]
+    _fields_ = (
+        *_fields(c_int32, "heads", "kv_heads", "head_dim", "window"),
+        *_fields(c_float, "scale", "softcap"),
+    )
 
 
 class Layer(Structure):
     """One layer of a decoder; see src/decoder.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("qkv", Linear),
-        ("output", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("window", c_int32),
-        ("unused", c_int32),
-    ]
+    _fields_ = (
+        *_fields(Linear, "qkv", "output", "gate_up", "down"),
+        *_fields(c_void_p, "input_norm", "post_norm", "query_norm", "key_norm"),
+        *_fields(c_int32, "window", "unused"),
+    )
 
 
 class Model(Structure):
     """A whole decoder; see src/decoder.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("layers", c_int32),
-        ("hidden", c_int32),
-        ("inner", c_int32),
-        ("max_tokens", c_int32),
+    _fields_ = (
+        *_fields(c_int32, "layers", "hidden", "inner", "max_tokens"),
         ("heads", Heads),
-        ("eps", c_float),
-        ("rope_scaling", c_float),
-        ("inv_freq", c_void_p),
-        ("last_norm", c_void_p),
-        ("embedding", c_void_p),
+        *_fields(c_float, "eps", "rope_scaling"),
+        *_fields(c_void_p, "inv_freq", "last_norm", "embedding"),
         ("head", Linear),
         ("layer", POINTER(Layer)),
-    ]
+    )
 
 
 class LowRankPart(Structure):
     """What an adapter adds to some columns of a linear layer; see src/low_rank.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [("up", Linear), ("column", c_int32), ("rank_at", c_int32)]
+    _fields_ = (("up", Linear), *_fields(c_int32, "column", "rank_at"))
 
 
 class LowRank(Structure):
     """What an adapter adds to a linear layer; see src/low_rank.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("down", Linear),
-        ("parts", c_int32),
-        ("unused", c_int32),
-        ("part", LowRankPart * 3),
-    ]
+    _fields_ = (("down", Linear), *_fields(c_int32, "parts", "unused"), ("part", LowRankPart * 3))
 
 
 class AdapterRun(Structure):
     """Tokens of a step that an adapter changes; see src/low_rank.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [("sites", POINTER(LowRank)), ("start", c_int32), ("count", c_int32)]
+    _fields_ = (("sites", POINTER(LowRank)), *_fields(c_int32, "start", "count"))
 
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -155,21 +123,3 @@ def open_library(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise NativeError(f"{path.name} cannot be loaded: {error}") from error
     return library
-
-
-__all__ = [
-    "BFLOAT16",
-    "FLOAT32",
-    "INT4",
-    "INT8",
-    "LANES",
-    "AdapterRun",
-    "Batch",
-    "Heads",
-    "Layer",
-    "Linear",
-    "LowRank",
-    "LowRankPart",
-    "Model",
-    "open_library",
-]

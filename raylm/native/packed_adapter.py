@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.native import library as lib
+from raylm.native.linear import KINDS
 from raylm.native.memory import Arena
-from raylm.native.packed_weight import KINDS
 
-SITES = 4  # of a decoder layer: qkv, output, gate and up, down
 Parts = Sequence[tuple[int, Tensor, Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRun:
+    """Consecutive tokens of a step, ``start`` .. ``start + count``, that one packed adapter changes."""
+
+    adapter: object
+    start: int
+    count: int
+
+
 class PackedAdapter:
-    """``layers`` holds, for the four sites of each decoder layer in turn, (first column, down, up) of their parts.
+    """``layers`` holds, for qkv, output, gate and up, and down of each decoder layer in turn, (first column, down, up)
+    of their parts.
 
     ``down`` is (rank, in) and ``up`` (columns, rank), both of the decoder's type. Ranks are filled up with zeros to a
     multiple of 16.
@@ -27,12 +37,6 @@ class PackedAdapter:
         self._arena = Arena()  # of its own: it goes when the adapter does
         self._kept: list[Tensor] = []
         self.sites = (lib.LowRank * len(layers))(*map(self._site, layers))
-        self.width = max(site.down.columns for site in self.sites)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed weights."""
-        return sum(tensor.nbytes for tensor in self._kept)
 
     def _site(self, parts: Parts) -> lib.LowRank:
         site, rank_at = lib.LowRank(), 0

@@ -120,7 +120,7 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         kv_cache_bytes=pool.num_blocks * pool.block_bytes,
         stages=stages.done,
         quantization=loaded.model.quantization,
-        tensor_parallel_size=rank.ranks.size,
+        tensor_parallel_size=rank.ranks.world_size,
     )
 
 
@@ -167,7 +167,7 @@ def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
 
 def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> KVCacheSize:
     bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
-    free, default = rank.ranks.least(free_memory(rank.device, activations, rank.ranks.size))
+    free, default = rank.ranks.all_reduce_min(free_memory(rank.device, activations, rank.ranks.world_size))
     return size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
 
 
@@ -191,7 +191,7 @@ def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> 
         InputBuffers(limits, device),
         create_speculator(limits, longest, drafts),
         rank.sampler,
-        create_async_decode(limits, device, alone=rank.ranks.size == 1 and not drafts),
+        create_async_decode(limits, device, alone=rank.ranks.world_size == 1 and not drafts),
         create_adapters(config.lora, model, forward, limits.max_num_seqs),
     )
 

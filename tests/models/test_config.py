@@ -58,17 +58,17 @@ def assert_same(checkpoint: Checkpoint) -> None:
     layer, ours = theirs.model.layers[0], configure(checkpoint)
     with torch.device("cpu"):
         rotary = type(theirs.model.rotary_emb)(hf)
-    assert torch.equal(ours.inv_freq, rotary.inv_freq)
-    assert ours.rope_scaling == rotary.attention_scaling
-    assert (ours.num_layers, ours.vocab_size) == (len(theirs.model.layers), theirs.lm_head.out_features)
+    assert torch.equal(ours.rope.inv_freq, rotary.inv_freq)
+    assert ours.rope.scaling == rotary.attention_scaling
+    assert (len(ours.windows), ours.vocab_size) == (len(theirs.model.layers), theirs.lm_head.out_features)
     assert ours.num_heads * ours.head_dim == layer.self_attn.q_proj.out_features
     assert ours.num_kv_heads * ours.head_dim == layer.self_attn.k_proj.out_features
     assert ours.head_dim == layer.self_attn.head_dim
     assert ours.intermediate_size == layer.mlp.gate_proj.out_features
     assert ours.hidden_size == layer.mlp.gate_proj.in_features
-    assert ours.qkv_bias == (layer.self_attn.q_proj.bias is not None)
-    assert ours.output_bias == (layer.self_attn.o_proj.bias is not None)
-    assert ours.mlp_bias == (layer.mlp.up_proj.bias is not None)
+    assert ours.biases.qkv == (layer.self_attn.q_proj.bias is not None)
+    assert ours.biases.output == (layer.self_attn.o_proj.bias is not None)
+    assert ours.biases.mlp == (layer.mlp.up_proj.bias is not None)
     assert ours.qk_norm == hasattr(layer.self_attn, "q_norm")
     assert ours.norm_eps == layer.input_layernorm.variance_epsilon
     assert ours.tied == hf.tie_word_embeddings

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import load_model, resolve_dtype
+from raylm.models import load_model, loader, resolve_dtype
 from tests.checkpoints import make_checkpoint
 from tests.models.test_decoder import error, logits_of, reference_logits
 
@@ -119,7 +119,11 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     [
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*supported: .*Llama.*Mistral.*Qwen2.*Qwen3"),
         ({"architectures": ...}, "none named"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quant_method is 'fp8'; supported: 'awq', 'compr"),
+        pytest.param(
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quant_method is 'fp8'; supported: 'awq', 'compr",
+            marks=pytest.mark.uses("quantization"),
+        ),
         ({"num_hidden_layers": 3}, "lacks weights"),
         ({"hidden_size": 66}, r"weight has the shape \(320, 64\), config.json asks for \(320, 66\)"),
     ],
@@ -129,6 +133,23 @@ def test_unsupported_checkpoints_are_refused(tmp_path: Path, changes: dict[str, 
     edit_config(tmp_path, **changes)
     with pytest.raises(ConfigError, match=named):
         load_model(Checkpoint(tmp_path), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "named"),
+    [
+        ({}, "int4", "quantization: int4 is not served: .* was taken out"),
+        ({"quantization_config": {"quant_method": "awq"}}, None, "model: the quantized weights of .* are not served"),
+    ],
+)
+def test_what_is_quantized_is_refused_where_quantization_was_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], asked: str | None, named: str
+) -> None:
+    make_checkpoint(tmp_path, "llama", tokenizer=False)
+    edit_config(tmp_path, **changes)
+    monkeypatch.setattr(loader, "QUANTIZATION", {})
+    with pytest.raises(ConfigError, match=named):
+        load_model(Checkpoint(tmp_path), torch.float32, CPU, asked)
 
 
 @pytest.mark.parametrize(

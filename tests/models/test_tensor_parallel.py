@@ -19,12 +19,11 @@ from torch import Tensor
 from raylm import models
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import ALONE, Ranks, weight_files
+from raylm.models import SINGLE_RANK, Ranks, weight_files
 from raylm.models.llama import LlamaForCausalLM
 from raylm.models.registry import model_class
 from raylm.models.tensor_parallel import PLAN
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.models.quantization.quantized_checkpoints import SCHEMES, quantize_checkpoint
 from tests.models.test_decoder import attend, error, reference_logits
 from tests.ranks import Apart, on_all_ranks, one_at_a_time
 
@@ -68,14 +67,14 @@ def write(path: Path, config: dict[str, Any], seed: int = 0) -> Checkpoint:
     """A Llama checkpoint of random weights."""
     (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]} | config))
     with torch.device("meta"):
-        targets = model_class(Checkpoint(path)).from_checkpoint(Checkpoint(path), ALONE).targets()
+        targets = model_class(Checkpoint(path)).from_checkpoint(Checkpoint(path), SINGLE_RANK).targets()
     generator = torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(target.shape, generator=generator) for name, target in targets.items()}
     save_file(weights, path / "model.safetensors")
     return Checkpoint(path)
 
 
-def load(checkpoint: Checkpoint, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def load(checkpoint: Checkpoint, ranks: Ranks = SINGLE_RANK, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     model, _ = load_model(checkpoint, dtype, CPU, None, ranks)
     assert isinstance(model, LlamaForCausalLM)
     return model
@@ -219,7 +218,7 @@ def test_ranks_round_their_own_weights(tmp_path: Path, asked: str) -> None:
 
     logits, _ = on_all_ranks(2, run)
     with torch.inference_mode():
-        alone = run(ALONE)
+        alone = run(SINGLE_RANK)
     reference = reference_logits(tmp_path, TOKENS)
     assert 1e-3 < error(logits, reference) < 1.5 * error(alone, reference)
 
@@ -244,19 +243,13 @@ def test_what_ranks_cannot_share_is_refused_by_name(
         load(Checkpoint(tmp_path), Apart(0, size))
 
 
+@pytest.mark.uses("transformers_backend")
 def test_a_model_of_transformers_code_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma2ForCausalLM"]}')
     with pytest.raises(
         ConfigError, match=r"engine\.tensor_parallel_size: Gemma2ForCausalLM is served by one rank only"
     ):
         load_model(Checkpoint(tmp_path), torch.float32, CPU, None, Apart(0, 2))
-
-
-def test_quantized_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
-    source = make_checkpoint(tmp_path / "source", "qwen3", tokenizer=False)
-    quantize_checkpoint(source, SCHEMES[0], tmp_path / "quantized", tmp_path / "meant")
-    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: the quantized weights"):
-        load(Checkpoint(tmp_path / "quantized"), Apart(0, 2))
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:

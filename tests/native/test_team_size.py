@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from raylm.native.kernels import NativeLinear, kernels
+from raylm.native import NativeLinear, kernels
 from raylm.native.team_size import TeamSize
 
 Machine = Callable[[int, int], float]

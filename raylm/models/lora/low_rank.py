@@ -10,21 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.models.causal_lm import CausalLM
-from raylm.models.linear import HEAD, Linear, LinearKernel
+from raylm.models.linear import HEAD, Linear, LinearKernel, linear_layers
 from raylm.models.lora.adapter_files import LowRank
-from raylm.models.quantization.select import linear_layers
-from raylm.native import PackedAdapter
+from raylm.native import AdapterRun, PackedAdapter
 
 Weights = Mapping[str, LowRank]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRun:
-    """Consecutive tokens of a step, ``start`` .. ``start + count``, that one adapter changes, in its packed form."""
-
-    adapter: ModuleAdapter | PackedAdapter
-    start: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +55,8 @@ class LowRankLayers:
     def pack(self, weights: Weights) -> ModuleAdapter:
         """Bring an adapter to the device, in the type of the model."""
         pairs = [_fused(prefix, layer, weights) for prefix, layer in self._layers]
-        return ModuleAdapter([pair and (self._at_home(pair[0]), self._at_home(pair[1])) for pair in pairs])
-
-    def _at_home(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, self._dtype)
+        to = self._device, self._dtype
+        return ModuleAdapter([pair and (pair[0].to(*to), pair[1].to(*to)) for pair in pairs])
 
 
 class _LowRankKernel:

@@ -2,61 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models.linear import HEAD, PLAIN, Linear, WeightFormat
+from raylm.models.linear import HEAD, PLAIN, Quantization, WeightFormat, linear_layers
 from raylm.models.quantization.config import read_quantization_config
 from raylm.models.quantization.fp8 import Fp8Tensors, check_fp8
 from raylm.models.quantization.rounding import RoundedInt4, RoundedInt8
-from raylm.models.ranks import ALONE, Ranks
+from raylm.models.ranks import Ranks
 from raylm.native import NativeError, kernels
 
-# What is told, and the formats of the layers and of the head. At 4 bits the head made a fifth of the logits' error and
-# a quarter of the divergence, at 8 bits next to none; see benchmarks/quantization_choices.py.
+# The description, and the formats of the layers and of the head. At 4 bits the head made a fifth of the logits' error
+# and a quarter of the divergence, at 8 bits next to none; see benchmarks/quantization_choices.py.
 _ROUNDED: dict[str, tuple[str, WeightFormat, WeightFormat]] = {
     "int8": ("int8, head included", RoundedInt8(), RoundedInt8()),
     "int4": ("int4, head int8", RoundedInt4(), RoundedInt8()),
 }
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """``told`` says in words what the weights are, None where all are plain; ``form`` goes by the module's name."""
+class ByModule(Quantization):
+    """Formats by the name of the module in the checkpoint."""
 
-    told: str | None
-    form: Callable[[str], WeightFormat]
+    def __init__(self, description: str, format_of: Callable[[str], WeightFormat]) -> None:
+        self.description, self._format_of = description, format_of
+
+    def apply(self, model: nn.Module, *, tied: bool) -> None:
+        for prefix, layer in linear_layers(model):
+            names = [f"{prefix}{part}" for part in layer.parts]
+            formats = {self._format_of(name) for name in names}
+            if len(formats) > 1:
+                raise ConfigError(
+                    f"model: only some of {', '.join(names)} are quantized; they are served as one, and must be alike."
+                )
+            try:
+                layer.expect(formats.pop())
+            except ValueError as error:
+                raise ConfigError(f"model: {names[0]} cannot be served quantized: {error}.") from error
+            if tied and names == [HEAD] and any(layer.stored.values()):
+                raise ConfigError(
+                    f"model: {HEAD} shares the embedding's weights, which are not quantized; config.json must leave "
+                    f"{HEAD} out, as in ignore or modules_to_not_convert."
+                )
 
 
-def select_quantization(
-    checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks = ALONE
-) -> Quantization:
-    """What the checkpoint holds, or what its plain weights are to be rounded to.
+def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:
+    """What the checkpoint holds, or what its plain weights are to be rounded to; one of the two is quantized.
 
     Raises:
         ConfigError: both, or something that cannot be served here.
     """
-    if checkpoint.config.get("quantization_config") is not None:
-        if asked is not None:
-            raise ConfigError(f"quantization: the weights of {checkpoint.path} are quantized already; leave it out.")
-        if ranks.size > 1:
-            raise ConfigError(
-                f"engine.tensor_parallel_size: the quantized weights of {checkpoint.path} are served by one rank only."
-            )
-        told, form, ignored = read_quantization_config(checkpoint)
-        what = f"model: the quantized weights of {checkpoint.path} ({told}) are"
-        (check_fp8 if isinstance(form, Fp8Tensors) else _check_kernels)(what, device)
-        return Quantization(told, lambda module: PLAIN if ignored(module) else form)
-    if asked is None:
-        return Quantization(None, lambda module: PLAIN)
-    _check_kernels(f"quantization: {asked} is", device)
-    told, form, head = _ROUNDED[asked]
-    return Quantization(told, lambda module: head if module == HEAD else form)
+    if checkpoint.config.get("quantization_config") is None:
+        assert asked is not None
+        _check_kernels(f"quantization: {asked} is", device)
+        description, layers, head = _ROUNDED[asked]
+        return ByModule(description, lambda module: head if module == HEAD else layers)
+    if asked is not None:
+        raise ConfigError(f"quantization: the weights of {checkpoint.path} are quantized already; leave it out.")
+    if ranks.world_size > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel_size: the quantized weights of {checkpoint.path} are served by one rank only."
+        )
+    description, form, ignored = read_quantization_config(checkpoint)
+    what = f"model: the quantized weights of {checkpoint.path} ({description}) are"
+    (check_fp8 if isinstance(form, Fp8Tensors) else _check_kernels)(what, device)
+    return ByModule(description, lambda module: PLAIN if ignored(module) else form)
 
 
 def _check_kernels(what: str, device: torch.device) -> None:
@@ -66,35 +79,3 @@ def _check_kernels(what: str, device: torch.device) -> None:
         kernels()
     except NativeError as error:
         raise ConfigError(f"{what} served by the native kernels only, and there are none: {error}") from error
-
-
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The linear layers of a model, each with what comes before its parts in the checkpoint's names."""
-    for path, module in model.named_modules():
-        if isinstance(module, Linear):
-            parent = path.rpartition(".")[0]
-            yield f"{parent}." if parent else "", module
-
-
-def apply_quantization(quantization: Quantization, model: nn.Module, *, tied: bool) -> None:
-    """Make the linear layers of ``model`` expect their formats; with ``tied`` the head has no weights of its own.
-
-    Raises:
-        ConfigError: a layer cannot have the format that it should, named.
-    """
-    for prefix, layer in linear_layers(model):
-        names = [f"{prefix}{part}" for part in layer.parts]
-        forms = {quantization.form(name) for name in names}
-        if len(forms) > 1:
-            raise ConfigError(
-                f"model: only some of {', '.join(names)} are quantized; they are served as one, and must be alike."
-            )
-        try:
-            layer.expect(forms.pop())
-        except ValueError as error:
-            raise ConfigError(f"model: {names[0]} cannot be served quantized: {error}.") from error
-        if tied and names == [HEAD] and any(layer.stored.values()):
-            raise ConfigError(
-                f"model: {HEAD} shares the embedding's weights, which are not quantized; config.json must leave "
-                f"{HEAD} out, as in ignore or modules_to_not_convert."
-            )

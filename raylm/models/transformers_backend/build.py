@@ -1,4 +1,4 @@
-"""Builds a model of transformers without weights, looks at it, and puts our linear layers and experts into it."""
+"""Builds a model of transformers without weights, inspects it, and puts our linear layers and experts into it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from transformers import initialization
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from raylm.checkpoint import Checkpoint
-from raylm.models.layers import AttentionSpec
+from raylm.models.causal_lm import AttentionSpec
 from raylm.models.linear import HEAD
 from raylm.models.transformers_backend.inspection import Mask, UnservedError, inspect, is_experts
 from raylm.models.transformers_backend.module_replacement import Experts, split_experts, stack_linears
-from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, Call, Line
+from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, AttentionCall, CurrentAttention
 
 
 @dataclass
 class Passed(MoeModelOutputWithPast):  # type: ignore[misc]
-    """All that some head asks of its decoder's output."""
+    """All fields of a decoder's output that some head reads."""
 
     cross_attentions: tuple[Tensor, ...] | None = None
 
 
 class Passing(nn.Module):
-    """Stands where the decoder stood, for the head to be called alone: what is given as embeddings comes out."""
+    """Replaces the decoder, so that the head can be called alone: what is given as embeddings comes out."""
 
     @property
     def decoder(self) -> Passing:
@@ -44,13 +44,13 @@ class Passing(nn.Module):
 class Modeling:
     """A model of transformers with our layers in it.
 
-    ``causal`` holds all but its decoder; ``line`` leads to the attention of its layers, and ``specs`` says what that
-    is. ``names`` are its weights' as its own code has them, ``tied`` those that are copies of others.
+    ``causal`` holds all but its decoder; ``attention`` is what the layers call, and ``specs`` what each needs of it.
+    ``names`` are its weights' as its own code has them, ``tied`` those that are copies of others.
     """
 
     causal: Any
     decoder: nn.Module
-    line: Line
+    attention: CurrentAttention
     specs: dict[nn.Module, AttentionSpec]
     names: frozenset[str]
     tied: frozenset[str]
@@ -78,10 +78,10 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
     names, tied = frozenset(causal.state_dict()), frozenset(causal.all_tied_weights_keys)
     if tied - {f"{HEAD}.weight"} or type(getattr(causal, HEAD, None)) is not nn.Linear:
         raise UnservedError(f"its head is not {HEAD}, or it shares other weights too")
-    line = Line()
-    line.lay(causal)
+    attention = CurrentAttention()
+    attention.attach(causal)
     try:
-        found = inspect(causal, partial(_run, causal, line))
+        found = inspect(causal, partial(_run, causal, attention))
     except UnservedError:
         raise
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -91,11 +91,11 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
     layers = causal.config.num_hidden_layers
     if len(found.specs) != layers:
         raise UnservedError(f"only {len(found.specs)} of its {layers} layers have attention")
-    _put_in(causal, found.groups)
+    _replace_modules(causal, found.groups)
     causal.config._attn_implementation = PAGED
     decoder = getattr(causal, causal.base_model_prefix)
     causal.add_module(causal.base_model_prefix, Passing())
-    return Modeling(causal, decoder, line, found.specs, names, tied)
+    return Modeling(causal, decoder, attention, found.specs, names, tied)
 
 
 def _build(checkpoint: Checkpoint, name: str) -> Any:
@@ -131,13 +131,13 @@ def _fill_buffers(model: Any) -> None:
             module.rope_type = dict.fromkeys(kinds, "default")
 
 
-def _run(causal: Any, line: Line, ids: Tensor, positions: Tensor, call: Call) -> None:
-    line.call = call
+def _run(causal: Any, attention: CurrentAttention, ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
+    attention.call = call
     getattr(causal, causal.base_model_prefix)(input_ids=ids, position_ids=positions, use_cache=False)
-    line.call = None
+    attention.call = None
 
 
-def _put_in(causal: Any, groups: list[list[str]]) -> None:
+def _replace_modules(causal: Any, groups: list[list[str]]) -> None:
     """Our experts, and our linear layers, one a group; what is kept in float32 stays torch's."""
     for path, module in list(causal.named_modules()):
         if is_experts(module):

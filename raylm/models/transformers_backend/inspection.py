@@ -1,4 +1,4 @@
-"""Looks at a transformers model before it is loaded: what its attention is, and that nothing else mixes its tokens."""
+"""Inspects a transformers model before it is loaded: what its attention is, and which linear layers can be stacked."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from raylm.models.layers import AttentionSpec
-from raylm.models.transformers_backend.paged_attention import Call, register
+from raylm.models.causal_lm import AttentionSpec
+from raylm.models.transformers_backend.paged_attention import AttentionCall, register
 
 _TOKENS = 3
-_FARTHEST = 1 << 18  # positions up to which masks are looked at
-# Keywords of a layer that are without meaning for paged attention: nothing is dropped, cached or told.
+_FARTHEST = 1 << 18  # positions up to which masks are inspected
+# Keywords of a layer that mean nothing to paged attention, which neither drops out, nor caches, nor returns weights.
 _WITHOUT_MEANING = frozenset(
     {
         "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
@@ -39,9 +39,9 @@ class Mask:
 
 
 class Recorder(nn.Module):
-    """Stands in for a linear layer: keeps what it was given, returns zeros, multiplies nothing.
+    """Replaces a linear layer: keeps what it was given, returns zeros, multiplies nothing.
 
-    ``is_read`` says whether the modeling code looked at its weight itself.
+    ``is_read``: the modeling code read its weight itself.
     """
 
     def __init__(self, linear: nn.Module, seen: list[tuple[Recorder, Tensor]]) -> None:
@@ -63,14 +63,14 @@ class Recorder(nn.Module):
 
 
 class IdleExperts(nn.Module):
-    """Stands in for experts: whatever is sent to them, nothing comes back."""
+    """Replaces experts; returns zeros."""
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer, torch's or GPT-2's."""
+    """(inputs, outputs) of a linear layer, torch's or GPT-2's."""
     weight = layer.get_parameter("weight")
     rows, columns = weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
@@ -82,7 +82,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class AttentionProbe:
-    """An attention that writes down what each layer's attention is, and refuses what is not plain."""
+    """An attention that records what each layer's attention is, and refuses what paged attention does not compute."""
 
     def __init__(self) -> None:
         self.specs: dict[nn.Module, AttentionSpec] = {}
@@ -93,7 +93,7 @@ class AttentionProbe:
         if module in self.specs:
             raise UnservedError("one of its layers attends twice")
         _check_options(options)
-        window = _window(mask, options.get("sliding_window"))
+        window = _window(mask)
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
         if k.shape != v.shape or k.shape[2:] != q.shape[2:] or heads % kv_heads or q.shape[2] != _TOKENS:
             raise UnservedError(
@@ -122,7 +122,7 @@ def _check_options(options: dict[str, Any]) -> None:
         raise UnservedError(f"its attention needs {named}")
 
 
-def _window(mask: object, told: int | None) -> int | None:
+def _window(mask: object) -> int | None:
     if isinstance(mask, UnservedError):
         raise mask
     if not isinstance(mask, Mask):
@@ -133,7 +133,7 @@ def _window(mask: object, told: int | None) -> int | None:
 def read_mask(
     *, mask_function: Callable[..., Tensor], config: Any, attention_mask: object = None, **_: Any
 ) -> Mask | UnservedError:
-    """transformers' mask interface: what ``mask_function`` lets a query see, looked at over the model's length."""
+    """transformers' mask interface: what ``mask_function`` lets a query see, over the model's length."""
     length = min(int(getattr(config, "max_position_embeddings", None) or 4096), _FARTHEST)
     keys, zero = torch.arange(length), torch.tensor(0)
 
@@ -153,17 +153,17 @@ register(read_mask)
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found out.
+    """``specs`` has every attention module, in the order of the layers.
 
-    ``specs`` has every attention module, in the order of the layers. ``groups`` are the paths of the linear layers that
-    can be replaced; those of one parent which read the very same input make a group.
+    ``groups`` are the paths of the linear layers that can be replaced; those of one parent which read the very same
+    input make a group.
     """
 
     specs: dict[nn.Module, AttentionSpec]
     groups: list[list[str]]
 
 
-def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, Call], None]) -> Inspection:
+def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], None]) -> Inspection:
     """Run ``model`` (parameters on the meta device, buffers on the CPU) over three tokens, on zeros without memory.
 
     ``run`` calls it with input ids and positions, each (1, tokens), and that attention.
@@ -194,11 +194,11 @@ def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, Call], None]) -> In
 class _Runner(nn.Module):
     """Gives functional_call a module whose forward is any function beside the model."""
 
-    def __init__(self, model: nn.Module, run: Callable[[Tensor, Tensor, Call], None]) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], None]) -> None:
         super().__init__()
         self.model, self._run = model, run
 
-    def forward(self, ids: Tensor, positions: Tensor, call: Call) -> None:
+    def forward(self, ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
         self._run(ids, positions, call)
 
 

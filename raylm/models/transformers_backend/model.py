@@ -1,4 +1,4 @@
-"""The universal path: transformers' own modeling code over paged attention, for families without a compact decoder."""
+"""TransformersForCausalLM: transformers' own modeling code, in batches over paged attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models.causal_lm import CausalLM
-from raylm.models.layers import Attend, AttentionSpec
+from raylm.models.causal_lm import Attend, AttentionSpec, CausalLM
 from raylm.models.linear import HEAD, KernelFactory, Linear, Weighted
 from raylm.models.ranks import Ranks
 from raylm.models.transformers_backend.build import Modeling, build_modeling
@@ -24,8 +23,8 @@ from raylm.native import NativeLinear
 _APART = 0.1  # of the largest value: far more than rounding, far less than what another token's state makes
 
 
-class UniversalForCausalLM(CausalLM):
-    """A model of transformers, its linear layers and experts replaced by ours, its attention by the pages'.
+class TransformersForCausalLM(CausalLM):
+    """A model of transformers, its linear layers and experts replaced by ours, its attention by paged attention.
 
     Its modules lie at the same paths as in transformers, so that names of weights are those of its modeling code.
     """
@@ -41,9 +40,9 @@ class UniversalForCausalLM(CausalLM):
         self.add_module(modeling.causal.base_model_prefix, modeling.decoder)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> UniversalForCausalLM:
+    def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> TransformersForCausalLM:
         name = checkpoint.config["architectures"][0]
-        if ranks.size > 1:
+        if ranks.world_size > 1:
             raise ConfigError(
                 f"engine.tensor_parallel_size: {name} is served by one rank only; several share the Llama, Mistral, "
                 "Qwen2 and Qwen3 families."
@@ -91,9 +90,6 @@ class UniversalForCausalLM(CausalLM):
                     if parameter.numel() >= large:
                         yield f"{path}.{name}"
 
-    def targets(self) -> dict[str, Tensor]:
-        return {name: target for name, target in self._weights() if name not in self.redundant}
-
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         stacked = "-"
         for path, module in self.named_modules():
@@ -101,8 +97,7 @@ class UniversalForCausalLM(CausalLM):
                 stacked = f"{path}."
                 yield from ((f"{path}.{name}", target) for name, target in module.stacked.items())
             elif isinstance(module, Weighted) and not path.startswith(stacked):
-                parent, _, own = path.rpartition(".")
-                yield from ((f"{parent}.{name}" if parent else name, target) for name, target in module.targets(own))
+                yield from module.targets(path)
             elif not isinstance(module, Weighted):
                 for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                     if f"{path}.{name}" in self.modeling.names:
@@ -159,7 +154,7 @@ class UniversalForCausalLM(CausalLM):
             raise ConfigError(f"model: {name} cannot be served: its layers mix tokens outside of attention.")
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        self.modeling.line.call = PagedCall(self.modeling.specs, attend)
+        self.modeling.attention.call = PagedCall(self.modeling.specs, attend)
         out = self.modeling.decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden

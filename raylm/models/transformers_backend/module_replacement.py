@@ -39,7 +39,7 @@ class Stack:
 
 
 class Part(nn.Module):
-    """Stands where a linear layer stood: a part of a stacked one. ``weight`` is not to be had."""
+    """Replaces a linear layer by a part of a stacked one; it has no ``weight`` of its own."""
 
     def __init__(self, stack: Stack, part: int) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Part(nn.Module):
         return self._stack.take(self._part, x)
 
 
-class InputsFirst(Linear):
+class TransposedLinear(Linear):
     """A linear layer whose checkpoint holds the weight as (in, out)."""
 
-    def targets(self, own: str) -> Iterator[tuple[str, Tensor]]:
-        for name, target in super().targets(own):
+    def targets(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        for name, target in super().targets(path):
             yield name, target.T if name.endswith(".weight") else target
 
 
@@ -64,7 +64,7 @@ def stack_linears(model: nn.Module, paths: Sequence[str]) -> None:
     parent, names = paths[0].rpartition(".")[0], [path.rpartition(".")[2] for path in paths]
     shapes = [layer_shape(layer) for layer in layers]
     sizes = {name: out for name, (_, out) in zip(names, shapes, strict=True)}
-    cls = InputsFirst if isinstance(layers[0], Conv1D) else Head if names == [HEAD] else Linear
+    cls = TransposedLinear if isinstance(layers[0], Conv1D) else Head if names == [HEAD] else Linear
     stacked = cls(shapes[0][0], sizes, bias=layers[0].bias is not None)
     owner = model.get_submodule(parent)
     owner.add_module(f"{'_'.join(names)}_stacked", stacked)
@@ -74,7 +74,7 @@ def stack_linears(model: nn.Module, paths: Sequence[str]) -> None:
 
 
 class SharedEmbedding(nn.Module):
-    """Stands where an embedding stood whose rows another layer holds; ``scale`` multiplies them."""
+    """Replaces an embedding whose rows another layer holds; ``scale`` multiplies them."""
 
     def __init__(self, rows: Callable[[Tensor], Tensor], scale: Tensor | None) -> None:
         super().__init__()
@@ -87,23 +87,24 @@ class SharedEmbedding(nn.Module):
 
 
 class Expert(nn.Module):
-    """One expert's two multiplications, named as checkpoints name them."""
+    """One expert, its linear layers named as in checkpoints; ``gate`` (rows, 2 * inner) -> (rows, inner)."""
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, gate: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.gate = gate
         self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=False)
         self.down_proj = Linear(inner, {"down_proj": hidden}, bias=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.gate(self.gate_up_proj(x)))
+        return out
+
 
 class Experts(nn.ModuleList):
-    """Stands where transformers' stacked experts stood: each computes the tokens that were sent to it.
-
-    ``gate`` (rows, 2 * inner) -> (rows, inner) is the activation.
-    """
+    """Replaces transformers' stacked experts: each computes the tokens that were routed to it."""
 
     def __init__(self, count: int, hidden: int, inner: int, gate: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(Expert(hidden, inner) for _ in range(count))
-        self._gate = gate
+        super().__init__(Expert(hidden, inner, gate) for _ in range(count))
         self.stacked: dict[str, Tensor] = {}
 
     def stack(self) -> None:
@@ -126,22 +127,15 @@ class Experts(nn.ModuleList):
         order = index.flatten().argsort(stable=True)
         counts = torch.bincount(index.flatten(), minlength=len(self)).tolist()
         rows = x[order // chosen]
-        out, start = torch.empty_like(rows), 0
-        for expert, count in enumerate(counts):
+        out, end = torch.empty_like(rows), 0
+        for expert, count in zip(self, counts, strict=True):
             if count:
-                end = start + count
-                out[start:end] = self._compute(expert, rows[start:end])
-                start = end
+                start, end = end, end + count
+                out[start:end] = expert(rows[start:end])
         weighed = torch.empty_like(out)
         weighed[order] = out
         weighed = weighed.view(len(x), chosen, -1) * weights[..., None]
         return weighed.sum(1).to(x.dtype)
-
-    def _compute(self, expert: int, x: Tensor) -> Tensor:
-        own = self[expert]
-        assert isinstance(own, Expert)
-        out: Tensor = own.down_proj(self._gate(own.gate_up_proj(x)))
-        return out
 
 
 def split_experts(module: nn.Module) -> Experts:

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from raylm.models.layers import Attend, AttentionSpec
+from raylm.models.causal_lm import Attend, AttentionSpec
 
 PAGED = "raylm_paged"
-PROBED = "raylm_probed"  # the same, but masks are made too, so that one can see what the modeling asks for
+PROBED = "raylm_probed"  # the same, but masks are made too, for inspection.py
 
 
-class Call(Protocol):
+class AttentionCall(Protocol):
     """What a layer's attention calls: ``q``, ``k``, ``v`` (1, heads, tokens, head_dim) -> (1, tokens, heads, head_dim).
 
-    ``mask`` and ``options`` are whatever the modeling code says about this ``module`` besides.
+    ``mask`` and ``options`` are what the modeling code passes for this ``module`` besides.
     """
 
     def __call__(
@@ -27,18 +27,17 @@ class Call(Protocol):
 
 
 @dataclass(eq=False)
-class Line:
-    """Connects the attention of all layers of one model with whoever runs it; every module of the model knows it.
+class CurrentAttention:
+    """The attention of the forward pass that runs now, which every module of one model refers to.
 
     Not a keyword of the forward pass: some modeling code does not hand keywords on to its attention.
     """
 
-    call: Call | None = None
+    call: AttentionCall | None = None
 
-    def lay(self, model: nn.Module) -> None:
-        """Make the line known to all modules of ``model``."""
+    def attach(self, model: nn.Module) -> None:
         for module in model.modules():
-            module.raylm_line = self  # type: ignore[assignment]
+            module.raylm_attention = self  # type: ignore[assignment]
 
 
 class PagedCall:
@@ -63,9 +62,9 @@ def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, None]:
     """The function that the modeling code finds under the names above."""
-    line: Line = module.raylm_line  # type: ignore[assignment]
-    assert line.call is not None, "the model is run from elsewhere than its owner"
-    return line.call(module, query, key, value, attention_mask, options), None
+    current: CurrentAttention = module.raylm_attention  # type: ignore[assignment]
+    assert current.call is not None, "the model is not run by TransformersForCausalLM"
+    return current.call(module, query, key, value, attention_mask, options), None
 
 
 def register(probed_mask: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ReduceOp, Store, TCPStore
 
 from raylm.errors import PeerLostError
-from raylm.models import ALONE, Ranks
+from raylm.models import SINGLE_RANK, Ranks
 from raylm.worker.distributed.rendezvous import LOOPBACK, Rendezvous
 
 # Longest wait for the others: at start they may read the same files after each other.
@@ -27,7 +27,7 @@ class DistributedRanks(Ranks):
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.world_size = rank, size
         self._group = ProcessGroup(store, rank, size)
         with self._together():
             host, gpu = torch.device("cpu"), torch.device("cuda")
@@ -56,7 +56,7 @@ class DistributedRanks(Ranks):
             self._group.broadcast(x, 0).wait()
         return x
 
-    def least(self, values: list[int]) -> list[int]:
+    def all_reduce_min(self, values: list[int]) -> list[int]:
         x = torch.tensor(values, dtype=torch.int64)
         with self._together():
             self._group.allreduce(x, ReduceOp.MIN).wait()
@@ -67,7 +67,7 @@ class DistributedRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            raise PeerLostError(f"Rank {self.rank} of {self.size} lost another one: {_first_line(error)}") from error
+            raise PeerLostError(f"Rank {self.rank} of {self.world_size} lost another one: {_first_line(error)}") from error
 
 
 def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks:
@@ -77,7 +77,7 @@ def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks
         PeerLostError: they do not come.
     """
     if size == 1:
-        return ALONE
+        return SINGLE_RANK
     try:
         store = TCPStore(
             LOOPBACK,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import Logprobs
-from raylm.models import ALONE, Ranks
+from raylm.models import SINGLE_RANK, Ranks
 from raylm.worker.arrays import Floats32, IntArray, Ints, Mask
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.sampling.block_maxima import BlockMaxima
@@ -52,7 +52,7 @@ class Sampler:
         widths: how many of the largest logits to try, in rising order; () always takes the whole row.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (32, 64, 256), ranks: Ranks = ALONE) -> None:
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 256), ranks: Ranks = SINGLE_RANK) -> None:
         self._widths, self._ranks = widths, ranks
 
     def sample(

@@ -22,6 +22,7 @@ from tests.checkpoints import make_checkpoint
 from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint, round_inputs
 from tests.models.test_decoder import attend, error, reference_logits
 from tests.models.test_loader import edit_config, edit_weights
+from tests.ranks import Apart
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(1))
@@ -233,3 +234,9 @@ def test_quantized_weights_need_a_cpu_and_its_kernels(tmp_path: Path, monkeypatc
         load_model(plain, torch.float32, CPU, "int4")
     with pytest.raises(ConfigError, match=r"model: the quantized weights of .* are served by the native kernels only"):
         load_model(Checkpoint(quantized), torch.float32, CPU)
+
+
+def test_several_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    quantized, _ = make(tmp_path, SCHEMES[0], "qwen3")
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: the quantized weights"):
+        load_model(Checkpoint(quantized), torch.float32, CPU, None, Apart(0, 2))

@@ -14,35 +14,40 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models import load_model
 from raylm.models.linear import Linear
-from raylm.models.registry import ARCHITECTURES, UNIVERSAL
-from raylm.models.transformers_backend import inspection, module_replacement
-from raylm.models.transformers_backend.model import UniversalForCausalLM
-from raylm.native import NativeLinear
-from tests.checkpoints import make_checkpoint
-from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint
-from tests.models.transformers_backend.families import BOUNDS, family_error, logit_error, make_family, play, read_table
+from raylm.models.registry import ARCHITECTURES
+from raylm.models.transformers_backend import TRANSFORMERS_BACKEND, inspection, module_replacement
+from raylm.models.transformers_backend.model import TransformersForCausalLM
+from tests.models.transformers_backend.families import (
+    BOUNDS,
+    family_error,
+    logit_error,
+    make_family,
+    path_of,
+    play,
+    read_table,
+)
 from tests.worker.driver import Driver, random_prompt
 
 CPU = torch.device("cpu")
-COMPACT = sorted(name for name, served in ARCHITECTURES.items() if served != UNIVERSAL)
+COMPACT = sorted(name for name, served in ARCHITECTURES.items() if served != TRANSFORMERS_BACKEND)
 
 
-def load(path: Path, quantization: str | None = None) -> tuple[UniversalForCausalLM, int]:
+def load(path: Path, quantization: str | None = None) -> tuple[TransformersForCausalLM, int]:
     model, weights_bytes = load_model(Checkpoint(path), torch.float32, CPU, quantization)
-    assert isinstance(model, UniversalForCausalLM)
+    assert isinstance(model, TransformersForCausalLM)
     return model, weights_bytes
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, *architectures: str) -> None:
     """Serve these over transformers' modeling code, whether they are registered for it or not."""
     for architecture in architectures:
-        monkeypatch.setitem(ARCHITECTURES, architecture, UNIVERSAL)
+        monkeypatch.setitem(ARCHITECTURES, architecture, TRANSFORMERS_BACKEND)
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_logits_are_as_near_to_transformers_as_the_table_says(architecture: str) -> None:
     told = read_table()[architecture]
-    assert told[0] == ("universal" if ARCHITECTURES[architecture] == UNIVERSAL else "compact")
+    assert told[0] == path_of(architecture)
     for dtype, said in zip(BOUNDS, told[1:], strict=True):
         error = family_error(architecture, dtype)
         assert error < BOUNDS[dtype]
@@ -61,7 +66,7 @@ def test_compact_families_are_the_same_on_both_paths(
     make_family(tmp_path, architecture)
     compact = play(tmp_path, torch.float32)
     allow(monkeypatch, architecture)
-    assert isinstance(load(tmp_path)[0], UniversalForCausalLM)
+    assert isinstance(load(tmp_path)[0], TransformersForCausalLM)
     for one, other in zip(compact, play(tmp_path, torch.float32), strict=True):
         assert one.tokens == other.tokens
         logits, same = (torch.stack(list(seq.logits.values())) for seq in (one, other))
@@ -71,7 +76,7 @@ def test_compact_families_are_the_same_on_both_paths(
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (inspection, "_window", lambda mask, told: None),
+        (inspection, "_window", lambda mask: None),
         (
             module_replacement.Stack,
             "take",
@@ -119,58 +124,6 @@ def test_tied_embeddings_lie_in_memory_once(tmp_path: Path) -> None:
     model, weights_bytes = load(tmp_path)
     assert weights_bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     assert not any(parameter.shape == (320, 64) for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_experts_are_rounded_too(quantization: str, tmp_path: Path) -> None:
-    make_family(tmp_path, "MixtralForCausalLM", torch.bfloat16)
-    plain, plain_bytes = load(tmp_path)
-    rounded, rounded_bytes = load(tmp_path, quantization)
-    assert rounded_bytes < {"int8": 0.5, "int4": 0.42}[quantization] * plain_bytes
-    ids = torch.arange(2, 20)
-    with torch.inference_mode():
-        wanted, got = (
-            model.logits(model(ids, torch.arange(len(ids)), lambda spec, q, k, v: q)) for model in (plain, rounded)
-        )
-    assert 0 < (got - wanted).abs().max() < {"int8": 0.1, "int4": 0.5}[quantization] * wanted.abs().max()
-
-
-def test_what_cannot_be_rounded_is_not_left_out_silently(tmp_path: Path) -> None:
-    make_family(tmp_path, "JetMoeForCausalLM", hidden_size=32)
-    load(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"quantization: model\.layers\.0\..* JetMoeForCausalLM is not served quantized"
-    ):
-        load(tmp_path, "int8")
-
-
-@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "Phi3ForCausalLM"])
-def test_every_linear_layer_is_rounded(architecture: str, tmp_path: Path) -> None:
-    make_family(tmp_path, architecture)
-    model, weights_bytes = load(tmp_path, "int8")
-    weights = load_file(tmp_path / "model.safetensors").items()
-    kept = sum(w.nbytes for name, w in weights if w.ndim == 1 or any(part in name for part in ("embed", "wte", "wpe")))
-    kernels = [module.kernel for module in model.modules() if isinstance(module, Linear)]
-    assert all(isinstance(kernel, NativeLinear) and kernel.dtype is None for kernel in kernels)
-    assert weights_bytes == kept + sum(module.nbytes for module in model.modules() if isinstance(module, Linear))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
-def test_quantized_checkpoints_mean_the_same_on_both_paths(
-    scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make_checkpoint(tmp_path / "source", "qwen2", tokenizer=False)
-    quantize_checkpoint(source, scheme, tmp_path / "quantized", tmp_path / "meant")
-    ids = torch.arange(2, 40)
-
-    def logits() -> torch.Tensor:
-        model, _ = load_model(Checkpoint(tmp_path / "quantized"), torch.float32, CPU)
-        with torch.inference_mode():
-            return model.logits(model(ids, torch.arange(len(ids)), lambda spec, q, k, v: q))
-
-    compact = logits()
-    allow(monkeypatch, "Qwen2ForCausalLM")
-    assert (logits() - compact).abs().amax(1).median() < 1e-4 * compact.abs().max()
 
 
 def test_checkpoints_may_hold_their_experts_stacked(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_operations_between_ranks() -> None:
             ranks.all_reduce(torch.full((4, 6), 1.0 + ranks.rank)[:, ::2]).flatten().unique().tolist(),
             ranks.gather(own, [2, 2, 1]).tolist(),
             ranks.broadcast(torch.tensor([7 - ranks.rank])).tolist(),
-            ranks.least([5 - ranks.rank, ranks.rank]),
+            ranks.all_reduce_min([5 - ranks.rank, ranks.rank]),
         )
 
     first, second, third = on_all_ranks(3, run)

@@ -24,7 +24,6 @@ from raylm.worker.input_buffers import StepInputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
-from tests.models.transformers_backend.families import make_family
 from tests.worker.driver import Reference, random_prompt
 from tests.worker.gpu.simulated_gpu import Event, Gpu, gpu  # noqa: F401 (a fixture)
 from tests.worker.gpu.test_async_decode import Life, blocks, eventful
@@ -112,7 +111,10 @@ def test_all_wishes_draw_what_they_draw_on_a_cpu(machine: Gpu, path: Path, sched
     assert machine.replays
 
 
+@pytest.mark.uses("transformers_backend")
 def test_transformers_modeling_is_captured_too(machine: Gpu, tmp_path: Path) -> None:
+    from tests.models.transformers_backend.families import make_family
+
     make_family(tmp_path, "Olmo2ForCausalLM")
     here, there = (serve(tmp_path, PROMPTS[:3], {"num_blocks": 96}, {}, device=device)[0] for device in ("cpu", "cuda"))
     assert there == here
@@ -206,9 +208,12 @@ def test_who_waits_while_a_graph_is_recorded_is_told(machine: Gpu, path: Path, m
         start(path)
 
 
+@pytest.mark.uses("transformers_backend")
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Olmo2ForCausalLM"])
 def test_logits_are_not_rounded_to_bfloat16(machine: Gpu, tmp_path: Path, architecture: str) -> None:
     """As they are not on a CPU: of two tokens that round to the same the better one is to be drawn."""
+    from tests.models.transformers_backend.families import make_family
+
     make_family(tmp_path, architecture)
     with torch.inference_mode():
         model, _ = load_model(Checkpoint(tmp_path), torch.bfloat16, torch.device("cuda"))

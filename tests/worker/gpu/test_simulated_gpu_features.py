@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from raylm.checkpoint import EMBEDDED
 from raylm.grammar import grammar_of
@@ -14,7 +15,6 @@ from raylm.messages import NewSequence
 from raylm.params import PoolingParams, StructuredOutputs
 from raylm.worker.model_runner import ModelRunner
 from tests.adapters import make_adapter
-from tests.models.quantization.test_fp8 import make as make_fp8
 from tests.worker.driver import random_prompt
 from tests.worker.gpu.simulated_gpu import Gpu, gpu  # noqa: F401 (a fixture)
 from tests.worker.gpu.test_async_decode import Life, blocks
@@ -61,8 +61,11 @@ def test_forms_of_answers(machine: Gpu) -> None:  # noqa: F811
     assert there == here
 
 
+@pytest.mark.uses("quantization")
 def test_fp8_is_captured(machine: Gpu, tmp_path: Path) -> None:  # noqa: F811
     """No CPU path has fp8 to compare with; what it multiplies is tested elsewhere."""
+    from tests.models.quantization.test_fp8 import make as make_fp8
+
     quantized, _ = make_fp8(tmp_path)
     layer_by_layer = drawn(start(quantized, engine={"cuda_graphs": False}), {})
     assert machine.replays == 0

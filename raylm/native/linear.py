@@ -1,17 +1,15 @@
-"""The weights of linear layers: plain or quantized, and packed as the native kernels read them."""
+"""Native linear layers, and their weights: plain or quantized, and packed as the kernels read them."""
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from raylm.native import library as lib
-
-if TYPE_CHECKING:
-    from raylm.native.kernels import Kernels
+from raylm.native.kernels import Kernels
 
 KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
 _MIDDLE = 8
@@ -31,7 +29,6 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """What a step reads of it."""
         return self.values.nbytes + self.scales.nbytes
 
 
@@ -49,7 +46,7 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """What a step reads of it."""
+        """What a step reads: two values a byte."""
         return self.values.numel() // 2 + self.scales.nbytes * (1 if self.zeros is None else 2)
 
 
@@ -132,6 +129,32 @@ class PackedWeight:
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+class NativeLinear:
+    """A linear layer by itself: ``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type."""
+
+    def __init__(self, native: Kernels, weight: Weight, bias: Tensor | None) -> None:
+        self.packed = PackedWeight(native, weight, bias)
+        self.dtype = weight.dtype if isinstance(weight, Tensor) else None  # None where it is quantized
+        self._native = native
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` (n,) of a plain weight -> (n, in): the embedding of a model that ties it to its head."""
+        assert self.dtype is not None, "a quantized weight is no embedding"
+        words = self.packed.words[ids // lib.LANES, :, ids % lib.LANES]
+        return words.view(self.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        struct = self.packed.struct
+        x = x.contiguous()
+        out = torch.empty((len(x), struct.columns), dtype=x.dtype)
+        native = self._native
+        with native.lock:
+            native.library.raylm_linear(
+                native.team.handle, KINDS[x.dtype], byref(struct), x.data_ptr(), len(x), out.data_ptr(), struct.columns
+            )
+        return out[:, : self.packed.out_features]
 
 
 def _nibbles(values: Tensor) -> Tensor:

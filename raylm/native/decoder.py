@@ -1,0 +1,137 @@
+"""Attention and whole decoders by the native kernels: torch tensors in, torch tensors out."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raylm.native import library as lib
+from raylm.native.kernels import Kernels
+from raylm.native.linear import KINDS
+from raylm.native.packed_adapter import AdapterRun, PackedAdapter
+from raylm.native.team_size import TeamSize
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTensors:
+    """One step's sequences, those with one token first, as contiguous tensors on the CPU.
+
+    ``positions`` and ``slots`` (tokens,) int64, ``block_tables`` (seqs, width) int32, ``seq_lens`` (seqs,) int32 and
+    ``starts`` (seqs + 1,) int32.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    starts: Tensor
+
+    def struct(self, block_size: int) -> lib.Batch:
+        """As the kernels read it; it keeps the tensors alive."""
+        struct = lib.Batch(
+            tokens=len(self.slots),
+            seqs=len(self.seq_lens),
+            table_width=self.block_tables.stride(0),
+            block_size=block_size,
+            positions=self.positions.data_ptr(),
+            slots=self.slots.data_ptr(),
+            block_tables=self.block_tables.data_ptr(),
+            seq_lens=self.seq_lens.data_ptr(),
+            starts=self.starts.data_ptr(),
+        )
+        struct.kept = self
+        return struct
+
+
+class NativeAttention:
+    """Paged attention by itself, for models that call it layer by layer."""
+
+    def __init__(self, native: Kernels) -> None:
+        self._native = native
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, batch: lib.Batch, heads: lib.Heads) -> Tensor:
+        """Write ``k`` and ``v`` (tokens, kv_heads, head_dim) to the slots of ``pool``, then attend.
+
+        ``q`` (tokens, heads, head_dim) -> as ``q``; of all three the last two dimensions are contiguous. ``pool`` is
+        (2, blocks, ...) as in src/attention.h, of the same type.
+        """
+        out = torch.empty(q.shape, dtype=q.dtype)
+        native = self._native
+        with native.lock:
+            native.library.raylm_attention(
+                native.team.handle, KINDS[q.dtype], byref(batch), byref(heads),
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+                pool.data_ptr(), pool.shape[1], out.data_ptr(),
+            )  # fmt: skip
+        return out
+
+
+class NativeDecoder:
+    """A decoder of the Llama families whose whole step is one call.
+
+    ``pools`` hold the keys and values, one a layer, each as in src/attention.h; ``kept`` is what ``model`` points to.
+    """
+
+    def __init__(
+        self,
+        native: Kernels,
+        model: lib.Model,
+        pools: Sequence[Tensor],
+        dtype: torch.dtype,
+        vocab_size: int,
+        kept: object,
+    ) -> None:
+        self._native, self._kind, self._dtype = native, KINDS[dtype], dtype
+        self._pools = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
+        self._num_blocks = pools[0].shape[1]
+        self._kept = (model, pools, kept)  # the kernels read all of it
+        self._hidden_size, self._vocab_size, self._columns = model.hidden, vocab_size, model.head.columns
+        self._team, self._size = native.team, TeamSize(native.team.threads)
+        self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
+
+    def step(self, input_ids: Tensor, batch: lib.Batch, adapters: Sequence[AdapterRun] = ()) -> Tensor:
+        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size).
+
+        ``adapters`` change runs of tokens that do not overlap.
+        """
+        runs = (lib.AdapterRun * len(adapters))(*map(_run_struct, adapters))
+        hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
+        with self._native.lock:
+            self._team.use(self._size.choose(len(input_ids)))
+            started = time.perf_counter()
+            self._native.library.raylm_decoder_step(
+                self._kind, self._handle, byref(batch), input_ids.data_ptr(), self._pools, self._num_blocks,
+                hidden.data_ptr(), runs, len(runs),
+            )  # fmt: skip
+            self._size.observe(len(input_ids), time.perf_counter() - started)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (rows, hidden_size) -> float32 logits (rows, vocab_size)."""
+        hidden = hidden.contiguous()
+        out = torch.empty((len(hidden), self._columns), dtype=torch.float32)
+        with self._native.lock:
+            self._native.library.raylm_decoder_logits(
+                self._kind, self._handle, hidden.data_ptr(), len(hidden), out.data_ptr(), self._columns
+            )
+        return out[:, : self._vocab_size]
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all steps went, by part."""
+        found = self._native.library.raylm_decoder_seconds(self._kind, self._handle)
+        return {"linear": found[0], "attention": found[1], "elementwise": found[2]}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._native.library.raylm_decoder_free(self._kind, self._handle)
+
+
+def _run_struct(run: AdapterRun) -> lib.AdapterRun:
+    assert isinstance(run.adapter, PackedAdapter)
+    return lib.AdapterRun(run.adapter.sites, run.start, run.count)
