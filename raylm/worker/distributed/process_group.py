@@ -67,7 +67,8 @@ class DistributedRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            raise PeerLostError(f"Rank {self.rank} of {self.world_size} lost another one: {_first_line(error)}") from error
+            lost = f"Rank {self.rank} of {self.world_size} lost another one: {_first_line(error)}"
+            raise PeerLostError(lost) from error
 
 
 def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks:
