@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
+    from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
     from raylm.frontend.admission.queue import Admission, Reservation
-    from raylm.frontend.admission.throttle import Throttle
     from raylm.frontend.answers.answer_format import AnswerFormat
     from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest, NamedTool, ToolChoice
     from raylm.frontend.async_llm import AsyncLLM
@@ -64,7 +63,7 @@ _HOMES = {
     "Reservation": "raylm.frontend.admission.queue",
     "LocalEngineClient": "raylm.frontend.engines.local_engine_client",
     "RayEngineClient": "raylm.frontend.engines.ray_engine_client",
-    "Throttle": "raylm.frontend.admission.throttle",
+    "Throttle": "raylm.frontend.admission.lifecycle",
     "RequestHead": "raylm.frontend.request_head",
     "Router": "raylm.frontend.engines.router",
 } | dict.fromkeys(("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"), "raylm.frontend.answers.chat_request")

@@ -1,4 +1,4 @@
-"""What handle calls give, checked where they come in: Python does not, and HTTP's bodies never see them."""
+"""Checks of what handle calls give: Python does not check types, and HTTP's bodies never see them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.ingress.openai.request_body import check_priority
-from raylm.params import PoolingParams, SamplingParams
+from raylm.params import SamplingParams
 
 _PRIORITIES = range(-(2**31), 2**31)
 
@@ -22,9 +22,7 @@ def check_prompt(prompt: object) -> None:
 
 def check_messages(messages: object, tools: object, template_kwargs: object) -> None:
     """Raise InvalidRequestError unless the conversation's parts have their types."""
-    for name, value in (("messages", messages), ("tools", tools)):
-        if name == "tools" and value is None:
-            continue
+    for name, value in (("messages", messages), ("tools", [] if tools is None else tools)):
         if not isinstance(value, list) or any(not isinstance(entry, dict) for entry in value):
             raise _wrong(name, "a list of dict", value)
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
@@ -34,7 +32,8 @@ def check_messages(messages: object, tools: object, template_kwargs: object) -> 
 def check_options(
     config: Config, params: object, cache_salt: object, priority: object = None, *, kind: type[Any] = SamplingParams
 ) -> None:
-    """Raise InvalidRequestError unless the options have their types, and a priority its policy."""
+    """Raise InvalidRequestError unless the options have their types, ``params`` being a ``kind``, and a priority its
+    policy."""
     if params is not None and not isinstance(params, kind):
         raise _wrong("params", kind.__name__, params)
     if cache_salt is not None and not isinstance(cache_salt, str):
@@ -44,11 +43,6 @@ def check_options(
     if type(priority) is not int or priority not in _PRIORITIES:
         raise _wrong("priority", "an int of 32 bits", priority)
     check_priority(priority, config)
-
-
-def check_pooling(config: Config, params: object, cache_salt: object) -> None:
-    """As ``check_options``, for a vector."""
-    check_options(config, params, cache_salt, kind=PoolingParams)
 
 
 def _wrong(param: str, expected: str, value: object) -> InvalidRequestError:

@@ -1,11 +1,11 @@
-"""API keys: read from a file or an environment variable, compared in constant time, told by their names alone."""
+"""API keys: read from a file or an environment variable, compared in constant time, shown by their names alone."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,20 +14,20 @@ from raylm.config import IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
 
 _MAX_NAME = 64
-_Headers = Iterable[tuple[bytes, bytes]]
+_NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
 
 
 class APIKeys:
-    """The keys that are let in, by name; what is kept is their SHA-256, so that no dump shows one."""
+    """The valid keys by name; what is kept is their SHA-256, so that no dump shows one."""
 
     def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
-        self._digests = [(name, _digest(key.encode())) for name, key in keys]
+        self._digests = [(name, hashlib.sha256(key.encode()).digest()) for name, key in keys]
 
     def name_of(self, presented: Iterable[bytes]) -> str | None:
         """The name of the first known key among ``presented``; takes as long whichever it is, and if none is known."""
         found = None
         for key in presented:
-            digest = _digest(key)
+            digest = hashlib.sha256(key).digest()
             for name, known in self._digests:
                 if hmac.compare_digest(digest, known) and found is None:
                     found = name
@@ -56,18 +56,42 @@ def read_named_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
     if config.api_keys_file is None and config.api_keys_env is None:
         return None
     keys: list[tuple[str, str]] = []
-    if config.api_keys_file is not None:
-        keys += _parse(_read_file(config.api_keys_file).splitlines(), "ingress.api_keys_file", len(keys))
-    if config.api_keys_env is not None:
-        keys += _parse(_read_variable(config.api_keys_env), "ingress.api_keys_env", len(keys))
+    if (path := config.api_keys_file) is not None:
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
+        keys += _parse(text, "ingress.api_keys_file", len(keys))
+    if (name := config.api_keys_env) is not None:
+        value = os.environ.get(name)
+        if value is None:
+            raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
+        keys += _parse(value.replace(",", "\n"), "ingress.api_keys_env", len(keys))
+    return keys
+
+
+def _parse(text: str, source: str, before: int) -> list[tuple[str, str]]:
+    keys: list[tuple[str, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, colon, key = line.partition(":")
+        name, key = (name.strip(), key.strip()) if colon else (f"key-{before + len(keys) + 1}", line.strip())
+        if not (key.isascii() and key.isprintable() and key and " " not in key):
+            raise ConfigError(f"{source}: the key in line {number} is empty or not plain ASCII without spaces.")
+        if not (name.isprintable() and 1 <= len(name) <= _MAX_NAME):
+            raise ConfigError(f"{source}: the name in line {number} must have 1 to {_MAX_NAME} printable characters.")
+        keys.append((name, key))
+    if not keys:
+        raise ConfigError(f"{source}: it holds no key.")
     return keys
 
 
 class APIKeyMiddleware:
-    """ASGI middleware that lets nobody without a key pass, but for the paths that are open to all.
+    """Lets no request without a valid key pass, except to the open paths.
 
-    It looks at the path that the router sees (``scope["path"]``), never at Host or a URL put together from it. The
-    key's name stands in ``scope["raylm.key"]`` from here on.
+    It looks at the path that the router sees, below where Serve has mounted this application, never at Host or a URL
+    put together from it. The key's name stands in ``scope["raylm.key"]`` from here on.
     """
 
     def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str]) -> None:
@@ -81,25 +105,21 @@ class APIKeyMiddleware:
         Raises:
             AuthenticationError: no key came, or a wrong one.
         """
-        if scope["type"] in ("http", "websocket") and _route_path(scope) not in self._open_paths:
-            presented = list(_presented(scope["headers"]))
-            name = self._keys.name_of(presented)
-            if name is None:
-                raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
-            scope["raylm.key"] = name
+        if scope["type"] in ("http", "websocket"):
+            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+            if path not in self._open_paths:
+                scope["raylm.key"] = self._authenticate(scope)
         await self._app(scope, receive, send)
 
-
-_NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
-
-
-def _route_path(scope: Scope) -> str:
-    """The path below where Serve has mounted this application."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+    def _authenticate(self, scope: Scope) -> str:
+        presented = list(_presented(scope["headers"]))
+        name = self._keys.name_of(presented)
+        if name is None:
+            raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
+        return name
 
 
-def _presented(headers: _Headers) -> Iterable[bytes]:
+def _presented(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     for name, value in headers:
         if name == b"x-api-key":
             yield value.strip()
@@ -107,38 +127,3 @@ def _presented(headers: _Headers) -> Iterable[bytes]:
             scheme, _, key = value.strip().partition(b" ")
             if scheme.lower() == b"bearer":
                 yield key.strip()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _read_file(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
-
-
-def _read_variable(name: str) -> list[str]:
-    value = os.environ.get(name)
-    if value is None:
-        raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
-    return value.replace(",", "\n").splitlines()
-
-
-def _parse(lines: list[str], source: str, before: int) -> list[tuple[str, str]]:
-    keys: list[tuple[str, str]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, colon, key = line.partition(":")
-        name, key = (name.strip(), key.strip()) if colon else (f"key-{before + len(keys) + 1}", line.strip())
-        if not (key.isascii() and key.isprintable() and key and " " not in key):
-            raise ConfigError(f"{source}: the key in line {number} is empty or not plain ASCII without spaces.")
-        if not (name.isprintable() and 1 <= len(name) <= _MAX_NAME):
-            raise ConfigError(f"{source}: the name in line {number} must have 1 to {_MAX_NAME} printable characters.")
-        keys.append((name, key))
-    if not keys:
-        raise ConfigError(f"{source}: it holds no key.")
-    return keys

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Protocol
 
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from raylm.errors import DeadlineExceededError, InvalidRequestError
 from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
 from raylm.ingress.http.body import JSONObject, check_head, content_length, read_json_object
-from raylm.ingress.http.deadline import Deadline
 from raylm.ingress.http.errors import as_known_error, error_event, logger
-from raylm.ingress.openai.fields import Body
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
 
-_LAST_WORDS_S = 1.0
+_ERROR_EVENT_TIMEOUT_S = 1.0
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# Seconds, as OpenAI's and Anthropic's clients announce their own time limits; what is no number is ignored.
+_CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
+# Milliseconds, from proxies, or from a client that says more than its library does.
+_REQUEST_TIMEOUT = "request-timeout-ms"
 
 
 class Handler(Protocol):
-    """Answers the JSON bodies of one route."""
+    """Answers the JSON bodies of one route, which ``body`` describes and checks."""
 
     @property
-    def body(self) -> type[Body]:
-        """What describes and checks a body's fields."""
+    def body(self) -> type[BaseModel]: ...
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
         """Answer one request.
@@ -72,18 +76,14 @@ class JSONEndpoint:
         """
         await self._throttle.enter()
         headers = Headers(scope=scope)
-        ongoing = self._lifecycle.admit()
-        try:
+        with suppress(ClientDisconnectedError), self._lifecycle.admit() as ongoing:
             check_head(headers, self._max_body_bytes)
-            with self._admission.enter(content_length(headers)) as hold, Deadline(headers, ongoing) as deadline:
+            announced = content_length(headers)
+            with self._admission.enter(announced) as reservation, Deadline(headers, ongoing) as deadline:
                 with ongoing:
                     data, num_bytes = await read_json_object(receive, self._max_body_bytes)
-                    hold.grow(1, num_bytes)
+                    reservation.grow(1, num_bytes)
                 await self._serve(data, ongoing, deadline, scope, receive, send)
-        except ClientDisconnectedError:
-            return
-        finally:
-            self._lifecycle.release(ongoing)
 
     async def _serve(
         self, data: JSONObject, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, receive: Receive, send: Send
@@ -93,8 +93,8 @@ class JSONEndpoint:
             with ongoing:
                 answer = await self.handler(data, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
-                deadline.keep()
-                await _send_whole([answer] if isinstance(answer, bytes) else answer, scope, send)
+                deadline.cancel()
+                await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
             else:
                 async with aclosing(answer):
                     await _send_stream(answer, ongoing, deadline, scope, send)
@@ -102,19 +102,72 @@ class JSONEndpoint:
             watch.cancel()
 
 
+class Deadline:
+    """Ends a request with an error when its client stops waiting before the answer has begun.
+
+    Raises:
+        InvalidRequestError: ``request-timeout-ms`` is no positive number.
+    """
+
+    def __init__(self, headers: Headers, ongoing: OngoingRequest) -> None:
+        self._timeout_s = request_timeout_s(headers)
+        self._ongoing = ongoing
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Deadline:
+        if self._timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """The answer begins."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        message = f"The request was given up: nothing could be answered within {self._timeout_s:g} s."
+        self._ongoing.interrupt(DeadlineExceededError(message))
+
+
+def request_timeout_s(headers: Headers) -> float | None:
+    """Seconds after which the client hangs up if nothing has come by then, None if it does not say.
+
+    Raises:
+        InvalidRequestError: ``request-timeout-ms`` is no positive number.
+    """
+    limits = [limit for name in _CLIENT_TIMEOUTS if (limit := _positive(headers.get(name, ""))) is not None]
+    if (given := headers.get(_REQUEST_TIMEOUT)) is not None:
+        limit = _positive(given)
+        if limit is None:
+            message = f"The header '{_REQUEST_TIMEOUT}' must be a positive number."
+            raise InvalidRequestError(message, param=_REQUEST_TIMEOUT)
+        limits.append(limit / 1000)
+    return min(limits, default=None)
+
+
+def _positive(text: str) -> float | None:
+    try:
+        number = float(text) if len(text) < 20 else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number > 0 else None
+
+
 async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
     try:
         while (await receive())["type"] != "http.disconnect":
             pass
     except Exception as error:
-        logger.warning("the line to a client broke: %s", error)
+        logger.warning("the connection to a client broke: %s", error)
     ongoing.interrupt(ClientDisconnectedError())
 
 
-async def _send_whole(pieces: list[bytes], scope: Scope, send: Send) -> None:
+async def _send_whole(pieces: list[bytes], send: Send) -> None:
     headers = [*_JSON_HEADERS, (b"content-length", b"%d" % sum(map(len, pieces)))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    send = scope["raylm.send"]
     for piece in pieces[:-1]:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": pieces[-1]})
@@ -123,9 +176,8 @@ async def _send_whole(pieces: list[bytes], scope: Scope, send: Send) -> None:
 async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, send: Send) -> None:
     with ongoing:
         first = await anext(chunks)
-        deadline.keep()
+        deadline.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-    send = scope["raylm.send"]
     try:
         with ongoing:
             await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -135,12 +187,9 @@ async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadli
     except ClientDisconnectedError:
         raise
     except Exception as error:
-        await _send_last_words(error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"]), send)
-
-
-async def _send_last_words(event: bytes, send: Send) -> None:
-    """End a broken stream; a client that does not read may not hold this up for long."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_WORDS_S):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        event = error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"])
+        # A client that does not read may not hold this up for long.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})

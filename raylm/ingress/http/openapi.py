@@ -16,49 +16,18 @@ from starlette.routing import BaseRoute, Route
 import raylm
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import JSONEndpoint
-from raylm.ingress.http.errors import is_anthropic
-from raylm.ingress.openai.fields import Body
+from raylm.ingress.http.errors import error_format
 
 _REFERENCE = "#/components/schemas/{model}"
+_LIST_QUERY: dict[str, JSONObject] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
 _QUERIES: dict[str, dict[str, JSONObject]] = {
-    "/v1/responses/{response_id}/input_items": {
-        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
-        "order": {"type": "string", "enum": ["asc", "desc"]},
-        "after": {"type": "string"},
-    },
+    "/v1/responses/{response_id}/input_items": _LIST_QUERY,
 }
 _TEXT_ANSWERS = {"/metrics": "text/plain"}
-_NULLABLE_STRING = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-_ERRORS: dict[str, JSONObject] = {
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": _NULLABLE_STRING,
-                    "code": _NULLABLE_STRING,
-                },
-            }
-        },
-    },
-    "AnthropicError": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            },
-        },
-    },
-}
 
 
 def openapi_route() -> Route:
@@ -88,6 +57,7 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
     for route in served:
         for method in _methods(route):
             paths.setdefault(_path(route), {})[method.lower()] = _operation(route, method)
+    errors = {found.name: found.schema for found in map(error_format, paths)}
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -97,14 +67,13 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
         "info": {"title": "RayLM", "version": raylm.__version__},
         "security": [{}, {"bearer": []}, {"key": []}],
         "paths": paths,
-        "components": {"schemas": schemas["$defs"] | _ERRORS, "securitySchemes": keys},
+        "components": {"schemas": schemas["$defs"] | errors, "securitySchemes": keys},
     })  # fmt: skip
 
 
 def _operation(route: Route, method: str) -> JSONObject:
     path = _path(route)
-    error = "AnthropicError" if is_anthropic(path) else "Error"
-    refusal = _content("application/json", {"$ref": _REFERENCE.format(model=error)})
+    refusal = _content("application/json", {"$ref": _REFERENCE.format(model=error_format(path).name)})
     found: JSONObject = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}"),
         "responses": {
@@ -125,8 +94,7 @@ def _operation(route: Route, method: str) -> JSONObject:
 
 def _answers(route: Route) -> JSONObject:
     content = _content(_TEXT_ANSWERS.get(route.path, "application/json"), {})
-    body: type[Body] | None = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
-    if body is not None and "stream" in body.model_fields:
+    if isinstance(route.endpoint, JSONEndpoint) and "stream" in route.endpoint.handler.body.model_fields:
         content |= _content("text/event-stream", {"type": "string"})
     return content
 
