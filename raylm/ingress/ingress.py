@@ -18,7 +18,8 @@ from raylm.config import Config
 from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
 from raylm.frontend import ChatRequest, Lifecycle, RequestHead
-from raylm.ingress.handle_calls import check_messages, check_options, check_prompt
+from raylm.ingress.handle_calls import check_arguments
+from raylm.ingress.openai.request_body import check_priority
 from raylm.ingress.routes import build_asgi_app
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
@@ -89,8 +90,8 @@ class Ingress:
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
-        check_prompt(prompt)
-        check_options(self._config, params, cache_salt, priority)
+        check_arguments(prompt=prompt, sampling=params, cache_salt=cache_salt, priority=priority)
+        check_priority(priority, self._config)
         head = RequestHead(
             request_id=f"handle-{uuid.uuid4()}",
             priority=priority or 0,
@@ -119,8 +120,9 @@ class Ingress:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the next turn of a conversation; as ``generate``, over the checkpoint's chat template."""
-        check_messages(messages, tools, template_kwargs)
-        check_options(self._config, params, cache_salt, priority)
+        check_arguments(messages=messages, tools=tools, template_kwargs=template_kwargs)
+        check_arguments(sampling=params, cache_salt=cache_salt, priority=priority)
+        check_priority(priority, self._config)
         self._llm.admission.check(sum(len(str(message)) for message in messages))
         request = ChatRequest(messages=messages, tools=tools, template_kwargs=template_kwargs)
         prompt = await self._llm.render_chat(request)
@@ -137,8 +139,7 @@ class Ingress:
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
-        check_prompt(prompt)
-        check_options(self._config, params, cache_salt, kind=PoolingParams)
+        check_arguments(prompt=prompt, pooling=params, cache_salt=cache_salt)
         chosen = params or PoolingParams(pooling=self._llm.pooling_defaults.pooling)
         head = RequestHead(request_id=f"handle-{uuid.uuid4()}", cache_salt=cache_salt, param="input")
         outputs = self._llm.embed(prompt, chosen, head)

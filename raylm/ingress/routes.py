@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from raylm.config import Config, IngressConfig
 from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
-from raylm.ingress.http.api_keys import APIKeyMiddleware, read_keys
+from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
 from raylm.ingress.http.endpoint import Handler, JSONEndpoint
 from raylm.ingress.http.middleware import RequestContextMiddleware, cors_middleware
 from raylm.ingress.http.openapi import openapi_route
@@ -98,5 +98,5 @@ def _middleware(config: IngressConfig, http_metrics: HTTPMetrics) -> list[Middle
     layers = [cors_middleware(config.cors_origins)] if config.cors_origins else []
     layers.append(Middleware(RequestContextMiddleware, http_metrics))
     if (keys := read_keys(config)) is not None:
-        layers.append(Middleware(APIKeyMiddleware, keys, frozenset(config.open_paths)))
+        layers.append(Middleware(APIKeyMiddleware, APIKeys(keys), frozenset(config.open_paths)))
     return layers

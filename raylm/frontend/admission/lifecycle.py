@@ -95,11 +95,6 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def num_ongoing(self) -> int:
-        """Requests admitted and not yet answered to the end."""
-        return len(self._ongoing)
-
     @contextmanager
     def admit(self) -> Iterator[OngoingRequest]:
         """Hold one request until the end of the block.

@@ -22,6 +22,9 @@ class Admission:
 
     What is being received, rendered or tokenized counts by an estimate from its bytes, and by its tokens once they
     are known. A request that finds no other one waiting is let in whatever its size, for waiting would not help it.
+
+    Raises:
+        OverloadedError: from all methods but ``begun`` and ``rest``: the queue is full; it says when to come back.
     """
 
     def __init__(self, max_requests: float = math.inf, max_tokens: float = math.inf) -> None:
@@ -34,30 +37,17 @@ class Admission:
         self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)
 
     def check(self, num_bytes: int) -> None:
-        """Refuse a prompt of so many bytes before work is done on it, unless it is a part of a request let in already.
-
-        Raises:
-            OverloadedError: the queue is full; it says when to come back.
-        """
+        """Refuse a prompt of so many bytes before work is done on it, unless its request was let in already."""
         if CURRENT.get() is None:
             self._check(1, self._estimate(num_bytes), Reservation(self))
 
     def expect(self, num_sequences: int) -> None:
-        """The request that runs here will have so many sequences.
-
-        Raises:
-            OverloadedError: the queue is full.
-        """
-        request = CURRENT.get()
-        if request is not None:
+        """The request that runs here will have so many sequences."""
+        if (request := CURRENT.get()) is not None:
             request.grow(num_sequences, 0)
 
     def enter(self, num_bytes: int) -> Reservation:
-        """Let in a request that is not read yet; the caller releases the reservation in the end.
-
-        Raises:
-            OverloadedError: the queue is full.
-        """
+        """Let in a request that is not read yet; the caller releases the reservation in the end."""
         reservation = Reservation(self)
         reservation.grow(1, num_bytes)
         return reservation
@@ -66,9 +56,6 @@ class Admission:
         """Let a tokenized prompt wait for the first tokens of its sequences.
 
         As a part of the CURRENT request it takes over that one's estimate and is let in; alone it may be refused.
-
-        Raises:
-            OverloadedError: the queue is full.
         """
         reservation, request = Reservation(self), CURRENT.get()
         if request is None:

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from raylm.frontend import LARGE, offload
 
@@ -31,6 +32,11 @@ async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
     return await offload(lambda: list(_grouped(_written(make()))), size)
 
 
+def json_response(value: Any) -> Response:
+    """A small answer of a route that reads no JSON body."""
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
 def pieces_as_list(value: object) -> list[Any]:
     """The ``default`` of orjson for values that hold Pieces."""
     if isinstance(value, Pieces):
@@ -40,16 +46,15 @@ def pieces_as_list(value: object) -> list[Any]:
 
 def _written(value: Any) -> Iterator[bytes]:
     """``value`` in small parts; objects and Pieces are taken apart, all else is encoded as it is."""
+    items: Iterable[Iterable[bytes]]
     if isinstance(value, Pieces):
-        yield from _enclosed(b"[", (_written(item) for item in value.values), b"]")
+        opening, items, closing = b"[", map(_written, value.values), b"]"
     elif isinstance(value, dict) and any(isinstance(item, (dict, Pieces)) for item in value.values()):
         members = (chain([orjson.dumps(name) + b":"], _written(item)) for name, item in value.items())
-        yield from _enclosed(b"{", members, b"}")
+        opening, items, closing = b"{", members, b"}"
     else:
         yield orjson.dumps(value)
-
-
-def _enclosed(opening: bytes, items: Iterable[Iterator[bytes]], closing: bytes) -> Iterator[bytes]:
+        return
     yield opening
     for place, item in enumerate(items):
         if place:

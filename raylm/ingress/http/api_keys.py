@@ -34,17 +34,7 @@ class APIKeys:
         return found
 
 
-def read_keys(config: IngressConfig) -> APIKeys | None:
-    """The configured keys, None where no source of keys is configured.
-
-    Raises:
-        ConfigError: as ``read_named_keys``.
-    """
-    named = read_named_keys(config)
-    return None if named is None else APIKeys(named)
-
-
-def read_named_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
+def read_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
     """(name, key) of the configured keys, None where no source of keys is configured.
 
     Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
@@ -88,7 +78,7 @@ def _parse(text: str, source: str, before: int) -> list[tuple[str, str]]:
 
 
 class APIKeyMiddleware:
-    """Lets no request without a valid key pass, except to the open paths.
+    """Lets no request without a valid key pass (AuthenticationError), except to the open paths.
 
     It looks at the path that the router sees, below where Serve has mounted this application, never at Host or a URL
     put together from it. The key's name stands in ``scope["raylm.key"]`` from here on.
@@ -100,11 +90,6 @@ class APIKeyMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection scope.
-
-        Raises:
-            AuthenticationError: no key came, or a wrong one.
-        """
         if scope["type"] in ("http", "websocket"):
             path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
             if path not in self._open_paths:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from pydantic import BaseModel
@@ -19,6 +20,7 @@ from raylm.ingress.http.errors import as_known_error, error_event, logger
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
+_Callback = Callable[[], None]
 
 _ERROR_EVENT_TIMEOUT_S = 1.0
 _JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -34,102 +36,70 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 
 
 class Handler(Protocol):
-    """Answers the JSON bodies of one route, which ``body`` describes and checks."""
+    """Answers the JSON bodies of one route, which ``body`` describes and checks, or raises a RayLMError."""
 
     @property
     def body(self) -> type[BaseModel]: ...
 
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        """Answer one request.
-
-        Raises:
-            RayLMError: the request is refused or failed.
-        """
+    async def __call__(self, data: JSONObject, request_id: str) -> Answer: ...
 
 
+@dataclass(frozen=True, eq=False)
 class JSONEndpoint:
     """Calls ``handler(body, request_id)`` and sends its Answer.
 
     A stream's head is held back until the first chunk is there, so that everything that goes wrong before the first
-    token has its true status; what goes wrong later becomes an error event and the end of the stream.
+    token is raised and gets its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
-    def __init__(
-        self,
-        handler: Handler,
-        lifecycle: Lifecycle,
-        throttle: Throttle,
-        admission: Admission,
-        max_body_bytes: int,
-    ) -> None:
-        self.handler = handler
-        self._throttle = throttle
-        self._lifecycle = lifecycle
-        self._admission = admission
-        self._max_body_bytes = max_body_bytes
+    handler: Handler
+    lifecycle: Lifecycle
+    throttle: Throttle
+    admission: Admission
+    max_body_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request.
-
-        Raises:
-            RayLMError: the request was refused or failed; nothing has been sent.
-        """
-        await self._throttle.enter()
+        await self.throttle.enter()
         headers = Headers(scope=scope)
-        with suppress(ClientDisconnectedError), self._lifecycle.admit() as ongoing:
-            check_head(headers, self._max_body_bytes)
-            announced = content_length(headers)
-            with self._admission.enter(announced) as reservation, Deadline(headers, ongoing) as deadline:
+        with suppress(ClientDisconnectedError), self.lifecycle.admit() as ongoing:
+            check_head(headers, self.max_body_bytes)
+            num_bytes = content_length(headers)
+            with self.admission.enter(num_bytes) as reservation, _deadline(headers, ongoing) as on_begin:
                 with ongoing:
-                    data, num_bytes = await read_json_object(receive, self._max_body_bytes)
+                    data, num_bytes = await read_json_object(receive, self.max_body_bytes)
                     reservation.grow(1, num_bytes)
-                await self._serve(data, ongoing, deadline, scope, receive, send)
+                await self._serve(data, ongoing, on_begin, scope, receive, send)
 
     async def _serve(
-        self, data: JSONObject, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, receive: Receive, send: Send
+        self, data: JSONObject, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
     ) -> None:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
                 answer = await self.handler(data, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
-                deadline.cancel()
+                on_begin()
                 await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
             else:
                 async with aclosing(answer):
-                    await _send_stream(answer, ongoing, deadline, scope, send)
+                    await _send_stream(answer, ongoing, on_begin, scope, send)
         finally:
             watch.cancel()
 
 
-class Deadline:
-    """Ends a request with an error when its client stops waiting before the answer has begun.
-
-    Raises:
-        InvalidRequestError: ``request-timeout-ms`` is no positive number.
-    """
-
-    def __init__(self, headers: Headers, ongoing: OngoingRequest) -> None:
-        self._timeout_s = request_timeout_s(headers)
-        self._ongoing = ongoing
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Deadline:
-        if self._timeout_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()
-
-    def cancel(self) -> None:
-        """The answer begins."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _expire(self) -> None:
-        message = f"The request was given up: nothing could be answered within {self._timeout_s:g} s."
-        self._ongoing.interrupt(DeadlineExceededError(message))
+@contextmanager
+def _deadline(headers: Headers, ongoing: OngoingRequest) -> Iterator[_Callback]:
+    """Interrupt a request when its client stops waiting, unless what this yields was called: the answer has begun."""
+    timeout_s = request_timeout_s(headers)
+    if timeout_s is None:
+        yield lambda: None
+        return
+    error = DeadlineExceededError(f"The request was given up: nothing could be answered within {timeout_s:g} s.")
+    timer = asyncio.get_running_loop().call_later(timeout_s, ongoing.interrupt, error)
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
 
 
 def request_timeout_s(headers: Headers) -> float | None:
@@ -173,10 +143,10 @@ async def _send_whole(pieces: list[bytes], send: Send) -> None:
     await send({"type": "http.response.body", "body": pieces[-1]})
 
 
-async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, send: Send) -> None:
+async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, send: Send) -> None:
     with ongoing:
         first = await anext(chunks)
-        deadline.cancel()
+        on_begin()
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     try:
         with ongoing:

@@ -119,7 +119,7 @@ def _check_headers(headers: _Headers) -> None:
 
 
 def serve_middlewares() -> list[Middleware]:
-    """For Serve's proxies and replica servers (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH); the last one is outermost."""
+    """For Serve's proxies and replica servers (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), the last one outermost."""
     return [Middleware(ServeErrorMiddleware), Middleware(ThrottleMiddleware)]
 
 

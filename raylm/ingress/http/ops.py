@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import orjson
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,6 +16,7 @@ from starlette.routing import Route
 import raylm
 from raylm import metrics
 from raylm.errors import EngineUnavailableError, ShuttingDownError
+from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.openapi import endpoints
 
 if TYPE_CHECKING:
@@ -71,18 +71,17 @@ def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -
             raise ShuttingDownError("The server is shutting down.")
         if not llm.is_ready:
             raise EngineUnavailableError("No engine is ready.")
-        return Response(b'{"status":"ok"}', media_type="application/json")
+        return json_response({"status": "ok"})
 
     async def series(request: Request) -> Response:
         return Response(llm.metrics_text() + http_metrics.text(), headers={"content-type": _PROMETHEUS_TEXT})
 
     async def version(request: Request) -> Response:
-        return Response(orjson.dumps({"version": raylm.__version__}), media_type="application/json")
+        return json_response({"version": raylm.__version__})
 
     async def index(request: Request) -> Response:
-        about: dict[str, object] = {"name": "RayLM", "version": raylm.__version__, "model": llm.model_name}
-        about["endpoints"] = endpoints(request.app.routes)
-        return Response(orjson.dumps(about), media_type="application/json")
+        about = {"name": "RayLM", "version": raylm.__version__, "model": llm.model_name}
+        return json_response(about | {"endpoints": endpoints(request.app.routes)})
 
     served = {"/health": health, "/ready": health, "/metrics": series, "/version": version, "/": index}
     return [Route(path, endpoint) for path, endpoint in served.items()]
