@@ -73,38 +73,33 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
 
 def _operation(route: Route, method: str) -> JSONObject:
     path = _path(route)
-    refusal = _content("application/json", {"$ref": _REFERENCE.format(model=error_format(path).name)})
+    body = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
+    answers = {_TEXT_ANSWERS.get(path, "application/json"): {"schema": {}}}
+    if body is not None and "stream" in body.model_fields:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    refusal = _json_content(error_format(path).name)
     found: JSONObject = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}"),
         "responses": {
-            "200": {"description": "The answer.", "content": _answers(route)},
+            "200": {"description": "The answer.", "content": answers},
             "4XX": {"description": "The request is refused.", "content": refusal},
             "5XX": {"description": "The request failed.", "content": refusal},
         },
     }
-    parameters = [_parameter(name, "path", {"type": "string"}) for name in route.param_convertors]
-    parameters += [_parameter(name, "query", schema) for name, schema in _QUERIES.get(path, {}).items()]
+    parameters = [(name, "path", {"type": "string"}) for name in route.param_convertors]
+    parameters += [(name, "query", schema) for name, schema in _QUERIES.get(path, {}).items()]
     if parameters:
-        found["parameters"] = parameters
-    if isinstance(route.endpoint, JSONEndpoint):
-        reference = {"$ref": _REFERENCE.format(model=route.endpoint.handler.body.__name__)}
-        found["requestBody"] = {"required": True, "content": _content("application/json", reference)}
+        found["parameters"] = [
+            {"name": name, "in": place, "required": place == "path", "schema": schema}
+            for name, place, schema in parameters
+        ]
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": _json_content(body.__name__)}
     return found
 
 
-def _answers(route: Route) -> JSONObject:
-    content = _content(_TEXT_ANSWERS.get(route.path, "application/json"), {})
-    if isinstance(route.endpoint, JSONEndpoint) and "stream" in route.endpoint.handler.body.model_fields:
-        content |= _content("text/event-stream", {"type": "string"})
-    return content
-
-
-def _parameter(name: str, place: str, schema: JSONObject) -> JSONObject:
-    return {"name": name, "in": place, "required": place == "path", "schema": schema}
-
-
-def _content(media_type: str, schema: JSONObject) -> JSONObject:
-    return {media_type: {"schema": schema}}
+def _json_content(model: str) -> JSONObject:
+    return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model)}}}
 
 
 def _path(route: Route) -> str:
