@@ -9,6 +9,7 @@ from raylm.lazy import front_door
 if TYPE_CHECKING:
     from raylm.ingress.http.api_keys import read_keys as read_keys
     from raylm.ingress.http.api_keys import read_named_keys as read_named_keys
+    from raylm.ingress.http.haproxy import configure_controller as configure_controller
     from raylm.ingress.http.serve_errors import serve_middlewares as serve_middlewares
     from raylm.ingress.ingress import Ingress as Ingress
     from raylm.ingress.responses.store import ResponseStore as ResponseStore
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "http.api_keys": ("read_keys", "read_named_keys"),
+    "http.haproxy": ("configure_controller",),
     "http.serve_errors": ("serve_middlewares",),
     "ingress": ("Ingress",),
     "responses.store": ("ResponseStore",),

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -22,6 +21,7 @@ from raylm.ingress.handle_calls import check_messages, check_options, check_pool
 from raylm.ingress.responses.store import SharedResponses
 from raylm.ingress.routes import build_asgi_app
 from raylm.params import PoolingParams, SamplingParams
+from raylm.ray_private import stop_flag
 from raylm.stages import say
 
 if TYPE_CHECKING:
@@ -161,8 +161,7 @@ class Ingress:
         Serve tells user code of a stop only when no request is left, or cuts it off. Its replica, in this process,
         knows from the first moment.
         """
-        actor_id = ray.get_runtime_context().current_actor._actor_id
-        replica = ray._private.worker.global_worker.actors[actor_id]._replica_impl
-        while not replica._shutting_down:  # noqa: ASYNC110 - Serve's own flag, which nothing announces
+        is_stopping = stop_flag()
+        while not is_stopping():  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)

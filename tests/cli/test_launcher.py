@@ -34,12 +34,11 @@ def test_the_70b_over_four_gpus_is_read() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_both_places_that_haproxy_needs_know_of_it(file: Path) -> None:
+def test_serves_controller_is_asked_for_haproxy(file: Path) -> None:
     data = yaml.safe_load(file.read_text())
     shipped = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())["controller_options"]
     assert data["controller_options"] == shipped
-    for place in (data["applications"][0], data["controller_options"]):
-        assert place["runtime_env"]["env_vars"]["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert data["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
 
 
 def test_a_route_prefix_and_a_wildcard_host_give_the_url_of_this_machine(tmp_path: Path) -> None:
