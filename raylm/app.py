@@ -12,7 +12,7 @@ from raylm.config import Config
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
 from raylm.ingress import Ingress, ResponseStore, read_keys
-from raylm.stages import say
+from raylm.stages import report
 
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
@@ -32,7 +32,7 @@ def build_app(config: Config) -> Application:
         read_keys(config.ingress)
         gpus = _gpus(config)
     except ConfigError as error:
-        say("error", "config", error.message)
+        report("error", "config", error.message)
         raise
     engine = serve.deployment(
         Engine,

@@ -60,7 +60,7 @@ def run_serve(config: Path) -> None:
     from ray.serve.scripts import cli
 
     from raylm.cli.node_watch import end_with
-    from raylm.stages import say
+    from raylm.stages import report
 
     def delete_apps_first(number: int, frame: FrameType | None) -> None:
         """`serve run` would end the proxies at once, and with them all running streams; so end these in order."""
@@ -70,13 +70,13 @@ def run_serve(config: Path) -> None:
         raise KeyboardInterrupt
 
     if "RAY_ADDRESS" in os.environ:
-        say("stage", "ray", f"connecting to {os.environ['RAY_ADDRESS']}")
+        report("stage", "ray", f"connecting to {os.environ['RAY_ADDRESS']}")
         ray.init(namespace="serve")
     else:
         ray.init(address="local", namespace="serve", include_dashboard=False)
     found = ray.cluster_resources()
     address = ray.get_runtime_context().gcs_address
-    say("stage", "ray", f"{address}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
+    report("stage", "ray", f"{address}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
     end_with(ray._private.worker._global_node)
     signal.signal(signal.SIGINT, delete_apps_first)
     cli(["run", str(config)])

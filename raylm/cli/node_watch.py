@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from raylm.stages import say
+from raylm.stages import report
 
 PERIOD_S = 1.0
 _VITAL = frozenset({"gcs_server", "raylet"})
@@ -33,7 +33,7 @@ def end_with(node: Node, end: Callable[[int], object] = os._exit) -> threading.T
         while not over.wait(PERIOD_S):
             lost = [kind for kind, _ in node.dead_processes() if kind in _VITAL]
             if lost:
-                say("error", "ray", f"Ray's {lost[0]} was lost, and with it everything that was served.")
+                report("error", "ray", f"Ray's {lost[0]} was lost, and with it everything that was served.")
                 end(1)
                 return
 

@@ -22,7 +22,7 @@ from raylm.ingress.responses.store import SharedResponses
 from raylm.ingress.routes import build_asgi_app
 from raylm.params import PoolingParams, SamplingParams
 from raylm.ray_private import stop_flag
-from raylm.stages import say
+from raylm.stages import report
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput
@@ -54,9 +54,9 @@ class Ingress:
         try:
             self._llm = AsyncLLM(self._config, admission=admission)
         except ConfigError as error:
-            say("error", "chat", error.message)
+            report("error", "chat", error.message)
             raise
-        say("stage", "chat", self._llm.chat_description)
+        report("stage", "chat", self._llm.chat_description)
         app = build_asgi_app(self._llm, self._config, self._responses)
         self._lifecycle = app.state.lifecycle
         gc.collect()

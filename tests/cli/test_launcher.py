@@ -18,7 +18,7 @@ from raylm.cli.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read
 from raylm.cli.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.config import IngressConfig, knobs
 from raylm.errors import ConfigError
-from raylm.stages import parse, say
+from raylm.stages import parse, report
 from tests.serving import ROOT
 
 
@@ -117,7 +117,7 @@ def test_a_closed_health_is_asked_with_a_key(tmp_path: Path) -> None:
 
 
 def test_what_an_actor_says_is_found_behind_rays_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    say("stage", "kv", "64 blocks\nof 16 tokens")
+    report("stage", "kv", "64 blocks\nof 16 tokens")
     line = capsys.readouterr().out
     assert parse(f"(ServeReplica:default:Engine pid=7) {line}") == ("stage", "kv", "64 blocks of 16 tokens")
     assert parse("(ServeReplica:default:Engine pid=7) something else") is None
