@@ -3,6 +3,8 @@
 # No `from __future__ import annotations` here: Serve validates the arguments of an application by the annotation of
 # its builder, and must find the class there, not its name.
 
+import functools
+
 import ray
 from ray import serve
 from ray.serve import Application
@@ -34,25 +36,25 @@ def build_app(config: Config) -> Application:
     except ConfigError as error:
         report("error", "config", error.message)
         raise
-    engine = serve.deployment(
+    deployment = functools.partial(
+        serve.deployment,
+        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=STOP_POLL_S,
+        max_constructor_retry_count=1,
+    )
+    engine = deployment(
         Engine,
         num_replicas=config.engine.replicas,
         placement_group_bundles=placement_bundles(config, gpus),
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
         health_check_period_s=HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
-        graceful_shutdown_wait_loop_s=STOP_POLL_S,
-        max_constructor_retry_count=1,
     )
-    ingress = serve.deployment(
+    ingress = deployment(
         serve.ingress()(Ingress),
         num_replicas=config.ingress.replicas,
         max_ongoing_requests=2 * config.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
-        graceful_shutdown_wait_loop_s=STOP_POLL_S,
-        max_constructor_retry_count=1,
     )
     if config.ingress.replicas == 1:
         return ingress.bind(config, engine.bind(config, gpus))

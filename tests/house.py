@@ -31,7 +31,7 @@ ONLY_IN = {  # package -> prefixes of the files that may import it
     "xformers": ("worker/",),
     "safetensors": ("models/",),
     "starlette": ("ingress/",),
-    "ray": ("app.py", "cli/main.py", "engine/", "frontend/", "ingress/"),
+    "ray": ("app.py", "ray_private.py", "cli/main.py", "engine/", "frontend/", "ingress/"),
 }
 
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from raylm.cli import launcher, node_watch
-from raylm.cli.main import app
+from raylm.cli import launcher, main
 from raylm.cli.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
 from raylm.cli.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.config import IngressConfig, knobs
@@ -172,25 +171,11 @@ def test_servers_that_start_together_take_different_ports() -> None:
     again.close()
 
 
-class FakeNode:
-    """Ray's processes, as far as they are watched."""
-
-    def __init__(self) -> None:
-        self.dead: list[tuple[str, object]] = []
-
-    def dead_processes(self) -> list[tuple[str, object]]:
-        return self.dead
-
-
-def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(node_watch, "PERIOD_S", 0.01)
-    node, ended = FakeNode(), threading.Event()
-    node.dead = [("log_monitor", None)]
-    watch = node_watch.end_with(node, lambda status: ended.set())
+def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    dead, ended = ["log_monitor"], threading.Event()
+    watch = main.end_with_ray(lambda: dead, lambda status: ended.set(), period_s=0.01)
     assert not ended.wait(0.1)
-    node.dead = [("raylet", None)]
+    dead.append("raylet")
     watch.join(timeout=60)
     assert ended.is_set()
     assert parse(capsys.readouterr().out) == (
@@ -199,6 +184,6 @@ def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(
 
 
 def test_config_prints_every_knob_with_its_default() -> None:
-    printed = CliRunner().invoke(app, ["config"]).output.splitlines()
+    printed = CliRunner().invoke(main.app, ["config"]).output.splitlines()
     assert [line.split()[0] for line in printed] == [name for name, _, _ in knobs()]
     assert any(line.startswith("cache.block_size") and " 16 " in line for line in printed)
