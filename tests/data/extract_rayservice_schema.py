@@ -3,7 +3,7 @@
     python tests/data/extract_rayservice_schema.py ray.io_rayservices.yaml
 
 The definition (https://github.com/ray-project/kuberay, ray-operator/config/crd/bases, Apache licence) is 1 MB; kept are
-the fields that our files use, without prose. Other fields are then refused: so extract again when a file uses a new one.
+the fields that our files use, without prose. Other fields are then refused: extract again when a file uses a new one.
 """
 
 from __future__ import annotations
