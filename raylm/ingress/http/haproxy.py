@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from raylm import ray_private
 from raylm.errors import EngineUnavailableError
-from raylm.ingress.http.errors import error_response
+from raylm.ingress.http.errors import envelope
 from raylm.ingress.http.middleware import MAX_HEADER_BYTES
 
 BUFSIZE = MAX_HEADER_BYTES * 3 // 2  # so that it is the ingress that answers when there are too many headers
@@ -16,20 +14,17 @@ NO_SPLICING = "-dS"  # with splice(), HAProxy does not see that a client hangs u
 
 
 def error_answer() -> bytes:
-    """The HTTP response where no replica answers (by default 500 in plain text).
+    """The HTTP response where no replica answers, for all paths; Ray's is 500 in plain text.
 
-    It is one for all paths: with "type" beside "error", clients of OpenAI's and of Anthropic's API both read it.
+    Clients of OpenAI's API read its "error", those of Anthropic's "type" beside it.
     """
     error = EngineUnavailableError("No replica of the server could answer; try again shortly.")
-    response = error_response(error, "")
-    body = orjson.dumps({"type": "error"} | orjson.loads(response.body))
-    head = [
-        f"HTTP/1.1 {error.status} Service Unavailable",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        f"retry-after: {response.headers['retry-after']}",
-    ]
-    return "\r\n".join([*head, "", ""]).encode() + body
+    body = b'{"type":"error",' + envelope(error)[1:]
+    head = (
+        f"HTTP/1.1 {error.status} Service Unavailable\r\n"
+        f"content-type: application/json\r\nretry-after: {error.retry_after_s}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def configure(manager: object) -> None:
