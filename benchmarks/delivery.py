@@ -125,7 +125,7 @@ def serve(scratch: Path, model: str, notes: Path) -> subprocess.Popen[bytes]:
     (application,) = data["applications"]
     application["import_path"] = "delivery:build_app"
     application["args"] |= {"model": model, "dtype": "bfloat16"}
-    application["runtime_env"]["env_vars"][NOTES] = str(notes)
+    application["runtime_env"] = {"env_vars": {NOTES: str(notes)}}
     path = scratch / "serve.yaml"
     path.write_text(yaml.safe_dump(data))
     env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "RAY_worker_niceness": "0", "RAY_ADDRESS": "local"}

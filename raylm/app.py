@@ -4,6 +4,7 @@
 # its builder, and must find the class there, not its name.
 
 from typing import Any
+import functools
 
 import ray
 from ray import serve
@@ -14,7 +15,7 @@ from raylm.config import Config
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
-from raylm.stages import say
+from raylm.stages import report
 
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
@@ -34,27 +35,27 @@ def build_app(config: Config) -> Application:
         read_keys(config.ingress)
         gpus = _gpus(config)
     except ConfigError as error:
-        say("error", "config", error.message)
+        report("error", "config", error.message)
         raise
-    engine = serve.deployment(
+    deployment = functools.partial(
+        serve.deployment,
+        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=STOP_POLL_S,
+        max_constructor_retry_count=1,
+    )
+    engine = deployment(
         Engine,
         num_replicas=config.engine.replicas,
         placement_group_bundles=placement_bundles(config, gpus),
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
         health_check_period_s=HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
-        graceful_shutdown_wait_loop_s=STOP_POLL_S,
-        max_constructor_retry_count=1,
     )
-    ingress = serve.deployment(
+    ingress = deployment(
         serve.ingress()(Ingress),
         num_replicas=config.ingress.replicas,
         max_ongoing_requests=2 * config.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
-        graceful_shutdown_wait_loop_s=STOP_POLL_S,
-        max_constructor_retry_count=1,
     )
     shared_actors = {}
     if config.ingress.replicas > 1:

@@ -38,8 +38,7 @@ def serve_file(path: Path, port: int, args: dict[str, Any], *, haproxy: bool = T
     data["http_options"]["port"] = port
     data["applications"][0]["args"] |= args
     if not haproxy:
-        for place in (data["applications"][0], data["controller_options"]):
-            place["runtime_env"]["env_vars"].pop("RAY_SERVE_ENABLE_HA_PROXY", None)
+        data["controller_options"]["runtime_env"]["env_vars"].pop("RAY_SERVE_ENABLE_HA_PROXY")
     path.write_text(yaml.safe_dump(data))
     return path
 

@@ -1,12 +1,12 @@
-"""Launcher: serves a Serve configuration file in a child, tells its start in clean lines, and ends all of it."""
+"""Launcher: serves a Serve configuration file in a child process, reports its start in clean lines, and ends it all."""
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import signal
 import time
-import urllib.error
 import urllib.request
 from collections import deque
 from types import FrameType
@@ -22,8 +22,8 @@ from raylm.stages import parse
 TEARDOWN_S = 7.0
 KILL_S = 2.0
 _POLL_S = 0.05
-_LINES_LAG_S = 1.0
-_MOST_LINES = 1000
+_ENGINE_LINES_S = 1.0
+_LINES_AT_ONCE = 1000
 _SHOWN_ON_FAILURE = 30
 _SUBMITTED = "Submitted deploy config successfully"
 _FATAL = re.compile(
@@ -33,7 +33,7 @@ _OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\)
 
 
 class Launcher:
-    """Runs until it is told to stop (SIGINT, SIGTERM, SIGHUP) or the server has ended; a second signal kills."""
+    """Runs until a signal to stop (SIGINT, SIGTERM, SIGHUP) or the server's end; a second signal kills the server."""
 
     def __init__(self, served: ServedFile, verbose: bool) -> None:
         self._served = served
@@ -43,7 +43,7 @@ class Launcher:
         self._signals = 0
         self._ready = False
         self._failure: str | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._hidden: deque[str] = deque(maxlen=_SHOWN_ON_FAILURE)
 
     def run(self) -> int:
@@ -59,12 +59,12 @@ class Launcher:
         resolve(config.model, config.revision)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        self._tell(
+        self._report(
             "config", f"RayLM {__version__}, {served.path}: model {config.model}, executor {config.engine.executor}"
         )
         process = ServeProcess(served.path)
         try:
-            self._watch(process)
+            self._follow(process)
         finally:
             clean = self._stop(process)
             claim.close()
@@ -73,65 +73,62 @@ class Launcher:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
 
-    def _watch(self, process: ServeProcess) -> None:
+    def _follow(self, process: ServeProcess) -> None:
         """Follow the server until a signal, its end, or a start that failed."""
         while process.is_running and not self._signals and self._failure is None:
-            self._take_lines(process)
+            self._read_lines(process)
             if not self._ready and _is_healthy(self._probe):
-                self._await_engine_lines(process)
+                # The engine's lines arrive a moment after it serves, and belong before 'ready'.
+                deadline = time.monotonic() + _ENGINE_LINES_S
+                while "kv" not in self._reported and time.monotonic() < deadline:
+                    self._read_lines(process)
                 self._ready = True
-                self._tell("ready", f"{self._served.url}/v1   (Ctrl-C stops)")
-        self._take_lines(process)
+                self._report("ready", f"{self._served.url}/v1   (Ctrl-C stops)")
+        self._read_lines(process)
         if not self._signals and self._failure is None:
             self._fail("the server ended by itself; what it wrote last is above")
         if self._failure is not None:
-            self._tell("failed", self._failure)
-
-    def _await_engine_lines(self, process: ServeProcess) -> None:
-        """What the engine says of itself comes a moment after it serves; it should be read before 'ready'."""
-        deadline = time.monotonic() + _LINES_LAG_S
-        while "kv" not in self._told and time.monotonic() < deadline:
-            self._take_lines(process)
+            self._report("failed", self._failure)
 
     def _stop(self, process: ServeProcess) -> bool:
-        """Let Serve shut down in order, then end what is left; whether nothing is."""
+        """Let Serve shut down in order, then kill what is left; whether nothing is."""
         began, grace_s = time.monotonic(), self._served.config.ingress.shutdown_grace_s
         limit_s = 0.0
-        if process.is_running and (self._ready or process.is_on_shared_cluster):
+        # On a Ray that was there before, killing the child would leave the actors of a server that is still starting.
+        if process.is_running and (self._ready or "RAY_ADDRESS" in os.environ):
             limit_s = grace_s + TEARDOWN_S
-            self._tell("stop", f"running requests get up to {grace_s:g} s to end")
+            self._report("stop", f"running requests get up to {grace_s:g} s to end")
             process.interrupt()
         before = self._signals
         while process.is_running and self._signals == before and time.monotonic() - began < limit_s:
-            self._take_lines(process)
+            self._read_lines(process)
         clean = process.kill(KILL_S)
         if self._signals:
-            self._tell("stopped", f"after {time.monotonic() - began:.1f} s")
+            self._report("stopped", f"after {time.monotonic() - began:.1f} s")
         return clean
 
-    def _take_lines(self, process: ServeProcess) -> None:
+    def _read_lines(self, process: ServeProcess) -> None:
         """Handle what the server has written; waits a moment for the first line."""
         try:
-            self._take_line(process.lines.get(timeout=_POLL_S))
-            for _ in range(_MOST_LINES):
-                self._take_line(process.lines.get_nowait())
+            self._handle_line(process.lines.get(timeout=_POLL_S))
+            for _ in range(_LINES_AT_ONCE):
+                self._handle_line(process.lines.get_nowait())
         except queue.Empty:
             return
 
-    def _take_line(self, line: str) -> None:
-        said = parse(line)
-        ours = _OUR_ACTORS.search(line)
+    def _handle_line(self, line: str) -> None:
+        from_actor = _OUR_ACTORS.search(line)
         if self._verbose:
             print(line, flush=True)
-        if said is not None:
-            kind, stage, text = said
-            self._tell(stage, text)
+        if stage_line := parse(line):
+            kind, stage, text = stage_line
+            self._report(stage, text)
             if kind == "error" and not self._ready:
                 self._failure = "the server cannot start; the reason is above"
         elif _SUBMITTED in line:
-            self._tell("serve", "controller and HTTP proxy are up")
-        elif ours and self._ready and not self._signals and not self._verbose:
-            print(ours[1], flush=True)
+            self._report("serve", "controller and HTTP proxy are up")
+        elif from_actor and self._ready and not self._signals and not self._verbose:
+            print(from_actor[1], flush=True)
         else:
             self._hidden.append(line)
             if _FATAL.search(line) and not self._ready and self._failure is None:
@@ -142,13 +139,13 @@ class Launcher:
             print("\n".join(self._hidden), flush=True)
         self._failure = failure
 
-    def _tell(self, stage: str, text: str) -> None:
-        self._told.add(stage)
+    def _report(self, stage: str, text: str) -> None:
+        self._reported.add(stage)
         print(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}", flush=True)
 
 
 def _key_header(config: IngressConfig) -> dict[str, str]:
-    """What opens /health where it is closed.
+    """The API key that /health asks for, if it does.
 
     Raises:
         ConfigError: the keys cannot be read.
@@ -162,9 +159,8 @@ def _key_header(config: IngressConfig) -> dict[str, str]:
 
 
 def _is_healthy(probe: urllib.request.Request) -> bool:
-    """Whether a request would be answered now."""
     try:
         with urllib.request.urlopen(probe, timeout=1) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False

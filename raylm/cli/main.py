@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -15,10 +18,13 @@ import typer
 from raylm import __version__
 from raylm.config import knobs
 from raylm.errors import ConfigError
+from raylm.stages import report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 _PR_SET_PDEATHSIG = 1
+_WATCH_PERIOD_S = 1.0
+_VITAL = {"gcs_server", "raylet"}
 
 
 @app.command()
@@ -59,8 +65,7 @@ def run_serve(config: Path) -> None:
     from ray import serve
     from ray.serve.scripts import cli
 
-    from raylm.cli.node_watch import end_with
-    from raylm.stages import say
+    from raylm.ray_private import dead_processes
 
     def delete_apps_first(number: int, frame: FrameType | None) -> None:
         """`serve run` would end the proxies at once, and with them all running streams; so end these in order."""
@@ -70,22 +75,40 @@ def run_serve(config: Path) -> None:
         raise KeyboardInterrupt
 
     if "RAY_ADDRESS" in os.environ:
-        say("stage", "ray", f"connecting to {os.environ['RAY_ADDRESS']}")
+        report("stage", "ray", f"connecting to {os.environ['RAY_ADDRESS']}")
         ray.init(namespace="serve")
     else:
         ray.init(address="local", namespace="serve", include_dashboard=False)
     found = ray.cluster_resources()
     address = ray.get_runtime_context().gcs_address
-    say("stage", "ray", f"{address}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
-    end_with(ray._private.worker._global_node)
+    report("stage", "ray", f"{address}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
+    end_with_ray(dead_processes)
     signal.signal(signal.SIGINT, delete_apps_first)
     cli(["run", str(config)])
 
 
-def main() -> None:
-    """Entry point."""
-    app()
+def end_with_ray(
+    dead_processes: Callable[[], list[str]], end: Callable[[int], object] = os._exit, period_s: float = _WATCH_PERIOD_S
+) -> threading.Thread:
+    """Watch Ray's own processes: without them nothing is served, so ``end`` this process with status 1.
+
+    The watch stops where this process ends in order, before Ray stops its processes.
+    """
+
+    stopped = threading.Event()
+    atexit.register(stopped.set)
+
+    def watch() -> None:
+        while not stopped.wait(period_s):
+            if lost := [kind for kind in dead_processes() if kind in _VITAL]:
+                report("error", "ray", f"Ray's {lost[0]} was lost, and with it everything that was served.")
+                end(1)
+                return
+
+    thread = threading.Thread(target=watch, name="watch over ray", daemon=True)
+    thread.start()
+    return thread
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -1,4 +1,4 @@
-"""ServedFile: what `raylm serve` needs to know of a Serve configuration file, checked before anything starts."""
+"""ServedFile: what `raylm serve` needs of a Serve configuration file, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServedFile:
 
     @property
     def url(self) -> str:
-        """Where clients find the application, without a slash at the end."""
+        """Where clients on this machine find the application, without a slash at the end."""
         host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
         return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
 
@@ -53,7 +53,7 @@ class ApplicationEntry(Frozen):
     """One of Serve's ``applications``; what is Any is for Serve to check."""
 
     import_path: str
-    args: Annotated[dict[str, Any], Field(default_factory=dict)]
+    args: dict[str, Any] | None = None
     route_prefix: Annotated[str, Field(pattern="^/")] = "/"
     name: Any = None
     runtime_env: Any = None
@@ -66,9 +66,9 @@ class ApplicationEntry(Frozen):
 
 
 class DeployFile(Frozen):
-    """The whole file; what is Any is for Serve to check. Serve itself would pass over keys that it does not know."""
+    """The whole file; what is Any is for Serve to check. Serve itself ignores keys that it does not know."""
 
-    applications: list[dict[str, Any]]
+    applications: Annotated[list[dict[str, Any]], Field(default_factory=list)]
     http_options: HTTPOptions = HTTPOptions()
     proxy_location: Any = None
     grpc_options: Any = None
@@ -88,18 +88,16 @@ def read_serve_file(path: Path) -> ServedFile:
         data = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(data, dict) or not data.get("applications"):
-        raise ConfigError(f"{path} must have exactly one application whose import_path is {BUILDER}.")
-    file = _checked(DeployFile, {key: value for key, value in data.items() if value is not None}, str(path))
+    given = {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else {}
+    file = _checked(DeployFile, given, str(path))
     ours = [place for place, entry in enumerate(file.applications) if _is_ours(entry)]
     if len(ours) != 1:
         raise ConfigError(f"{path} must have exactly one application whose import_path is {BUILDER}.")
     where = f"{path}, applications[{ours[0]}]"
-    given = {key: value for key, value in file.applications[ours[0]].items() if key != "args" or value is not None}
-    entry = _checked(ApplicationEntry, given, where)
+    entry = _checked(ApplicationEntry, file.applications[ours[0]], where)
     if entry.import_path not in _BUILDERS:
         raise ConfigError(f"{where}: import_path: there is no {entry.import_path!r}; it must be {BUILDER!r}.")
-    config = _checked(Config, entry.args, f"{path}, args")
+    config = _checked(Config, entry.args or {}, f"{path}, args")
     return ServedFile(path, config, file.http_options.host, file.http_options.port, entry.route_prefix)
 
 

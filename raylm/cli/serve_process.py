@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from raylm.errors import ConfigError
@@ -35,10 +36,9 @@ def port_is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now.
 
     Raises:
-        ConfigError: nobody could: this machine has no such address, or this user may not.
+        ConfigError: no server could: this machine has no such address, or this user may not.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -51,7 +51,7 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def claim_port(port: int, host: str = "") -> socket.socket | None:
-    """Take a port before anybody listens on it, so that no other server on this machine chooses it meanwhile.
+    """Take a port before anything listens on it, so that no other `raylm serve` on this machine chooses it meanwhile.
 
     Returns what holds the claim until it is closed, at the latest by this process's end; None if another one has it.
     """
@@ -75,22 +75,17 @@ def serve_ports() -> tuple[dict[str, str], list[socket.socket]]:
     for name, port in _INTERNAL_PORTS.items():
         claim = claim_port(port) if port_is_free("", port) else None
         while claim is None:
-            port = _ephemeral_port()
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
             claim = claim_port(port)
         ports[name] = str(port)
         claims.append(claim)
     return ports, claims
 
 
-def _ephemeral_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class ServeProcess:
-    """All that is in the session is ours, also what its parent left behind (Ray orphans HAProxy), and nothing else."""
+    """Every process of the session is the server's, also those whose parent has ended (Ray orphans HAProxy)."""
 
     def __init__(self, path: Path) -> None:
         ports, self._claims = serve_ports()
@@ -117,22 +112,18 @@ class ServeProcess:
         """Whether the child itself is alive."""
         return self._child.poll() is None
 
-    @property
-    def is_on_shared_cluster(self) -> bool:
-        """Whether Serve runs on a Ray that somebody else started, where killing the child would leave its actors."""
-        return "RAY_ADDRESS" in os.environ
-
     def interrupt(self) -> None:
         """Ask Serve to shut down in order, as Ctrl-C does."""
         if self.is_running:
             self._child.send_signal(signal.SIGINT)
 
     def kill(self, timeout_s: float) -> bool:
-        """End every process of the session at once; whether none was left after ``timeout_s``."""
+        """Kill every process of the session; whether none was left after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while (members := session_members(self._child.pid)) or self.is_running:
             for pid in members:
-                _kill(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -141,23 +132,13 @@ class ServeProcess:
         return True
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
 def session_members(session: int) -> list[int]:
-    """Process ids of all live processes of a session (Linux: read from /proc)."""
-    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return [int(entry.name) for entry in entries if _session_of(entry) == session]
-
-
-def _session_of(entry: Path) -> int | None:
-    """The session of a live process; the fields of stat follow its name, which may hold anything, in parentheses."""
-    try:
-        state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return None if state == "Z" else int(session)
+    """Ids of all live processes of a session, from Linux's /proc."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            # The fields of stat follow the process's name, which may hold anything, in parentheses.
+            state, _, _, its_session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            if entry.name.isdecimal() and state != "Z" and int(its_session) == session:
+                members.append(int(entry.name))
+    return members

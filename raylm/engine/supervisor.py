@@ -19,7 +19,7 @@ from raylm.engine.actor import create_engine_core, engine_core_prefix
 from raylm.engine.ray_executor import as_raylm_error, create_worker
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
-from raylm.stages import say
+from raylm.stages import report
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
@@ -130,7 +130,7 @@ class Engine:
             info = await processes.start()
         except RayLMError as error:
             processes.kill()
-            say("error", "engine", error.message)
+            report("error", "engine", error.message)
             raise
         _report(info)
         return processes
@@ -140,10 +140,10 @@ class Engine:
         while True:
             reason = await self._processes.run()
             lost = time.monotonic()
-            say("stage", "lost", f"{reason} Starting a new engine.")
+            report("stage", "lost", f"{reason} Starting a new engine.")
             self._processes.kill()
             self._processes = await self._launch()
-            say("stage", "engine", f"back after {time.monotonic() - lost:.1f} s")
+            report("stage", "engine", f"back after {time.monotonic() - lost:.1f} s")
 
     async def check_health(self) -> None:
         """Serve calls this; an error replaces the whole replica.
@@ -169,17 +169,17 @@ def _report(info: EngineInfo) -> None:
     rounded = f" ({worker.quantization})" if worker.quantization else ""
     each = " each" if worker.tensor_parallel_size > 1 else ""
     if each:
-        say("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
+        report("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
     for name, seconds in worker.stages:
-        say("stage", "worker", f"{name} {seconds:.1f} s")
-    say(
+        report("stage", "worker", f"{name} {seconds:.1f} s")
+    report(
         "stage",
         "model",
         f"{worker.dtype}{rounded} on {worker.device}, CPU threads {worker.threads}, "
         f"attention {worker.attention_backend}, "
         f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}",
     )
-    say(
+    report(
         "stage",
         "kv",
         f"{worker.num_blocks:,} blocks of {worker.block_size} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB{each}), "

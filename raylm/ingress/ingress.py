@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -23,7 +22,8 @@ from raylm.ingress.openai.request_body import check_priority
 from raylm.ingress.routes import build_asgi_app
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.stages import say
+from raylm.ray_private import stop_flag
+from raylm.stages import report
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput
@@ -60,9 +60,9 @@ class Ingress:
         try:
             self._llm = AsyncLLM(self._config, admission=admission)
         except ConfigError as error:
-            say("error", "chat", error.message)
+            report("error", "chat", error.message)
             raise
-        say("stage", "chat", self._llm.chat_description)
+        report("stage", "chat", self._llm.chat_description)
         app = build_asgi_app(self._llm, self._config, self._shared_actors)
         self._lifecycle = app.state.lifecycle
         gc.collect()
@@ -160,8 +160,7 @@ class Ingress:
         Serve tells user code of a stop only when no request is left, or cuts it off. Its replica, in this process,
         knows from the first moment.
         """
-        actor_id = ray.get_runtime_context().current_actor._actor_id
-        replica = ray._private.worker.global_worker.actors[actor_id]._replica_impl
-        while not replica._shutting_down:  # noqa: ASYNC110 - Serve's own flag, which nothing announces
+        is_stopping = stop_flag()
+        while not is_stopping():  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)

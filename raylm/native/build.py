@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from raylm.stages import say
+from raylm.stages import report
 
 SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("g++", "clang++", "c++")
@@ -57,14 +57,14 @@ def build(instructions: str) -> Path:
     if library.exists():
         return library
     started = time.perf_counter()
-    say("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
+    report("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
     cache.mkdir(parents=True, exist_ok=True)
     # Compiled beside its place and moved there: another process that compiles it now makes the same file.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         fresh = Path(scratch) / library.name
         _compile(compiler, instructions, fresh)
         fresh.replace(library)
-    say("stage", "native", f"compiled in {time.perf_counter() - started:.1f} s")
+    report("stage", "native", f"compiled in {time.perf_counter() - started:.1f} s")
     return library
 
 

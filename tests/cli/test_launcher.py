@@ -12,13 +12,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from raylm.cli import launcher, node_watch
-from raylm.cli.main import app
+from raylm.cli import launcher, main
 from raylm.cli.serve_file import ApplicationEntry, DeployFile, HTTPOptions, read_serve_file
 from raylm.cli.serve_process import claim_port, port_is_free, serve_ports, session_members
 from raylm.config import IngressConfig, knobs
 from raylm.errors import ConfigError
-from raylm.stages import parse, say
+from raylm.stages import parse, report
 from tests.serving import ROOT
 
 
@@ -34,12 +33,11 @@ def test_the_70b_over_four_gpus_is_read() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_both_places_that_haproxy_needs_know_of_it(file: Path) -> None:
+def test_serves_controller_is_asked_for_haproxy(file: Path) -> None:
     data = yaml.safe_load(file.read_text())
     shipped = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())["controller_options"]
     assert data["controller_options"] == shipped
-    for place in (data["applications"][0], data["controller_options"]):
-        assert place["runtime_env"]["env_vars"]["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert data["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
 
 
 def test_a_route_prefix_and_a_wildcard_host_give_the_url_of_this_machine(tmp_path: Path) -> None:
@@ -118,7 +116,7 @@ def test_a_closed_health_is_asked_with_a_key(tmp_path: Path) -> None:
 
 
 def test_what_an_actor_says_is_found_behind_rays_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    say("stage", "kv", "64 blocks\nof 16 tokens")
+    report("stage", "kv", "64 blocks\nof 16 tokens")
     line = capsys.readouterr().out
     assert parse(f"(ServeReplica:default:Engine pid=7) {line}") == ("stage", "kv", "64 blocks of 16 tokens")
     assert parse("(ServeReplica:default:Engine pid=7) something else") is None
@@ -173,25 +171,11 @@ def test_servers_that_start_together_take_different_ports() -> None:
     again.close()
 
 
-class FakeNode:
-    """Ray's processes, as far as they are watched."""
-
-    def __init__(self) -> None:
-        self.dead: list[tuple[str, object]] = []
-
-    def dead_processes(self) -> list[tuple[str, object]]:
-        return self.dead
-
-
-def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(node_watch, "PERIOD_S", 0.01)
-    node, ended = FakeNode(), threading.Event()
-    node.dead = [("log_monitor", None)]
-    watch = node_watch.end_with(node, lambda status: ended.set())
+def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    dead, ended = ["log_monitor"], threading.Event()
+    watch = main.end_with_ray(lambda: dead, lambda status: ended.set(), period_s=0.01)
     assert not ended.wait(0.1)
-    node.dead = [("raylet", None)]
+    dead.append("raylet")
     watch.join(timeout=60)
     assert ended.is_set()
     assert parse(capsys.readouterr().out) == (
@@ -200,6 +184,6 @@ def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(
 
 
 def test_config_prints_every_knob_with_its_default() -> None:
-    printed = CliRunner().invoke(app, ["config"]).output.splitlines()
+    printed = CliRunner().invoke(main.app, ["config"]).output.splitlines()
     assert [line.split()[0] for line in printed] == [name for name, _, _ in knobs()]
     assert any(line.startswith("cache.block_size") and " 16 " in line for line in printed)

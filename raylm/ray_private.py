@@ -1,0 +1,53 @@
+"""Every private name of Ray and Ray Serve that RayLM uses, behind functions with plain names.
+
+tests/test_ray_private.py checks each name alone, so that after an upgrade of Ray it says which one went away.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+
+def stop_flag() -> Callable[[], bool]:
+    """Call in a Serve replica: the function returned says whether Serve has begun to stop that replica."""
+    actor_id = ray.get_runtime_context().current_actor._actor_id
+    replica = ray._private.worker.global_worker.actors[actor_id]._replica_impl
+    return lambda: bool(replica._shutting_down)
+
+
+def dead_processes() -> list[str]:
+    """Which of the processes that ``ray.init`` started ended by themselves, as kinds: raylet, gcs_server, ..."""
+    node = ray._private.worker._global_node
+    return [] if node is None else [kind for kind, _ in node.dead_processes()]
+
+
+def haproxy_manager() -> type:
+    """The class, before ``ray.remote``, of the actor that writes HAProxy's configuration and runs it."""
+    from ray.serve._private import haproxy
+
+    manager: type = haproxy.HAProxyManager.__ray_metadata__.modified_class.__ray_actor_class__
+    return manager
+
+
+def replace_haproxy_manager(manager: type) -> None:
+    """Call in Serve's controller before it starts its proxies: they become actors of this class."""
+    from ray.serve._private import controller
+
+    controller.HAProxyManager = ray.remote(num_cpus=0)(manager)
+
+
+def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options: str) -> None:
+    """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
+
+    ``error_answer`` is the whole HTTP response where HAProxy itself answers 502, 503 or 504; ``bufsize`` bounds the
+    bytes of a request's head; ``options`` go to HAProxy's command line.
+    """
+    haproxy = manager._haproxy
+    haproxy.cfg.bufsize = bufsize
+    Path(haproxy.cfg.error_file_path).write_bytes(error_answer)
+    haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *options)

@@ -1,0 +1,110 @@
+"""HAProxy as Ray configures and starts it, with what RayLM changes: its own answers, and clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from raylm.errors import EngineUnavailableError
+from raylm.ingress.http.errors import error_response
+from tests.serving import free_port
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
+
+BODY = b"x" * 400
+
+
+class Replica:
+    """A server that reads a request, never answers, and notices when its client has gone."""
+
+    def __init__(self) -> None:
+        self.asked, self.left = asyncio.Event(), asyncio.Event()
+        self.port = free_port()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/-/healthz" in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        else:
+            await reader.readexactly(len(BODY))
+            self.asked.set()
+            with suppress(ConnectionResetError):
+                await reader.read()
+            self.left.set()
+        writer.close()
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Replica]:
+    replica = Replica()
+    async with await asyncio.start_server(replica.serve, "127.0.0.1", replica.port):
+        yield replica
+
+
+@pytest.fixture
+async def haproxy(tmp_path: Path, replica: Replica) -> AsyncIterator[Any]:
+    """Ray's object that runs HAProxy: below /up a replica, below /down none."""
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+    from ray.serve.config import HTTPOptions
+
+    from raylm.ingress.http.haproxy import configure
+
+    server = ServerConfig("replica", "127.0.0.1", replica.port)
+    backends = {
+        "up": BackendConfig("up", "/up", app_name="up", servers=[server]),
+        "down": BackendConfig("down", "/down", app_name="down"),
+    }
+    config = HAProxyConfig(
+        http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
+        socket_path=str(tmp_path / "admin.sock"),
+        server_state_base=str(tmp_path),
+        server_state_file=str(tmp_path / "state"),
+        metrics_enabled=False,
+        metrics_port=free_port(),
+    )
+    api = HAProxyApi(config, backends, str(tmp_path / "haproxy.cfg"))
+    configure(SimpleNamespace(_haproxy=api))
+    await api.start()
+    yield api
+    await api.stop()
+
+
+async def test_what_it_answers_itself_has_the_envelope_of_both_apis(haproxy: Any) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}") as client:
+        answer = await client.post("/down/v1/chat/completions", json={})
+    ours = error_response(EngineUnavailableError(answer.json()["error"]["message"]), "/v1/completions")
+    assert answer.json() == {"type": "error"} | json.loads(bytes(ours.body))
+    assert answer.status_code == ours.status_code == 503
+    for name in ("retry-after", "content-type"):
+        assert answer.headers[name] == ours.headers[name]
+
+
+@pytest.mark.parametrize("apart_s", [0, 0.1])
+async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(
+    haproxy: Any, replica: Replica, apart_s: float
+) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", haproxy.cfg.http_options.port)
+    writer.write(b"POST /up HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY))
+    await asyncio.sleep(apart_s)
+    writer.write(BODY)
+    async with asyncio.timeout(10):
+        await replica.asked.wait()
+    await asyncio.sleep(0.1)
+    writer.close()
+    async with asyncio.timeout(1):
+        await replica.left.wait()
+
+
+async def test_it_passes_on_longer_heads_than_the_ingress_takes(haproxy: Any) -> None:
+    from raylm.ingress.http.middleware import MAX_HEADER_BYTES
+
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}") as client:
+        answer = await client.get("/down", headers={"x-long": "x" * (MAX_HEADER_BYTES + 1)})
+    assert answer.status_code == 503
