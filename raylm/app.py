@@ -3,8 +3,8 @@
 # No `from __future__ import annotations` here: Serve validates the arguments of an application by the annotation of
 # its builder, and must find the class there, not its name.
 
-from typing import Any
 import functools
+from typing import Any
 
 import ray
 from ray import serve

@@ -19,7 +19,7 @@ def error_answer() -> bytes:
     Clients of OpenAI's API read its "error", those of Anthropic's "type" beside it.
     """
     error = EngineUnavailableError("No replica of the server could answer; try again shortly.")
-    body = b'{"type":"error",' + envelope(error)[1:]
+    body = b'{"type":"error",' + envelope(error, "/")[1:]
     head = (
         f"HTTP/1.1 {error.status} Service Unavailable\r\n"
         f"content-type: application/json\r\nretry-after: {error.retry_after_s}\r\ncontent-length: {len(body)}\r\n\r\n"
