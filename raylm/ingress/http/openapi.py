@@ -74,7 +74,7 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
 def _operation(route: Route, method: str) -> JSONObject:
     path = _path(route)
     body = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
-    answers = {_TEXT_ANSWERS.get(path, "application/json"): {"schema": {}}}
+    answers: JSONObject = {_TEXT_ANSWERS.get(path, "application/json"): {"schema": {}}}
     if body is not None and "stream" in body.model_fields:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     refusal = _json_content(error_format(path).name)
