@@ -22,6 +22,7 @@ BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "messages": [{"role":
 TOOLS = [{"name": "f", "description": "F", "input_schema": {"type": "object", "properties": {}}}]
 
 
+@pytest.mark.uses("tool_parsers")
 async def create(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     answer = await client.post(PATH, json=BODY | fields)
     assert answer.status_code == 200, answer.text
