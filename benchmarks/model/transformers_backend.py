@@ -7,8 +7,7 @@ import os
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as Worker.start does, before torch is imported
 
-from forward import Steps
-
+from benchmarks.model.forward import Steps
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.models.registry import ARCHITECTURES, UNIVERSAL

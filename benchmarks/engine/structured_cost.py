@@ -1,7 +1,7 @@
 """What forms of answers cost a step: µs a row for the mask and its application, and a sampler's step without them.
 
-    python benchmarks/structured_cost.py                             # the embedded model's vocabulary
-    python benchmarks/structured_cost.py --checkpoint my-model       # any checkpoint's
+    python -m benchmarks.engine.structured_cost                             # the embedded model's vocabulary
+    python -m benchmarks.engine.structured_cost --checkpoint my-model       # any checkpoint's
 
 A row walks through a JSON answer of nested objects, strings, numbers and lists; medians over its tokens.
 """

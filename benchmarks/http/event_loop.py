@@ -1,7 +1,7 @@
 """The longest stretch for which one request keeps the event loop of an ingress replica from everybody else.
 
-    python benchmarks/event_loop.py             # all cases
-    python benchmarks/event_loop.py --only chat
+    python -m benchmarks.http.event_loop             # all cases
+    python -m benchmarks.http.event_loop --only chat
 
 The HTTP app and AsyncLLM are the real ones, with the embedded model's tokenizer and template and a context of 131,072
 tokens; the engine answers at once with arbitrary tokens, so that what is measured is the front end's own work. A
@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 
 import uvicorn
-from event_loop_cases import Body, chosen
 
+from benchmarks.http.event_loop_cases import Body, chosen
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.frontend import AsyncLLM, EngineClient

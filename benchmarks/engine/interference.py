@@ -1,6 +1,6 @@
 """What long prompts do to the pace of running streams, and what keeping that pace costs; scheduler and worker only.
 
-    python benchmarks/interference.py --model DIR [--streams 8] [--prompts 6] [--targets 0 200 100]
+    python -m benchmarks.engine.interference --model DIR [--streams 8] [--prompts 6] [--targets 0 200 100]
 
 Streams decode all the time; long prompts, two at a time, arrive and answer with a few tokens. For each target of
 ``scheduler.target_itl_ms`` (0: none) it prints the streams' time between two tokens while prompts are there, the

@@ -1,6 +1,6 @@
 """How long a token takes from the worker that drew it to the client that reads it, with everything between them.
 
-    python benchmarks/delivery.py --model DIR [--clients 1 8 32] [--requests-per-client 2]
+    python -m benchmarks.http.delivery --model DIR [--clients 1 8 32] [--requests-per-client 2]
 
 Serves the model as configs/llama.yaml does (Ray, HAProxy), except that the worker notes when each step was over. A
 chunk that a client reads is counted from the last step before it: as long as what comes out is far below the time of a
@@ -28,16 +28,16 @@ from typing import Any
 import aiohttp
 import yaml
 from ray.serve import Application
-from serving import Answer, Client, closed_loop, quantile
 
 import raylm.app
+from benchmarks.http.serving import Answer, Client, closed_loop, quantile
 from raylm.cli.serve_process import session_members
 from raylm.config import Config
 from raylm.engine import Engine, ray_executor
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 NOTES = "DELIVERY_NOTES"  # names the file of the times, for the worker's process
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 PORT = 8127
 START_LIMIT_S = 120
 
@@ -120,15 +120,15 @@ async def ready(url: str) -> None:
 
 def serve(scratch: Path, model: str, notes: Path) -> subprocess.Popen[bytes]:
     """Start the server, in a session of its own."""
-    data = yaml.safe_load((HERE.parent / "configs" / "llama.yaml").read_text())
+    data = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
     data["http_options"]["port"] = PORT
     (application,) = data["applications"]
-    application["import_path"] = "delivery:build_app"
+    application["import_path"] = "benchmarks.http.delivery:build_app"
     application["args"] |= {"model": model, "dtype": "bfloat16"}
     application["runtime_env"]["env_vars"][NOTES] = str(notes)
     path = scratch / "serve.yaml"
     path.write_text(yaml.safe_dump(data))
-    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "RAY_worker_niceness": "0", "RAY_ADDRESS": "local"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "RAY_ADDRESS": "local"}
     command = [str(Path(sys.executable).with_name("serve")), "run", str(path)]
     with (scratch / "log").open("w") as log:
         return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)

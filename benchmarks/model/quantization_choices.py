@@ -1,6 +1,6 @@
 """What rounding could have been: groups of several sizes, zeros or none, bounds searched or not, and the head's bits.
 
-    python benchmarks/quantization_choices.py [--rows 32] [--threads 2]
+    python -m benchmarks.model.quantization_choices [--rows 32] [--threads 2]
 
 The embedded model in bfloat16 over the conversations of quantization.py: root mean square of the logits' error and
 divergence against float32, of the ways that were considered beside those that `quantization` has.
@@ -12,10 +12,10 @@ import argparse
 from dataclasses import dataclass
 
 import torch
-from quantization import conversations, describe, run
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.model.quantization import conversations, describe, run
 from raylm.checkpoint import resolve
 from raylm.models.linear import PLAIN, Linear, StackedFormat, WeightFormat
 from raylm.models.quantization import select as quantization

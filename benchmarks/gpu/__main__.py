@@ -1,8 +1,8 @@
 """What the worker makes of a GPU, in one command: decoding, prompts, and transformers' generate on the same weights.
 
-    python benchmarks/gpu.py --out results                           # on a GPU: all of it, some ten minutes
-    python benchmarks/gpu.py --out results --phases decode prefill --shape llama-3.1-8b
-    python benchmarks/gpu.py --device cpu --shape tiny --batch 1 2 --context 64 --prefill 64   # does it run?
+    python -m benchmarks.gpu --out results                           # on a GPU: all of it, some ten minutes
+    python -m benchmarks.gpu --out results --phases decode prefill --shape llama-3.1-8b
+    python -m benchmarks.gpu --device cpu --shape tiny --batch 1 2 --context 64 --prefill 64   # does it run?
 
 Needs torch, transformers and what `pip install 'raylm[gpu]'` brings; no ray, no network: the weights are random. Every
 time is of --steps whole steps of the worker, from a plan to drawn tokens; of decoding two are under way at a time.
@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forward import Steps
-from gpu_device import bandwidth, gemm_peak, seconds, synchronize, trace
-from gpu_shapes import SHAPES, embedding_size, make_checkpoint
 
+from benchmarks.gpu.device import bandwidth, gemm_peak, seconds, synchronize, trace
+from benchmarks.gpu.shapes import SHAPES, embedding_size, make_checkpoint
+from benchmarks.model.forward import Steps
 from raylm.config import Config
 from raylm.messages import WorkerInfo
 from raylm.worker.gpu.cuda_graphs import GraphForward
@@ -266,7 +266,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     results.add({"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")})
     if "greedy" in args.phases:
-        from gpu_greedy import greedy_rows
+        from benchmarks.gpu.greedy import greedy_rows
 
         for row in greedy_rows(args.device):
             results.add(row)

@@ -7,9 +7,10 @@ import time
 from dataclasses import dataclass
 
 import aiohttp
-from compare_engines import EngineError, ServerEngine
-from compare_workloads import PROMPT, SERVED_TOKENS, Figures, Prompts
-from serving import Client, Load, closed_loop
+
+from benchmarks.compare.engines import EngineError, ServerEngine
+from benchmarks.compare.workloads import PROMPT, SERVED_TOKENS, Figures, Prompts
+from benchmarks.http.serving import Client, Load, closed_loop
 
 
 class WordClient(Client):

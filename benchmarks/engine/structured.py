@@ -1,8 +1,8 @@
 """Whether answers have the form that was asked for: random schemas, expressions, choices and tools, at temperature 1.
 
-    python benchmarks/structured.py                        # 500 of each kind on the embedded model, in this process
-    python benchmarks/structured.py --free --count 50      # the same prompts without the forms: must fail
-    python benchmarks/structured.py --base-url http://localhost:8000/v1 --model my-model
+    python -m benchmarks.engine.structured                      # 500 of each kind, the embedded model in this process
+    python -m benchmarks.engine.structured --free --count 50    # the same prompts without the forms: must fail
+    python -m benchmarks.engine.structured --base-url http://localhost:8000/v1 --model my-model
 
 Every JSON answer and every call's arguments are parsed and validated by jsonschema, expressions by Python's re. It
 exits with 1 if one answer is wrong. Answers that max_tokens cut off are counted apart: no form can end them in time.
@@ -17,13 +17,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.structured_cases import KINDS, case, free
+from benchmarks.engine.structured_cases import KINDS, case, free
 from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor
 from raylm.frontend import AsyncLLM, LocalEngineClient

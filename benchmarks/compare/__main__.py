@@ -1,10 +1,10 @@
 """RayLM beside any installed peers on one machine, in one run: ratios, share of the machine's limit, a step's parts.
 
-    python benchmarks/compare.py --model CHECKPOINT \\
+    python -m benchmarks.compare --model CHECKPOINT \\
         --vllm-python ENV/bin/python --llama-server BUILD/bin/llama-server --gguf BF16.gguf Q8_0.gguf \\
         --openvino-python ENV/bin/python --openvino-model FP16_DIR INT8_DIR [--quick]
 
-A peer is whose options are given; none means RayLM alone. Offline loads W1, W2, W4, W5 (see compare_workloads.py), then
+A peer is whose options are given; none means RayLM alone. Offline loads W1, W2, W4, W5 (see workloads.py), then
 streamed serving over HTTP (RayLM in its default topology). A peer and RayLM are up beside each other and take turns,
 round by round, one working while the other waits; a ratio is RayLM's figure by the peer's of the same round, its
 spread the lowest and highest round. Figures marked * were taken while other processes used more than 0.4 cores.
@@ -29,14 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import compare_report as report
-from compare_engines import Engine, EngineError, ServerEngine, adopt_orphans, family, meter
-from compare_limits import Limits, bounds, read_shape
-from compare_peers import HERE, Contender, Field, Starter, knob, raylm_options
-from compare_report import OURS, OWN_OFFLINE, Sample, StepTimes
-from compare_serving import ClosedLoop, requests
-from compare_workloads import OFFLINE, Figures, Prompts, Words, warm_up, waves
-
+from benchmarks.compare import report
+from benchmarks.compare.engines import Engine, EngineError, ServerEngine, adopt_orphans, family, meter
+from benchmarks.compare.limits import Limits, bounds, read_shape
+from benchmarks.compare.peers import ROOT, Contender, Field, Starter, knob, raylm_options
+from benchmarks.compare.report import OURS, OWN_OFFLINE, Sample, StepTimes
+from benchmarks.compare.serving import ClosedLoop, requests
+from benchmarks.compare.workloads import OFFLINE, Figures, Prompts, Words, warm_up, waves
 from raylm.checkpoint import resolve
 
 QUICK = {"repeats": 1, "concurrency": [1, 8, 32], "minutes": 7.0, "timeout": 100.0}
@@ -212,18 +211,18 @@ class Comparison:
 
 def machine_limits(threads: int) -> Limits:
     """In a process of its own, which gives its memory back."""
-    words = [sys.executable, str(HERE / "compare_limits.py"), str(threads)]
-    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    words = [sys.executable, "-m", "benchmarks.compare.limits", str(threads)]
+    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
     return Limits(found["read"], found["gemm"])
 
 
 def time_steps(args: argparse.Namespace, model: Path) -> list[StepTimes]:
     """Where a decode step's time goes, in a Ray of its own."""
-    words = [sys.executable, str(HERE / "compare_steps.py"), "--model", str(model), "--batch", *map(str, STEP_BATCHES)]
-    words += ["--options", json.dumps(raylm_options(args))]
+    words = [sys.executable, "-m", "benchmarks.compare.steps", "--model", str(model)]
+    words += ["--batch", *map(str, STEP_BATCHES), "--options", json.dumps(raylm_options(args))]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=args.timeout)
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=args.timeout)
     except subprocess.TimeoutExpired:
         print(f"the step's parts took longer than {args.timeout:g} s", flush=True)
         return []

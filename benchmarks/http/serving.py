@@ -1,8 +1,8 @@
 """Load any OpenAI-compatible server and say what its clients see: TTFT, inter-token latency, tokens per second.
 
-    python benchmarks/serving.py --concurrency 1 8 32                 # closed loop: so many always in flight
-    python benchmarks/serving.py --rate 2 4 8                         # open loop: Poisson arrivals per second
-    python benchmarks/serving.py --url http://host:port --model NAME --plot serving.png --json serving.json
+    python -m benchmarks.http.serving --concurrency 1 8 32                 # closed loop: so many always in flight
+    python -m benchmarks.http.serving --rate 2 4 8                         # open loop: Poisson arrivals per second
+    python -m benchmarks.http.serving --url http://host:port --model NAME --plot serving.png --json serving.json
 
 Every request streams, asks for exactly --max-tokens tokens (ignore_eos) at temperature 0, and has a prompt of its own
 of about --prompt-tokens tokens, so that prefix caches do not help. TTFT is up to the first chunk with text; the
@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import aiohttp
-from pictures import picture
 from tqdm import tqdm
+
+from benchmarks.pictures import picture
 
 WORDS = "apple river stone cloud seven green music paper light ocean table horse winter garden silver bridge".split()  # noqa: SIM905
 

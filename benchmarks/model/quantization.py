@@ -1,6 +1,6 @@
 """What 8 and 4 bits cost a model: logit error, perplexity and changed first choices against float32 on the same text.
 
-    python benchmarks/quantization.py [--model MODEL] [--text FILE] [--skills COUNT]
+    python -m benchmarks.model.quantization [--model MODEL] [--text FILE] [--skills COUNT]
 
 The embedded model reads conversations that its own generator makes from words kept out of training, and only the tokens
 that it would have to write count; any other model reads FILE (by default this repository's documents). With --skills it
@@ -25,7 +25,7 @@ from raylm import LLM, SamplingParams
 from raylm.checkpoint import EMBEDDED, Checkpoint, resolve
 from raylm.models import AttentionSpec, load_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CASES = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "int8"),
          ("float32", "int4")]  # fmt: skip
 

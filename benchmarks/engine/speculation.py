@@ -1,6 +1,6 @@
 """What guessing ahead is worth where an answer copies its prompt, and where it does not; offline, one sequence at once.
 
-    python benchmarks/speculation.py [--inner 24576] [--guesses 8] [--prompts 12] [--repeats 3] [--threads N]
+    python -m benchmarks.engine.speculation [--inner 24576] [--guesses 8] [--prompts 12] [--repeats 3] [--threads N]
 
 The model is the embedded one, which can copy, with its MLPs widened by random channels that nothing reads: the same
 answers at the cost of a model of --inner. Both settings answer the same prompts in turns. Copying: greedy answers to
@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from raylm import LLM, SamplingParams
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "raylm" / "models" / "embedded"
 sys.path.insert(0, str(ROOT / "examples" / "embedded_model"))
 

@@ -1,6 +1,6 @@
 """What a step costs beyond the worker's own time, by executor: the wall time of a step less the worker's.
 
-    python benchmarks/engine_overhead.py [--steps 300] [--batch 8] [--forward-ms 25]
+    python -m benchmarks.engine.overhead [--steps 300] [--batch 8] [--forward-ms 25]
 
 An EngineCore runs in an actor of its own, as it does when serving, with a full batch of sequences that decode. The
 worker is either a fake whose forward takes a fixed time, or the embedded model. With two steps in flight the worker
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from noting_executor import NotingExecutor
 
+from benchmarks.engine.noting_executor import NotingExecutor
 from raylm import Config
 from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, RayExecutor, create_worker, prepare_process
 from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor

@@ -1,6 +1,6 @@
 """Runs inside a peer's own interpreter, whose packages alone it needs: generates what compare.py asks for.
 
-    PYTHON benchmarks/compare_runner.py {raylm|vllm|openvino} OPTIONS_AS_JSON
+    PYTHON benchmarks/compare/runner.py {raylm|vllm|openvino} OPTIONS_AS_JSON
 
 Reads one JSON object a line from stdin, {"prompts": [[id, ...], ...], "max_tokens": n}, and answers each with
 {"seconds": s, "tokens": [tokens of each answer]} or {"error": text} on stdout; the first answer, {"about": {...}},

@@ -1,7 +1,7 @@
 """Seconds offline for one batch at a time: until the first tokens, and per token after them.
 
-    python benchmarks/latency.py --batch 1 8 32
-    python benchmarks/latency.py --model /path/to/checkpoint --json latency.json --plot latency.png
+    python -m benchmarks.engine.latency --batch 1 8 32
+    python -m benchmarks.engine.latency --model /path/to/checkpoint --json latency.json --plot latency.png
 
 Every prompt has --prompt-tokens random tokens, every answer exactly --max-tokens (EOS ignored), greedy. ``first_ms``
 is a run that asks for one token; ``per_token_ms`` is what each further token adds to it. Medians of --repeats runs;
@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offline import greedy, make_llm, make_prompts, parser, record, show
-from pictures import batch_sizes, picture
-
+from benchmarks.engine.offline import greedy, make_llm, make_prompts, parser, record, show
+from benchmarks.pictures import batch_sizes, picture
 from raylm import LLM
 
 

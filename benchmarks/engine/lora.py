@@ -1,6 +1,6 @@
 """Throughput of a batch whose sequences use LoRA adapters, against the same batch without them, in one run.
 
-    python -m benchmarks.lora embedded --rank 16 --adapters 4 --batch 8
+    python -m benchmarks.engine.lora embedded --rank 16 --adapters 4 --batch 8
 
 The adapters change all seven linear modules of every layer. Base and adapters take turns, and the medians are told.
 """

@@ -1,6 +1,6 @@
 """Where the time of RayLM's decode steps goes: wall, worker, scheduler and messages, with the worker in its own actor.
 
-    python benchmarks/compare_steps.py --model PATH [--batch 1 8 32] [--options '{"dtype": "bfloat16"}']
+    python -m benchmarks.compare.steps --model PATH [--batch 1 8 32] [--options '{"dtype": "bfloat16"}']
 
 Prints one JSON object a batch, with the cores that other processes used meanwhile. An EngineCore runs in an actor of
 its own as it does when serving, over RayExecutor, with ``batch`` sequences that decode; a client takes its outputs.
@@ -21,9 +21,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
-from compare_engines import meter
-from noting_executor import NotingExecutor
 
+from benchmarks.compare.engines import meter
+from benchmarks.engine.noting_executor import NotingExecutor
 from raylm import Config
 from raylm.engine import EngineCore, RayExecutor
 from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor

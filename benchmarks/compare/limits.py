@@ -1,6 +1,6 @@
 """What this machine and a checkpoint allow at best: measured read bandwidth and GEMM peak, and bounds made of them.
 
-    python benchmarks/compare_limits.py [THREADS]     measures, prints one JSON object
+    python -m benchmarks.compare.limits [THREADS]     measures, prints one JSON object
 
 A bound counts only what cannot be left out: each step reads every weight of the matrices once and the keys and values
 of its sequences, each token costs two operations a weight and its attention; a step takes the longer of the two.

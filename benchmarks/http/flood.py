@@ -1,6 +1,6 @@
 """Send a server far more requests at once than its queue takes, and see that each is answered rightly or told to wait.
 
-    python benchmarks/flood.py --url http://127.0.0.1:8000 --requests 1000
+    python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000
 
 Half of the requests stream. A 200 is right if its text is the one that the same prompt had alone, before the flood
 (temperature 0). Meanwhile another process asks /health without pause and notes the longest wait.
@@ -22,7 +22,8 @@ from multiprocessing.synchronize import Event
 from urllib.parse import urlsplit
 
 import aiohttp
-from serving import first_model, quantile, sse
+
+from benchmarks.http.serving import first_model, quantile, sse
 
 PROMPTS = 32
 

@@ -215,7 +215,7 @@ def check_lengths(tokens: Sequence[int], wanted: int) -> None:
 
 
 class RunnerEngine(Engine):
-    """compare_runner.py in a peer's interpreter, asked over its pipes."""
+    """runner.py in a peer's interpreter, asked over its pipes."""
 
     def _stdout(self, log: IO[str]) -> int:
         return subprocess.PIPE

@@ -1,6 +1,6 @@
 """Milliseconds of one linear layer by the format of its weight: bfloat16, int8, int4 without and with zeros.
 
-    python benchmarks/linear.py --threads 4 [--inputs 4096] [--outputs 6144] [--rows 2 8 32 256]
+    python -m benchmarks.model.linear --threads 4 [--inputs 4096] [--outputs 6144] [--rows 2 8 32 256]
 
 Each format has as many copies of its layer as fill --mib, which should be more than the caches hold, and is run over
 them in turn; the formats take turns too. Told is the least of --repeats, and how many times as fast as bfloat16 it is.

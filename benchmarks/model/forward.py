@@ -1,7 +1,8 @@
 """Times single steps of the ModelRunner: decoding at several batch sizes, and prompts; shows where the time goes.
 
-    python benchmarks/forward.py --model DIR --threads 4
-    python benchmarks/forward.py --model DIR --threads 4 --batch 1 --prefill --busy 0 1 2 --fixed-team --warm-up 200
+    python -m benchmarks.model.forward --model DIR --threads 4
+    python -m benchmarks.model.forward --model DIR --threads 4 --batch 1 --prefill --busy 0 1 2 --fixed-team \\
+        --warm-up 200
 
 With --busy every case is timed beside so many processes that compute all the time. --fixed-team times each case also
 with all threads in every step, whatever a step is worth; a team that chooses needs some 100 steps to find its size.

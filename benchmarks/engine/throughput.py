@@ -1,7 +1,7 @@
 """Tokens per second offline: all prompts handed over at once, for one or more sizes of the running batch.
 
-    python benchmarks/throughput.py --prompts 256 --max-num-seqs 8 32 64
-    python benchmarks/throughput.py --model /path/to/checkpoint --json throughput.json --plot throughput.png
+    python -m benchmarks.engine.throughput --prompts 256 --max-num-seqs 8 32 64
+    python -m benchmarks.engine.throughput --model /path/to/checkpoint --json throughput.json --plot throughput.png
 
 Every prompt has --prompt-tokens random tokens, every answer exactly --max-tokens (EOS ignored), greedy. The figure is
 the median of --repeats runs, with the slowest and the fastest beside it; the time includes the front end.
@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offline import greedy, make_llm, make_prompts, parser, record, show
-from pictures import batch_sizes, picture
+from benchmarks.engine.offline import greedy, make_llm, make_prompts, parser, record, show
+from benchmarks.pictures import batch_sizes, picture
 
 
 def measure(args: argparse.Namespace, max_num_seqs: int) -> tuple[dict[str, Any], dict[str, Any]]:

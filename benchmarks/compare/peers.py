@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from compare_engines import Command, Engine, RunnerEngine, ServerEngine
-from compare_report import OURS
-from compare_workloads import OFFLINE
 
-HERE = Path(__file__).parent
+from benchmarks.compare.engines import Command, Engine, RunnerEngine, ServerEngine
+from benchmarks.compare.report import OURS
+from benchmarks.compare.workloads import OFFLINE
+
+ROOT = Path(__file__).parents[2]
 SERVED_NAME = "m"
 VLLM_LIMITS = ("--max-model-len", "4096", "--max-num-seqs", "64")
 LLAMA_SEQUENCE = 1152  # tokens of a slot: enough for W1 and W4
@@ -84,7 +85,7 @@ class Starter:
     def _raylm_server(self) -> ServerEngine:
         """In its default topology, as configs/llama.yaml has it."""
         port = self._args.port
-        served = yaml.safe_load((HERE.parent / "configs" / "llama.yaml").read_text())
+        served = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
         served["http_options"]["port"] = port
         served["applications"][0]["args"] = {
             "model": str(self._model), "served_model_name": SERVED_NAME, **raylm_options(self._args)
@@ -149,7 +150,7 @@ class Starter:
     def _runner(
         self, name: str, python: str, options: Mapping[str, Any], environment: Mapping[str, str] | None = None
     ) -> Engine:
-        words = [python, str(HERE / "compare_runner.py"), name.split()[0], json.dumps(options)]
+        words = [python, str(Path(__file__).with_name("runner.py")), name.split()[0], json.dumps(options)]
         return RunnerEngine(name, Command(words, environment or {}), self._log(name, "offline"), self._args.timeout)
 
     def _server(self, name: str, port: int, command: Command) -> ServerEngine:

@@ -1,6 +1,6 @@
 """Seconds of a server's life: until it answers, until clients hear of a death and are served again, until it is gone.
 
-    python -m benchmarks.lifecycle [--repeats 3]
+    python -m benchmarks.http.lifecycle [--repeats 3]
 
 Every round starts `raylm serve configs/llama.yaml` on a free port twice: one server is ended while nobody asks, the
 other after its worker and its EngineCore were killed, with streams running. Told are the least and the most of all

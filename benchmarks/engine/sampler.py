@@ -1,7 +1,7 @@
 """Milliseconds per step of the sampler, beside the plain torch way (full sort, multinomial, dense penalties).
 
-    python benchmarks/sampler.py                      # 151,936 and 32,000 tokens, batches 1, 8, 32, 128
-    python benchmarks/sampler.py --flat               # logits of a random model: nuclei of 100,000 tokens
+    python -m benchmarks.engine.sampler                      # 151,936 and 32,000 tokens, batches 1, 8, 32, 128
+    python -m benchmarks.engine.sampler --flat               # logits of a random model: nuclei of 100,000 tokens
 
 Logits resemble a language model's: normal noise with some fifty likely tokens above it. The best of --repeats, which
 other work on the machine disturbs least.

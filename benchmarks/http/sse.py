@@ -1,6 +1,6 @@
 """Chunks per second of the streaming path: how a chunk is encoded, and the whole way from AsyncLLM to the server.
 
-    python benchmarks/sse.py [--streams 64] [--tokens 500]
+    python -m benchmarks.http.sse [--streams 64] [--tokens 500]
 
 "plain" is what one writes first: a dict a chunk, json.dumps, Starlette's StreamingResponse. "orjson" is the same with
 orjson. "spliced" is what the server does: the constant part once a stream, the token's text spliced into it, the

@@ -1,6 +1,6 @@
 """Steps per second of the pure engine core: schedule() and update() with every sequence decoding, no model behind it.
 
-    python benchmarks/scheduler.py --sequences 256 --blocks 100000 --profile
+    python -m benchmarks.engine.scheduler --sequences 256 --blocks 100000 --profile
 
 Prompts are computed first; then each measured step gives every sequence one token. Sequences that end are replaced,
 so that a small share of the steps also admits. The figure is the best of ``--repeats`` runs of ``--steps`` steps, as
