@@ -9,7 +9,7 @@ streamed serving over HTTP (RayLM in its default topology). A peer and RayLM are
 round by round, one working while the other waits; a ratio is RayLM's figure by the peer's of the same round, its
 spread the lowest and highest round. Figures marked * were taken while other processes used more than 0.4 cores.
 --quick: one round, fewer clients, the first of several checkpoints of a peer, ended within 10 minutes.
-The last line is one JSON object with the ratios. Logs, all samples and the picture lie in --out.
+The last line is one JSON object with the ratios. Logs, all samples, raw rows and the picture lie in --out.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from benchmarks.compare.engines import Engine, EngineError, ServerEngine, adopt_
 from benchmarks.compare.limits import Limits, bounds, read_shape
 from benchmarks.compare.peers import ROOT, Contender, Field, Starter, knob, raylm_options
 from benchmarks.compare.report import OURS, OWN_OFFLINE, Sample, StepTimes
-from benchmarks.compare.serving import ClosedLoop, requests
-from benchmarks.compare.workloads import OFFLINE, Figures, Prompts, Words, warm_up, waves
+from benchmarks.compare.workloads import OFFLINE, ClosedLoop, Figures, Prompts, Words, requests, warm_up, waves
+from benchmarks.rows import append
 from raylm.checkpoint import resolve
 
 QUICK = {"repeats": 1, "concurrency": [1, 8, 32], "minutes": 7.0, "timeout": 100.0}
@@ -75,11 +75,11 @@ class Comparison:
         self._started = time.monotonic()
         self._ends = self._started
 
-    def say(self, text: str) -> None:
-        """A line of progress."""
+    def progress(self, text: str) -> None:
+        """Print a line of progress."""
         print(f"{time.monotonic() - self._started:7.1f} s  {text}", flush=True)
 
-    def may_last(self, share: float) -> None:
+    def limit_to(self, share: float) -> None:
         """From here on nothing new begins after this share of the run's time."""
         self._ends = self._started + 60 * self.args.minutes * share
 
@@ -94,7 +94,7 @@ class Comparison:
             ours = self._enter(stack, self.contenders.ours.stages[0].start)
             if ours is None:
                 return
-            self.say(f"RayLM: {ours.about}")
+            self.progress(f"RayLM: {ours.about}")
             for peer in self.contenders.peers:
                 self._beside(ours, peer, wanted)
             if not self.contenders.peers:
@@ -169,10 +169,10 @@ class Comparison:
                     figures = run(prompts)
             except EngineError as error:
                 self.missing[name] = str(error)
-                self.say(f"{name} failed: {error}")
+                self.progress(f"{name} failed: {error}")
                 return
             sample = place.sample(figures, used.others)
-            self.say(f"{sample.told()}   round {place.repeat + 1} of {self.args.repeats}")
+            self.progress(f"{sample.line()}   round {place.repeat + 1} of {self.args.repeats}")
             if not sample.disturbed:
                 break
         self.samples.append(sample)
@@ -183,13 +183,13 @@ class Comparison:
         engine = start()
         if not self._has_time(engine.name):
             return None
-        self.say(f"starting {engine.name}")
+        self.progress(f"starting {engine.name}")
         try:
             stack.enter_context(engine)
             warm_up(engine.generate, Prompts(self._words, "warm-up"))
         except EngineError as error:
             self.missing[engine.name] = str(error)
-            self.say(f"{engine.name} failed: {error}")
+            self.progress(f"{engine.name} failed: {error}")
             return None
         self._check_idle(engine)
         return engine
@@ -199,8 +199,8 @@ class Comparison:
         before = sum(family(engine.pid).values())
         time.sleep(IDLE_S)
         cores = (sum(family(engine.pid).values()) - before) / IDLE_S
-        told = f"{engine.name} is up, idle at {cores:.2f} cores"
-        self.say(told + (", which its neighbour will lack" if cores > IDLE_CORES else ""))
+        line = f"{engine.name} is up, idle at {cores:.2f} cores"
+        self.progress(line + (", which the other engine will lack" if cores > IDLE_CORES else ""))
 
     def _has_time(self, what: str) -> bool:
         if time.monotonic() < self._ends:
@@ -246,6 +246,10 @@ def print_report(run: Comparison, limits: Limits, steps: list[StepTimes], folder
     every: dict[str, Any] = {"limits": asdict(limits), "samples": [asdict(sample) for sample in run.samples]}
     every |= {"steps": [asdict(step) for step in steps], "summary": last}
     (folder / "compare.json").write_text(json.dumps(every, indent=1) + "\n")
+    for row in found:
+        unit = "tok/s" if row.more_is_better else "ms"
+        units = {"RayLM": unit, "peer": unit, "ratio": "x"}
+        append(folder / "compare.jsonl", "compare", f"{row.key}, {row.peer}", row.medians, units)
     print(f"{report.MARK}: other processes used over {report.QUIET_CORES} cores; logs and picture: {folder}")
     print(json.dumps(last), flush=True)
 
@@ -268,7 +272,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--retries", type=int, default=0, help="times to measure again what was disturbed")
     parser.add_argument("--concurrency", type=int, nargs="+", help="clients of the serving loads")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the peers")
-    parser.add_argument("--kv-gib", type=int, default=4, help="KV cache of everybody who has such a limit")
+    parser.add_argument("--kv-gib", type=int, default=4, help="KV cache of every engine that has such a limit")
     parser.add_argument("--minutes", type=float, help="begin nothing new after so long")
     parser.add_argument("--timeout", type=float, help="seconds for an engine to start, or for a sample")
     parser.add_argument("--port", type=int, default=18811, help="the first of three")
@@ -290,19 +294,19 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     run = Comparison(args, model, Starter(args, model, folder).field())
     absent = dict(run.missing)
-    run.say(f"logs in {folder}; with {', '.join(peer.name for peer in run.contenders.peers) or 'no peers'}")
+    run.progress(f"logs in {folder}; with {', '.join(peer.name for peer in run.contenders.peers) or 'no peers'}")
     with meter() as used:
         limits = machine_limits(args.threads)
     run.limits_mark = report.MARK if used.others > report.QUIET_CORES else ""
-    run.say(f"limit: {limits} {run.limits_mark}")
+    run.progress(f"limit: {limits} {run.limits_mark}")
     steps: list[StepTimes] = []
     if "steps" in args.loads:
-        run.say(f"timing steps at batch {', '.join(map(str, STEP_BATCHES))}")
+        run.progress(f"timing steps at batch {', '.join(map(str, STEP_BATCHES))}")
         steps = time_steps(args, model)
     try:
-        run.may_last(OFFLINE_SHARE if "HTTP" in args.loads else 1.0)
+        run.limit_to(OFFLINE_SHARE if "HTTP" in args.loads else 1.0)
         run.offline()
-        run.may_last(1.0)
+        run.limit_to(1.0)
         run.serving()
     except KeyboardInterrupt:
         run.missing["the rest"] = "interrupted"

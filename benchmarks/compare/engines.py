@@ -1,6 +1,6 @@
 """Engines that compare.py starts, asks and ends: a runner in an interpreter of its own, or an HTTP server.
 
-Every engine is a child of this process, and so is what it leaves behind, which is how its CPU time can be told from
+Every engine is a child of this process, and so is what it leaves behind, which is how its CPU time is distinguished from
 that of the machine's other processes, and how nothing survives the run.
 """
 
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 from urllib.error import URLError
 
 import aiohttp
@@ -126,7 +126,7 @@ class Engine(ABC):
         """Seconds until the deadline, and at least one."""
         return max(1.0, self._deadline - time.monotonic())
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         self.begin()
         with self.log.open("w") as log:
             self._child = subprocess.Popen(

@@ -43,7 +43,7 @@ class Contender:
 
 @dataclass
 class Field:
-    """Everybody who takes part; ``missing`` says who does not, and why."""
+    """The engines that take part; ``missing`` says which do not, and why."""
 
     ours: Contender
     peers: list[Contender]
@@ -58,7 +58,7 @@ class Starter:
         self._cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
 
     def field(self) -> Field:
-        """Who is there; of several checkpoints a quick run takes the first."""
+        """Which engines the options give; of several checkpoints a quick run takes the first."""
         args, missing = self._args, {}
         most = 1 if args.quick else None
         peers = [self._vllm(args.vllm_python)] if args.vllm_python else []

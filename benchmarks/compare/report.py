@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plot import picture
+
 OURS = "raylm"
 OWN_OFFLINE = "RayLM offline"  # what serving is compared with beside the peers
 QUIET_CORES = 0.4
@@ -35,7 +37,7 @@ class Sample:
         """Whether the machine was not this run's alone."""
         return self.others > QUIET_CORES
 
-    def told(self) -> str:
+    def line(self) -> str:
         """A line of progress."""
         figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
         mark = f"  {MARK} others used {self.others:.1f} cores" if self.disturbed else ""
@@ -61,6 +63,12 @@ class Row:
     def more_is_better(self) -> bool:
         """Rates are better high, times low."""
         return "tok_s" in self.figure
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Of each side that was measured, and of their ratios."""
+        sides = {"RayLM": self.ours, "peer": self.theirs, "ratio": self.ratios}
+        return {name: statistics.median(values) for name, values in sides.items() if values}
 
     @property
     def key(self) -> str:
@@ -116,8 +124,7 @@ def table(found: Sequence[Row], limits: Mapping[tuple[str, str], float]) -> list
         "|---|---|---|---|---|---|---|",
     ]
     for row in found:
-        ours = statistics.median(row.ours) if row.ours else None
-        theirs = statistics.median(row.theirs) if row.theirs else None
+        ours, theirs = row.medians.get("RayLM"), row.medians.get("peer")
         bound = limits.get((row.workload, row.figure))
         share = "" if ours is None or not bound else f"{share_of_limit(ours, bound, row.more_is_better):.0%}"
         peer = "(alone)" if row.peer == OURS else row.peer
@@ -240,19 +247,10 @@ def _wall(step: StepTimes) -> str:
 
 def plot(path: Path, title: str, steps: Sequence[StepTimes], found: Sequence[Row]) -> None:
     """Two panels: where a step's time goes, two bars a batch; and the ratio to each peer, 1 being equal."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     compared = [row for row in found if row.ratios]
-    height = max(5.5, 0.22 * len(compared))
-    figure, axes = plt.subplots(1, 2, figsize=(14, height), layout="constrained")
-    _plot_steps(axes[0], steps)
-    _plot_ratios(axes[1], compared)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 2, (14, max(5.5, 0.22 * len(compared))), title) as (left, right):
+        _plot_steps(left, steps)
+        _plot_ratios(right, compared)
 
 
 def _plot_steps(axis: Any, steps: Sequence[StepTimes]) -> None:

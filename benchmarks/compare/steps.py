@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import ray
 
 from benchmarks.compare.engines import meter
-from benchmarks.engine.noting_executor import NotingExecutor
+from benchmarks.engine.overhead import Note, note_results
 from raylm import Config
 from raylm.engine import EngineCore, RayExecutor
 from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor
@@ -59,7 +59,6 @@ class ProfiledWorker(WorkerActor):
     """A worker that keeps where the time of each step went."""
 
     def start(self, port: int = 0) -> WorkerInfo:
-        """As any worker."""
         info = super().start(port)
         worker: Any = self._worker
         runner = worker._runner
@@ -92,8 +91,9 @@ class StepBench:
 
     def __init__(self, config: Config, worker: Any) -> None:
         self._worker = worker
-        self._executor = NotingExecutor(RayExecutor([worker]))
-        self._core = EngineCore(config, self._executor)
+        executor = RayExecutor([worker])
+        self._notes = note_results(executor)
+        self._core = EngineCore(config, executor)
         self._scheduler = Clock()
 
     async def start(self) -> None:
@@ -124,9 +124,9 @@ class StepBench:
         profile = await self._worker.profile.remote([output.step for output in outputs])
         return {**measured, **parts, "profile": profile}
 
-    async def _decode(self, batch: int, steps: int) -> tuple[float, list[tuple[float, float, ModelRunnerOutput]]]:
+    async def _decode(self, batch: int, steps: int) -> tuple[float, list[Note]]:
         """(seconds in the scheduler, notes) of the steps in which all ``batch`` sequences draw."""
-        self._executor.noted.clear()
+        self._notes.clear()
         params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True, seed=1)
         keys = range(batch)
         prompts = [[5 + (key * 977 + place * 31) % 997 for place in range(PROMPT_TOKENS)] for key in keys]
@@ -135,15 +135,14 @@ class StepBench:
             if not self._core.scheduler.has_work:
                 raise RuntimeError(f"{batch} sequences never drew in one step; more --steps are needed")
             await asyncio.sleep(0.001)
-        self._scheduler.seconds, first = 0.0, len(self._executor.noted) - 1
+        self._scheduler.seconds, first = 0.0, len(self._notes) - 1
         while self._core.scheduler.has_work:  # noqa: ASYNC110 - polled rarely while it is timed
             await asyncio.sleep(0.02)
-        full = [note for note in self._executor.noted[first:] if len(note[2].seq_ids) == batch]
+        full = [note for note in self._notes[first:] if len(note[2].seq_ids) == batch]
         return self._scheduler.seconds, full
 
     def _full(self, batch: int) -> bool:
-        noted = self._executor.noted
-        return bool(noted) and len(noted[-1][2].seq_ids) == batch
+        return bool(self._notes) and len(self._notes[-1][2].seq_ids) == batch
 
 
 async def _take(outbox: Any) -> None:

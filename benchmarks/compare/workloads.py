@@ -1,23 +1,30 @@
-"""The offline workloads of compare.py: greedy, exact lengths, the same prompts for whoever runs beside each other.
+"""The workloads of the comparison: greedy, exact lengths, the same prompts for all engines of one pairing. Offline:
 
     W1  32 prompts of 128 tokens, all at once, 128 tokens out each: output tokens per second
     W2  one stream, 128 in / 128 out: milliseconds until the first token, and per token after it
     W4  32 requests that share a prefix of 512 tokens (computed by a request before them), 32 own in, 32 out
     W5  one prompt of 2,048 tokens: milliseconds until its first token
 
-and ``waves``, what serving is compared with: as many prompts at once as clients, 128 in / 64 out.
+and ``waves``, what serving is compared with: as many prompts at once as clients, 128 in / 64 out. Over HTTP:
+``ClosedLoop``, streamed completions of the same lengths from so many clients.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 from tokenizers import Tokenizer
+
+from benchmarks.compare.engines import EngineError, ServerEngine
+from benchmarks.http.serving import Client, Load, closed_loop
 
 Prompt = list[int]
 Generate = Callable[[list[Prompt], int], float]  # (prompts, tokens of each answer) -> seconds
@@ -67,7 +74,7 @@ class Workload:
 
 
 def warm_up(generate: Generate, prompts: Prompts) -> None:
-    """What everybody does once before anything counts."""
+    """What every engine does once before anything counts."""
     generate(prompts.many(4, PROMPT), 8)
     generate(prompts.many(1, PROMPT), 8)
 
@@ -111,3 +118,57 @@ OFFLINE = {
         Workload("W5", long_prompt),
     )
 }
+
+
+# ---------------------------------------------------------------- streamed over HTTP
+
+
+class WordClient(Client):
+    """Sends prompts of an exact number of tokens, as text."""
+
+    def __init__(self, session: aiohttp.ClientSession, engine: ServerEngine, prompts: Prompts) -> None:
+        super().__init__(session, engine.url, engine.model, PROMPT, SERVED_TOKENS)
+        self._prompts = prompts
+
+    def body(self) -> dict[str, object]:
+        """A request no server has seen before."""
+        return super().body() | {"prompt": self._prompts.text(self._prompts.one(PROMPT))}
+
+
+def requests(clients: int, quick: bool) -> int:
+    """How many requests so many clients send."""
+    least, waves = (4, 2) if quick else (8, 3 if clients <= 8 else 2)
+    return max(least, waves * clients)
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """So many clients, each with a request open at all times, until ``total`` are answered."""
+
+    clients: int
+    total: int
+
+    def run(self, engine: ServerEngine, prompts: Prompts) -> Figures:
+        """Figures of one run against ``engine``.
+
+        Raises:
+            EngineError: a request failed, or all together took too long.
+        """
+        try:
+            load = asyncio.run(asyncio.wait_for(self._load(engine, prompts), engine.left_s))
+        except TimeoutError as error:
+            raise EngineError(f"{engine.name}: {self.total} requests took too long") from error
+        if load.errors:
+            raise EngineError(f"{engine.name}: {len(load.errors)} of {self.total} requests failed: {load.errors[0]}")
+        found = load.figures()
+        return {"out_tok_s": found["output"], "ttft_p50_ms": found["TTFT p50"], "itl_p50_ms": found["ITL p50"]}
+
+    async def _load(self, engine: ServerEngine, prompts: Prompts) -> Load:
+        timeout = aiohttp.ClientTimeout(total=engine.left_s)
+        # A connection each: llama-server ends the one of a stream, at times after the client has used it again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            client = WordClient(session, engine, prompts)
+            started = time.perf_counter()
+            answers = await closed_loop(client.ask, self.clients, self.total)
+            return Load(time.perf_counter() - started, answers)

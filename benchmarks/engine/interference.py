@@ -14,8 +14,8 @@ import random
 import statistics
 import time
 from collections import defaultdict, deque
-from typing import Any
 
+from benchmarks.rows import Report, parser, quantile
 from raylm.config import Config
 from raylm.engine import Scheduler
 from raylm.engine.kv_cache_manager import KVCacheManager
@@ -24,6 +24,7 @@ from raylm.params import SamplingParams
 from raylm.worker import Worker
 
 AT_ONCE = 2
+UNITS = {"ITL p50": "ms", "ITL p99": "ms", "TTFT p50": "s", "tokens": "1/s"}
 
 
 class Bench:
@@ -68,7 +69,7 @@ class Bench:
                 self.arrived[key].append(now)
 
     def run(self) -> dict[str, float]:
-        """Streams alone for a while, then the prompts; what is measured begins with these."""
+        """Streams alone for a while, then the prompts, with which the measurement begins."""
         streams = [self.add(16, 4000) for _ in range(self.args.streams)]
         while len(self.arrived[streams[-1]]) < 20:
             self.step()
@@ -89,33 +90,32 @@ class Bench:
         ]
         firsts = [self.arrived[key][0] - at for key, at in asked.items()]
         return {
-            "itl_p50_ms": statistics.median(gaps),
-            "itl_p99_ms": statistics.quantiles(gaps, n=100)[98],
-            "ttft_p50_s": statistics.median(firsts),
-            "tokens_per_s": self.tokens / took,
+            "ITL p50": statistics.median(gaps),
+            "ITL p99": quantile(gaps, 0.99),
+            "TTFT p50": statistics.median(firsts),
+            "tokens": self.tokens / took,
         }
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=6, help="long prompts in a run")
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--targets", type=float, nargs="+", default=[0, 200, 100], help="ms; 0 is none")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", default="embedded")
+    options.add_argument("--streams", type=int, default=8)
+    options.add_argument("--prompts", type=int, default=6, help="long prompts in a run")
+    options.add_argument("--prompt-tokens", type=int, default=1024)
+    options.add_argument("--targets", type=float, nargs="+", default=[0, 200, 100], help="ms; 0 is none")
+    options.add_argument("--threads", type=int)
+    options.add_argument("--repeats", type=int, default=3)
+    args = options.parse_args()
     benches = {target: Bench(args, target) for target in args.targets}
-    runs: dict[float, list[dict[str, Any]]] = defaultdict(list)
+    runs: dict[float, list[dict[str, float]]] = defaultdict(list)
     for _ in range(args.repeats):
         for target, bench in benches.items():
             runs[target].append(bench.run())
-    print("target_ms " + " ".join(f"{name:>13}" for name in runs[args.targets[0]][0]) + "   (medians)")
+    report = Report("interference", UNITS, args.out)
     for target, rows in runs.items():
-        values = [statistics.median(row[name] for row in rows) for name in rows[0]]
-        print(f"{target:9g} " + " ".join(f"{value:13.2f}" for value in values))
+        medians = {name: statistics.median(row[name] for row in rows) for name in UNITS}
+        report.add(f"target {target:g} ms" if target else "no target", medians)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
     python -m benchmarks.engine.lora embedded --rank 16 --adapters 4 --batch 8
 
-The adapters change all seven linear modules of every layer. Base and adapters take turns, and the medians are told.
+The adapters change all seven linear modules of every layer. Base and adapters take turns; printed are the medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.rows import Report, parser
 from raylm import LLM, SamplingParams
 from raylm.checkpoint import resolve
 
@@ -59,16 +59,15 @@ def measure(llm: LLM, batch: int, tokens: int, adapters: list[str | None]) -> fl
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--adapters", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="auto")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("model")
+    options.add_argument("--rank", type=int, default=16)
+    options.add_argument("--adapters", type=int, default=4)
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--tokens", type=int, default=128)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--device", default="auto")
+    args = options.parse_args()
     with tempfile.TemporaryDirectory() as root:
         names = [f"adapter-{number}" for number in range(args.adapters)]
         for seed, name in enumerate(names):
@@ -85,9 +84,10 @@ def main() -> None:
                     base.append(figures[0])
                     adapted.append(figures[1])
     ratio = statistics.median(b / a for a, b in zip(base, adapted, strict=True))
-    print(
-        f"{args.model}: batch {args.batch}, base {statistics.median(base):.0f} tokens/s, {args.adapters} adapters of "
-        f"rank {args.rank} {statistics.median(adapted):.0f} tokens/s, ratio {ratio:.2f}"
+    report = Report("lora", {"base": "tok/s", "adapted": "tok/s", "ratio": "x"}, args.out)
+    report.add(
+        f"{args.model}, batch {args.batch}, {args.adapters} of rank {args.rank}",
+        {"base": statistics.median(base), "adapted": statistics.median(adapted), "ratio": ratio},
     )
 
 

@@ -9,15 +9,14 @@ has its next step before it has finished the last, so only what cannot be hidden
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
 
-from benchmarks.engine.noting_executor import NotingExecutor
+from benchmarks.rows import Report, parser
 from raylm import Config
 from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, RayExecutor, create_worker, prepare_process
 from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor
@@ -28,15 +27,30 @@ WARM_UP_STEPS = 20
 PROMPT_TOKENS = 32
 TARGET = 0.15
 
+Note = tuple[float, float, ModelRunnerOutput]  # wall clock, CPU time of the process, result
+
+
+def note_results(executor: ModelExecutor) -> list[Note]:
+    """Let ``executor`` note when each of its results came; returns the notes, which grow."""
+    notes: list[Note] = []
+    execute = executor.execute
+
+    async def noted(result: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
+        output = await result
+        notes.append((time.perf_counter(), time.process_time(), output))
+        return output
+
+    executor.execute = lambda plan: noted(execute(plan))  # type: ignore[method-assign]
+    return notes
+
 
 class FixedTimeWorker:
-    """Draws the token 7 for everybody, after a sleep."""
+    """Draws the token 7 for every sequence, after a sleep."""
 
     def __init__(self, forward_s: float) -> None:
         self._forward_s = forward_s
 
     def start(self, port: int = 0) -> WorkerInfo:
-        """A pool that is never full."""
         return WorkerInfo(4096, 16, 65_536, 1000, "cpu", "none", "none", 1, 0, 0)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -48,12 +62,11 @@ class FixedTimeWorker:
         return ModelRunnerOutput(plan.step, drawn, [1] * len(drawn), [7] * len(drawn), forward_s=took, step_s=took)
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """As ``execute``, the way actors do it."""
         output = self.execute(plan)
         return lambda: output
 
     def shutdown(self) -> None:
-        """Nothing to let go of."""
+        """It holds nothing."""
 
 
 class FixedTimeActor(WorkerActor):
@@ -73,7 +86,8 @@ class Bench:
         self, config: Config, forward_s: float | None, worker: Any, batch: int, steps: int
     ) -> tuple[float, float]:
         """Decode ``steps`` steps with ``batch`` sequences; return (wall, worker's own time) of a step in seconds."""
-        executor = NotingExecutor(_executor(config, forward_s, worker))
+        executor = _executor(config, forward_s, worker)
+        notes = note_results(executor)
         core = EngineCore(config, executor)
         await core.start()
         core.connect("bench")
@@ -85,9 +99,9 @@ class Bench:
             await asyncio.sleep(0.05)
         running.cancel()
         await core.shutdown()
-        noted = executor.noted[WARM_UP_STEPS:]
-        wall, busy = noted[-1][0] - noted[0][0], sum(output.step_s for _, _, output in noted[1:])
-        return wall / (len(noted) - 1), busy / (len(noted) - 1)
+        del notes[:WARM_UP_STEPS]
+        wall, busy = notes[-1][0] - notes[0][0], sum(output.step_s for _, _, output in notes[1:])
+        return wall / (len(notes) - 1), busy / (len(notes) - 1)
 
 
 def _executor(config: Config, forward_s: float | None, worker: Any) -> ModelExecutor:
@@ -124,25 +138,21 @@ def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=25.0)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--forward-ms", type=float, default=25.0)
+    args = options.parse_args()
     ray.init(address="local", include_dashboard=False, logging_level="error", _system_config={"worker_niceness": 0})
     print(f"batch {args.batch}, {args.steps} steps; the target is {TARGET:.0%} of a {args.forward_ms:g} ms forward")
-    print(
-        f"{'worker':20} {'executor':9} {'in flight':>9} {'step ms':>9} {'worker ms':>10} {'overhead ms':>12} {'%':>7}"
-    )
+    report = Report("overhead", {"step": "ms", "worker": "ms", "overhead": "ms", "of the worker's": "%"}, args.out)
     for name, forward_s in ((f"fixed {args.forward_ms:g} ms", args.forward_ms / 1000), ("embedded model", None)):
         for executor in ("ray", "local"):
             for in_flight in (2, 1):
                 wall, busy = measure(executor, in_flight, forward_s, args.batch, args.steps)
-                print(
-                    f"{name:20} {executor:9} {in_flight:9} {wall * 1e3:9.2f} {busy * 1e3:10.2f} "
-                    f"{(wall - busy) * 1e3:12.2f} {(wall - busy) / busy:7.1%}",
-                    flush=True,
-                )
+                figures = {"step": 1e3 * wall, "worker": 1e3 * busy, "overhead": 1e3 * (wall - busy)}
+                figures["of the worker's"] = 100 * (wall - busy) / busy
+                report.add(f"{name}, {executor}, {in_flight} in flight", figures)
     ray.shutdown()
 
 

@@ -9,14 +9,15 @@ other work on the machine disturbs least.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.rows import Report, parser
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 from raylm.worker.input_batch import InputBatch
@@ -116,22 +117,21 @@ def run_case(case: str, logits: torch.Tensor, repeats: int) -> tuple[float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[151_936, 32_000])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--flat", action="store_true", help="logits without likely tokens")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} threads; ms per step, sampler / plain torch = ratio")
-    for vocab_size in options.vocab:
-        print(f"\n{vocab_size:,} tokens")
-        print(f"{'':24}" + "".join(f"{f'batch {count}':>26}" for count in options.batches))
-        for case in options.cases:
-            cells = [run_case(case, make_logits(n, vocab_size, options.flat), options.repeats) for n in options.batches]
-            print(f"{case:24}" + "".join(f"{f'{a:.2f} / {b:.2f} = {b / a:.1f}x':>26}" for a, b in cells), flush=True)
+    options = parser(__doc__)
+    options.add_argument("--vocab", type=int, nargs="+", default=[151_936, 32_000])
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    options.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options.add_argument("--repeats", type=int, default=20)
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--flat", action="store_true", help="logits without likely tokens")
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"torch {torch.__version__}, {args.threads} threads; a step's time; ratio: plain torch by sampler")
+    report = Report("sampler", {"sampler": "ms", "plain torch": "ms", "ratio": "x"}, args.out)
+    for vocab_size, case, count in product(args.vocab, args.cases, args.batches):
+        ours, plain = run_case(case, make_logits(count, vocab_size, args.flat), args.repeats)
+        figures = {"sampler": ours, "plain torch": plain, "ratio": plain / ours}
+        report.add(f"{case}, batch {count}, {vocab_size:,} tokens", figures)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pstats
 import time
 from collections import deque
 
+from benchmarks.rows import Report, parser
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
@@ -95,30 +96,34 @@ def profile(bench: Bench) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sequences", type=int, default=256, help="sequences decoding at once")
-    parser.add_argument("--blocks", type=int, default=100_000, help="KV blocks of 16 tokens in the pool")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--output", type=int, default=1000, help="least tokens that each request generates")
-    parser.add_argument("--clients", type=int, default=2, help="ingress replicas that share the engine")
-    parser.add_argument("--policy", choices=["fcfs", "priority"], default="fcfs")
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of one run")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="also print which functions the time goes to")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--sequences", type=int, default=256, help="sequences decoding at once")
+    options.add_argument("--blocks", type=int, default=100_000, help="KV blocks of 16 tokens in the pool")
+    options.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    options.add_argument("--output", type=int, default=1000, help="least tokens that each request generates")
+    options.add_argument("--clients", type=int, default=2, help="ingress replicas that share the engine")
+    options.add_argument("--policy", choices=["fcfs", "priority"], default="fcfs")
+    options.add_argument("--no-prefix-caching", action="store_true")
+    options.add_argument("--steps", type=int, default=1000, help="steps of one run")
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--profile", action="store_true", help="also print which functions the time goes to")
+    args = options.parse_args()
     bench = Bench(args)
     for _ in range(50):  # prompts
         bench.step()
     gc.collect()
     rates = [bench.measure() for _ in range(args.repeats)]
     bench.scheduler.kv.check()
-    print(
-        f"{max(rates):,.0f} steps/s (runs: {', '.join(f'{rate:,.0f}' for rate in rates)}), "
-        f"{1e6 / max(rates):.0f} µs a step, {1e9 / max(rates) / args.sequences:.0f} ns a sequence; "
-        f"{args.sequences} sequences, {args.blocks:,} blocks, {args.clients} clients, "
-        f"KV in use {bench.scheduler.kv.usage:.0%}, {bench.scheduler.counters.preemptions} preemptions"
+    report = Report("scheduler", {"best": "steps/s", "worst": "steps/s", "a step": "µs", "a sequence": "ns"}, args.out)
+    report.add(
+        f"{args.sequences} sequences, {args.blocks:,} blocks, {args.clients} clients",
+        {
+            "best": max(rates),
+            "worst": min(rates),
+            "a step": 1e6 / max(rates),
+            "a sequence": 1e9 / max(rates) / args.sequences,
+        },
+        f"KV in use {bench.scheduler.kv.usage:.0%}, {bench.scheduler.counters.preemptions} preemptions",
     )
     if args.profile:
         profile(bench)

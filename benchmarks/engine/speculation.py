@@ -1,16 +1,16 @@
-"""What guessing ahead is worth where an answer copies its prompt, and where it does not; offline, one sequence at once.
+"""What speculation is worth where an answer copies its prompt, and where it does not; offline, one sequence at once.
 
     python -m benchmarks.engine.speculation [--inner 24576] [--guesses 8] [--prompts 12] [--repeats 3] [--threads N]
 
 The model is the embedded one, which can copy, with its MLPs widened by random channels that nothing reads: the same
 answers at the cost of a model of --inner. Both settings answer the same prompts in turns. Copying: greedy answers to
 held-out prompts of the copying skill, their tokens compared. Elsewhere: arithmetic and definitions, greedy, and
-remarks at temperature 1. Prints tokens per second of both, their ratio, and how many guesses were right.
+remarks at temperature 1. Prints tokens per second of both, the median ratio with the lowest and highest of a round,
+and how many answers were equal.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -29,6 +29,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from benchmarks.rows import Report, parser
 from raylm import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ sys.path.insert(0, str(ROOT / "examples" / "embedded_model"))
 
 from cases import held_out  # noqa: E402
 
+UNITS = {"without": "tok/s", "with": "tok/s", "ratio": "x", "lowest": "x", "highest": "x"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160, seed=1)
 LOADS = {
     "copying": (["copying"], GREEDY),
@@ -76,19 +78,19 @@ def run(llm: LLM, talks: list[list[dict[str, Any]]], params: SamplingParams) -> 
 
 
 def main() -> None:
-    """Measure every load with both settings."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inner", type=int, default=24576)
-    parser.add_argument("--guesses", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--inner", type=int, default=24576)
+    options.add_argument("--guesses", type=int, default=8)
+    options.add_argument("--prompts", type=int, default=12)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--threads", type=int)
+    args = options.parse_args()
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
     settings: dict[str, Any] = {"engine": {"threads": args.threads}, "cache": {"prefix_caching": False}}
     with widened(args.inner) as model:
         plain = LLM(str(model), **settings)
         guessing = LLM(str(model), **settings, scheduler={"speculative_tokens": args.guesses})
+        report = Report("speculation", UNITS, args.out)
         with plain, guessing:
             for name, (skills, params) in LOADS.items():
                 talks = [case.messages for skill in skills for case in held_out(skill, args.prompts, tokenizer)]
@@ -100,9 +102,9 @@ def main() -> None:
                         rates.append((slow, fast))
                     equal = sum(one == other for one, other in zip(expected, found, strict=True))
                 slow, fast = (statistics.median(column) for column in zip(*rates, strict=True))
-                ratio = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
-                told = f"{equal} of {len(talks)} answers equal"
-                print(f"{name:26} {slow:7.1f} tok/s, guessing {fast:7.1f} tok/s: {ratio}; {told}", flush=True)
+                figures = {"without": slow, "with": fast, "ratio": statistics.median(ratios)}
+                figures |= {"lowest": min(ratios), "highest": max(ratios)}
+                report.add(name, figures, f"{equal} of {len(talks)} answers equal")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.engine.structured_cases import KINDS, case, free
+from benchmarks.rows import Report, parser
 from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor
 from raylm.frontend import AsyncLLM, LocalEngineClient
@@ -83,6 +84,7 @@ async def run(options: argparse.Namespace) -> int:
         server: Any = httpx.AsyncClient(base_url=options.base_url, timeout=600)
     else:
         server = in_process(options.model, scheduler={"max_num_seqs": options.at_once})
+    report = Report("structured", {"right": "", "cut": "", "wrong": "", "time": "s"}, options.out)
     wrong = 0
     async with server as client:
         for kind in options.kinds:
@@ -91,9 +93,7 @@ async def run(options: argparse.Namespace) -> int:
                 client, options.model, kind, options.count, unbound=options.free, at_once=options.at_once
             )
             seconds = time.perf_counter() - began
-            print(
-                f"{kind:12} {found['right']:4} right  {found['cut']:3} cut  {found['wrong']:3} wrong  {seconds:6.1f} s"
-            )
+            report.add(kind, {name: found[name] for name in ("right", "cut", "wrong")} | {"time": seconds})
             for fault in faults[: options.show]:
                 print(f"    {fault}")
             wrong += found["wrong"]
@@ -101,15 +101,15 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--base-url", help="an OpenAI server's, with /v1; by default one in this process")
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--at-once", type=int, default=32)
-    parser.add_argument("--free", action="store_true", help="ask without the form")
-    parser.add_argument("--show", type=int, default=3, help="faults to print of each kind")
-    sys.exit(asyncio.run(run(parser.parse_args())))
+    options = parser(__doc__)
+    options.add_argument("--model", default="embedded")
+    options.add_argument("--base-url", help="an OpenAI server's, with /v1; by default one in this process")
+    options.add_argument("--count", type=int, default=500)
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    options.add_argument("--at-once", type=int, default=32)
+    options.add_argument("--free", action="store_true", help="ask without the form")
+    options.add_argument("--show", type=int, default=3, help="faults to print of each kind")
+    sys.exit(asyncio.run(run(options.parse_args())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What forms of answers cost a step: µs a row for the mask and its application, and a sampler's step without them.
+"""What grammars cost a step: µs a row for the mask and its application, and a sampler's step with and without them.
 
     python -m benchmarks.engine.structured_cost                             # the embedded model's vocabulary
     python -m benchmarks.engine.structured_cost --checkpoint my-model       # any checkpoint's
@@ -8,7 +8,6 @@ A row walks through a JSON answer of nested objects, strings, numbers and lists;
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.rows import Report, parser
 from raylm.checkpoint import EMBEDDED
 from raylm.grammar import grammar_of, load_tokenizer
 from raylm.messages import NewSequence
@@ -25,6 +25,7 @@ from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampling.sampler import Sampler
 from raylm.worker.sampling.structured_outputs import Grammars, forbid
 
+UNITS = {"median": "µs", "most": "µs", "without grammars": "ms", "with grammars": "ms"}
 ANSWER = {"name": "the quick brown fox", "age": 127, "tags": ["one", "two", "three four"], "at": {"x": 1.25, "y": "al"}}
 SCHEMA = {
     "type": "object",
@@ -42,12 +43,8 @@ SCHEMA = {
 }
 
 
-def median_us(times: list[float]) -> float:
-    return 1e6 * statistics.median(times)
-
-
-def walk(path: Path, eos: int) -> None:
-    """One row's costs, by part."""
+def walk(path: Path, eos: int, report: Report) -> None:
+    """One row's costs, by part, and a sampler's steps."""
     began = time.perf_counter()
     tokenizer = load_tokenizer(path, (eos,))
     print(f"{tokenizer.vocab_size:,} tokens, read in {time.perf_counter() - began:.2f} s")
@@ -73,21 +70,20 @@ def walk(path: Path, eos: int) -> None:
         applied.append(t2 - t1)
         moved.append(time.perf_counter() - t2)
     parts = {"mask": filled, "apply": applied, "advance": moved}
-    print(
-        "  µs a row: "
-        + ", ".join(f"{name} {median_us(part):.0f} (most {1e6 * max(part):.0f})" for name, part in parts.items())
-    )
+    for name, part in parts.items():
+        report.add(f"{name}, a row", {"median": 1e6 * statistics.median(part), "most": 1e6 * max(part)})
     for count in (1, 8, 32):
-        print(f"  a sampler's step of {count} greedy rows: " + step_costs(grammars, grammar, size, count))
+        without, bound = step_costs(grammars, grammar, size, count)
+        report.add(f"a sampler's step of {count} greedy rows", {"without grammars": without, "with grammars": bound})
 
 
-def step_costs(grammars: Grammars, grammar: str, size: int, count: int) -> str:
-    """Without forms, and with a form for each row, in ms."""
+def step_costs(grammars: Grammars, grammar: str, size: int, count: int) -> list[float]:
+    """Least milliseconds without grammars, and with a grammar for each row."""
     found = []
-    for form in (None, grammar):
+    for used in (None, grammar):
         batch, sampler = InputBatch(count, 64, 16, size, "cpu", grammars), Sampler()
         for i in range(count):
-            batch.add(NewSequence(i, [5, 6], 2, [0], SamplingParams(temperature=0.0), i, grammar=form))
+            batch.add(NewSequence(i, [5, 6], 2, [0], SamplingParams(temperature=0.0), i, grammar=used))
         rows, logits, times = batch.rows(range(count)), torch.randn(count, size), []
         for _ in range(30):
             copy = logits.clone()
@@ -95,16 +91,16 @@ def step_costs(grammars: Grammars, grammar: str, size: int, count: int) -> str:
             sampler.sample(copy, rows, batch)
             times.append(time.perf_counter() - began)
         found.append(1e3 * min(times))
-    return f"{found[0]:.3f} ms without forms, {found[1]:.3f} ms with"
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=EMBEDDED)
-    parser.add_argument("--eos", type=int, default=2)
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--checkpoint", type=Path, default=EMBEDDED)
+    options.add_argument("--eos", type=int, default=2)
+    args = options.parse_args()
     torch.set_num_threads(1)
-    walk(options.checkpoint, options.eos)
+    walk(args.checkpoint, args.eos, Report("structured_cost", UNITS, args.out))
 
 
 if __name__ == "__main__":

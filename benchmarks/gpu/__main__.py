@@ -49,7 +49,7 @@ _WARM_UP = 4
 
 
 class Decoding(Steps):
-    """Sequences that decode behind a context which nobody computed: its keys and values are zeros.
+    """Sequences that decode behind a context that was never computed: its keys and values are zeros.
 
     Two steps are under way at a time, as in the engine.
     """
@@ -225,7 +225,7 @@ class Results:
 
 
 def release(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
+    """Free memory that is no longer used."""
     gc.collect()
     synchronize(device)
     if device.type == "cuda":

@@ -1,24 +1,23 @@
-"""The longest stretch for which one request keeps the event loop of an ingress replica from everybody else.
+"""The longest time for which one request keeps the event loop of an ingress replica from all other requests.
 
     python -m benchmarks.http.event_loop             # all cases
     python -m benchmarks.http.event_loop --only chat
 
 The HTTP app and AsyncLLM are the real ones, with the embedded model's tokenizer and template and a context of 131,072
 tokens; the engine answers at once with arbitrary tokens, so that what is measured is the front end's own work. A
-heartbeat asks for its turn every millisecond; how late it gets it is what anybody else would have waited. curl, a
+task sleeps for a millisecond again and again; how late it wakes is what any other request would have waited. curl, a
 process of its own, sends the bodies.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -26,6 +25,7 @@ from pathlib import Path
 import uvicorn
 
 from benchmarks.http.event_loop_cases import Body, chosen
+from benchmarks.rows import Report, parser
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.frontend import AsyncLLM, EngineClient
@@ -62,8 +62,8 @@ class InstantEngine(EngineClient):
         for number in range(last + 1):
             step = _step(request.key, params.n, number, number == last, params.logprobs)
             if number == 0 and params.prompt_logprobs is not None:
-                told = _logprobs(len(request.prompt_token_ids) - 1, params.prompt_logprobs)
-                step.prompt_logprobs.append((request.key, told))
+                logprobs = _logprobs(len(request.prompt_token_ids) - 1, params.prompt_logprobs)
+                step.prompt_logprobs.append((request.key, logprobs))
             self._steps.put_nowait(step)
 
     def abort(self, keys: list[int]) -> None:
@@ -113,13 +113,13 @@ def _logprobs(count: int, top: int) -> Logprobs:
     return Logprobs([width] * count, list(range(300, 300 + width)) * count, [-1.5] * (width * count), [1] * count)
 
 
-class Heart:
-    """Asks for its turn again and again, and notes how late it got it."""
+class LatenessProbe:
+    """Sleeps again and again, and notes the latest that it woke, in seconds."""
 
     def __init__(self) -> None:
         self.latest = 0.0
 
-    async def beat(self) -> None:
+    async def run(self) -> None:
         """Runs until it is cancelled."""
         while True:
             wanted = time.perf_counter() + BEAT_S
@@ -137,21 +137,22 @@ async def send(url: str, path: Path) -> tuple[int, float]:
     return int(out), time.perf_counter() - begun
 
 
-async def run(only: str, rounds: int, report: Callable[[str], None]) -> tuple[float, bool]:
+async def run(only: str, rounds: int, out: Path | None) -> tuple[float, bool]:
     """Send every case ``rounds`` times; the worst of all cases' best, and whether each got the status it should."""
-    worst, right, heart = 0.0, True, Heart()
+    report = Report("event_loop", {"body": "MB", "time": "s", "longest block": "ms"}, out)
+    worst, right, probe = 0.0, True, LatenessProbe()
     async with front_end() as url:
-        beating = asyncio.create_task(heart.beat())
+        probing = asyncio.create_task(probe.run())
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "body"
             for name, route, case in chosen(only):
                 write(case.make(), path)
-                late, seconds, statuses = await measure(heart, url + route, path, rounds)
+                late, seconds, statuses = await measure(probe, url + route, path, rounds)
                 worst, right = max(worst, late), right and statuses == {case.status}
-                size, status = path.stat().st_size / 1e6, ",".join(map(str, sorted(statuses)))
-                wrong = "" if statuses == {case.status} else f"   must be {case.status}"
-                report(f"{name:48} {size:6.1f} MB  {status}  {seconds:6.2f} s  blocked {1e3 * late:7.1f} ms{wrong}")
-        beating.cancel()
+                figures = {"body": path.stat().st_size / 1e6, "time": seconds, "longest block": 1e3 * late}
+                wrong = "" if statuses == {case.status} else f", must be {case.status}"
+                report.add(name, figures, f"status {', '.join(map(str, sorted(statuses)))}{wrong}")
+        probing.cancel()
     return worst, right
 
 
@@ -180,25 +181,25 @@ def write(body: Body, path: Path) -> None:
     path.write_text(body if isinstance(body, str) else json.dumps(body, separators=(",", ":"), ensure_ascii=False))
 
 
-async def measure(heart: Heart, url: str, path: Path, rounds: int) -> tuple[float, float, set[int]]:
+async def measure(probe: LatenessProbe, url: str, path: Path, rounds: int) -> tuple[float, float, set[int]]:
     """Send a body again and again: the least of its longest blocks, seconds of the last answer, and the statuses."""
     lates, statuses, seconds = [], set(), 0.0
     for _ in range(rounds):
         await asyncio.sleep(0.3)
-        heart.latest = 0.0
+        probe.latest = 0.0
         status, seconds = await send(url, path)
-        lates.append(heart.latest)
+        lates.append(probe.latest)
         statuses.add(status)
     return min(lates), seconds, statuses
 
 
 def main() -> int:
     """Print a line a case; the exit status is 1 when one was answered otherwise than it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each is sent; the best one counts")
-    args = parser.parse_args()
-    worst, right = asyncio.run(run(args.only, args.rounds, lambda line: print(line, flush=True)))
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="cases whose name holds this")
+    options.add_argument("--rounds", type=int, default=3, help="times that each is sent; the best one counts")
+    args = options.parse_args()
+    worst, right = asyncio.run(run(args.only, args.rounds, args.out))
     print(f"the longest: {1e3 * worst:.1f} ms")
     return 0 if right else 1
 

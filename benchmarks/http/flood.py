@@ -1,4 +1,4 @@
-"""Send a server far more requests at once than its queue takes, and see that each is answered rightly or told to wait.
+"""Send a server far more requests at once than its queue takes: each must be answered rightly or refused with 429.
 
     python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000
 
@@ -8,10 +8,8 @@ Half of the requests stream. A 200 is right if its text is the one that the same
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
-import json
 import multiprocessing
 import sys
 import time
@@ -19,13 +17,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from benchmarks.http.serving import first_model, quantile, sse
+from benchmarks.http.serving import first_model, sse
+from benchmarks.rows import Report, parser, quantile
 
 PROMPTS = 32
+UNITS = {
+    "answered": "", "wrong": "", "time": "s", "TTFT p50": "ms", "TTFT p99": "ms",
+    "/health p99": "ms", "/health longest": "ms",
+}  # fmt: skip
 
 
 @dataclass
@@ -98,34 +102,33 @@ async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], f
         return outcomes, time.perf_counter() - begun
 
 
-def report(outcomes: Sequence[Outcome], seconds: float, waits: Sequence[float]) -> bool:
+def report(outcomes: Sequence[Outcome], seconds: float, waits: Sequence[float], out: Path | None) -> bool:
     """Print the figures; whether there were only 200 and 429, and all 200 right."""
     statuses = Counter(outcome.status for outcome in outcomes)
     wrong = sum(not outcome.right for outcome in outcomes)
     ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft]
-    retries = Counter(outcome.retry_after for outcome in outcomes if outcome.status == 429)
     figures = {
-        "statuses": dict(statuses),
+        "answered": statuses[200],
         "wrong": wrong,
-        "seconds": round(seconds, 2),
-        "ttft_p50_ms": round(1e3 * quantile(ttfts, 0.5)),
-        "ttft_p99_ms": round(1e3 * quantile(ttfts, 0.99)),
-        "retry_after_s": dict(retries),
-        "health_asked": len(waits),
-        "health_p99_ms": round(1e3 * quantile(list(waits), 0.99), 1),
-        "health_max_ms": round(1e3 * max(waits), 1),
+        "time": seconds,
+        "TTFT p50": 1e3 * quantile(ttfts, 0.5),
+        "TTFT p99": 1e3 * quantile(ttfts, 0.99),
+        "/health p99": 1e3 * quantile(waits, 0.99),
+        "/health longest": 1e3 * max(waits),
     }
-    print(json.dumps(figures))
+    retries = Counter(outcome.retry_after for outcome in outcomes if outcome.status == 429)
+    print(f"statuses {dict(statuses)}, Retry-After {dict(retries)}, /health asked {len(waits)} times")
+    Report("flood", UNITS, out).add(f"{len(outcomes)} requests", figures)
     return set(statuses) <= {200, 429} and not wrong
 
 
 def main() -> int:
     """Parse, flood, print; the exit status is 1 when an answer was wrong or neither 200 nor 429."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--url", default="http://127.0.0.1:8000")
+    options.add_argument("--requests", type=int, default=1000)
+    options.add_argument("--max-tokens", type=int, default=32)
+    args = options.parse_args()
     context = multiprocessing.get_context("spawn")
     stop, waits = context.Event(), context.Queue()
     watcher = context.Process(target=watch_health, args=(args.url, stop, waits))
@@ -136,7 +139,7 @@ def main() -> int:
         stop.set()
     found = waits.get(timeout=60)
     watcher.join()
-    return 0 if report(outcomes, seconds, found) else 1
+    return 0 if report(outcomes, seconds, found, args.out) else 1
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Seconds of a server's life: until it answers, until clients hear of a death and are served again, until it is gone.
+"""Seconds until a server answers, until clients see that an actor died and are served again, and until it has stopped.
 
     python -m benchmarks.http.lifecycle [--repeats 3]
 
-Every round starts `raylm serve configs/llama.yaml` on a free port twice: one server is ended while nobody asks, the
-other after its worker and its EngineCore were killed, with streams running. Told are the least and the most of all
+Every round starts `raylm serve configs/llama.yaml` on a free port twice: one server is stopped while it is idle, the
+other after its worker and its EngineCore were killed, with streams running. Printed are the least and the most of all
 rounds. That these things happen, and how, tests/test_ray_serving.py asserts.
 """
 
 from __future__ import annotations
 
-import argparse
 import signal
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.rows import Report, parser
 from tests.serving import Server, chat, free_port, serve_file
 
 QUESTION = "What is a KV cache?"
@@ -28,7 +28,7 @@ Times = defaultdict[str, list[float]]
 
 
 class Stream:
-    """A client that reads a long answer; ``ended_s`` is when its stream was over, whatever ended it."""
+    """A client that reads a long answer; ``ended_s`` is when its stream was over, for whatever reason."""
 
     def __init__(self, server: Server) -> None:
         self._url = f"{server.url}/v1/chat/completions"
@@ -62,7 +62,7 @@ def kill(server: Server, victim: str, times: Times) -> None:
     started = time.perf_counter()
     server.kill_actor(victim)
     stream.wait()
-    times[f"a client is told after kill -9 of {victim}"].append(stream.ended_s - started)
+    times[f"a stream ends after kill -9 of {victim}"].append(stream.ended_s - started)
     server.wait_until(lambda: ask(server), "does not come back")
     times[f"an answer again after kill -9 of {victim}"].append(time.perf_counter() - started)
 
@@ -88,17 +88,17 @@ def live(folder: Path, times: Times, *, eventful: bool) -> None:
 
 
 def main() -> None:
-    """Print a line for each thing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    a = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--repeats", type=int, default=3)
+    args = options.parse_args()
     times: Times = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(a.repeats):
+        for _ in range(args.repeats):
             live(Path(folder), times, eventful=False)
             live(Path(folder), times, eventful=True)
+    report = Report("lifecycle", {"least": "s", "most": "s"}, args.out)
     for name, seconds in times.items():
-        print(f"{name:60} {min(seconds):7.2f} to {max(seconds):7.2f} s")
+        report.add(name, {"least": min(seconds), "most": max(seconds)})
 
 
 if __name__ == "__main__":

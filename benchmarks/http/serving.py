@@ -2,7 +2,7 @@
 
     python -m benchmarks.http.serving --concurrency 1 8 32                 # closed loop: so many always in flight
     python -m benchmarks.http.serving --rate 2 4 8                         # open loop: Poisson arrivals per second
-    python -m benchmarks.http.serving --url http://host:port --model NAME --plot serving.png --json serving.json
+    python -m benchmarks.http.serving --url http://host:port --model NAME --out serving.jsonl
 
 Every request streams, asks for exactly --max-tokens tokens (ignore_eos) at temperature 0, and has a prompt of its own
 of about --prompt-tokens tokens, so that prefix caches do not help. TTFT is up to the first chunk with text; the
@@ -15,18 +15,20 @@ import argparse
 import asyncio
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import aiohttp
 from tqdm import tqdm
 
-from benchmarks.pictures import picture
+from benchmarks.rows import Report, parser, quantile
 
+UNITS = {
+    "requests": "", "errors": "", "output": "tok/s", "prompts and output": "tok/s",
+    "TTFT p50": "ms", "TTFT p99": "ms", "ITL p50": "ms", "ITL p99": "ms",
+}  # fmt: skip
 WORDS = "apple river stone cloud seven green music paper light ocean table horse winter garden silver bridge".split()  # noqa: SIM905
 
 
@@ -49,35 +51,26 @@ class Answer:
 
 @dataclass
 class Load:
-    """One row of the table."""
+    """The answers to one load, which took so many seconds."""
 
-    label: str
     seconds: float
-    answers: list[Answer] = field(repr=False)
+    answers: list[Answer]
 
-    def row(self) -> dict[str, float | str]:
-        """Figures of this load: seconds and tokens per second."""
-        good = [a for a in self.answers if a.error is None]
-        out = {"load": self.label, "requests": len(self.answers), "errors": len(self.answers) - len(good)}
+    @property
+    def errors(self) -> list[str]:
+        """What went wrong, one for each request that failed."""
+        return [answer.error for answer in self.answers if answer.error]
+
+    def figures(self) -> dict[str, float]:
+        """By metric (see ``UNITS``); where every request failed, only the counts."""
+        good = [answer for answer in self.answers if answer.error is None]
+        found = {"requests": float(len(self.answers)), "errors": float(len(self.errors))}
         if good:
-            out |= {
-                "out_tok_s": sum(a.tokens for a in good) / self.seconds,
-                "total_tok_s": sum(a.tokens + a.prompt_tokens for a in good) / self.seconds,
-                "ttft_p50": quantile([a.ttft for a in good], 0.5),
-                "ttft_p99": quantile([a.ttft for a in good], 0.99),
-                "itl_p50": quantile([a.itl for a in good], 0.5),
-                "itl_p99": quantile([a.itl for a in good], 0.99),
-            }
-        return out
-
-
-def quantile(values: list[float], q: float) -> float:
-    """Linear interpolation between order statistics."""
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+            found["output"] = sum(answer.tokens for answer in good) / self.seconds
+            found["prompts and output"] = sum(answer.tokens + answer.prompt_tokens for answer in good) / self.seconds
+            for name, times in (("TTFT", [answer.ttft for answer in good]), ("ITL", [answer.itl for answer in good])):
+                found |= {f"{name} p50": 1e3 * quantile(times, 0.5), f"{name} p99": 1e3 * quantile(times, 0.99)}
+        return found
 
 
 class Client:
@@ -103,7 +96,7 @@ class Client:
         }
 
     async def ask(self) -> Answer:
-        """One request, whatever becomes of it."""
+        """One request; an error stands in its answer."""
         answer, start = Answer(), time.perf_counter()
         try:
             async with self.session.post(f"{self.url}/v1/completions", json=self.body()) as response:
@@ -176,15 +169,20 @@ async def run(args: argparse.Namespace) -> list[Load]:
         model = args.model or await first_model(session, args.url)
         client = Client(session, args.url, model, args.prompt_tokens, args.max_tokens)
         await asyncio.gather(*(client.ask() for _ in range(4)))  # warm-up
-        loads = []
-        for concurrency in args.concurrency if not args.rate else []:
+        report, loads = Report("serving", UNITS, args.out), []
+        runs = [(f"rate {rate:g}/s", open_loop, rate, args.requests or max(8, int(20 * rate))) for rate in args.rate]
+        if not args.rate:
+            runs = [
+                (f"concurrency {clients}", closed_loop, clients, args.requests or max(4, 3 * clients))
+                for clients in args.concurrency
+            ]
+        for name, loop, pace, requests in runs:
             start = time.perf_counter()
-            answers = await closed_loop(client.ask, concurrency, args.requests or max(4, 3 * concurrency))
-            loads.append(Load(f"c={concurrency}", time.perf_counter() - start, answers))
-        for rate in args.rate:
-            start = time.perf_counter()
-            answers = await open_loop(client.ask, rate, args.requests or max(8, int(20 * rate)))
-            loads.append(Load(f"{rate:g}/s", time.perf_counter() - start, answers))
+            answers = await loop(client.ask, pace, requests)
+            loads.append(Load(time.perf_counter() - start, answers))
+            report.add(name, loads[-1].figures())
+            for error in list(dict.fromkeys(loads[-1].errors))[:3]:
+                print(f"    {error}", file=sys.stderr)
         return loads
 
 
@@ -194,61 +192,21 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         return str((await response.json())["data"][0]["id"])
 
 
-def print_table(loads: list[Load]) -> None:
-    """Milliseconds and tokens per second, one line a load; then the first errors."""
-    print(
-        f"{'load':>8} {'requests':>9} {'errors':>7} {'out tok/s':>10} "
-        f"{'TTFT p50':>9} {'p99':>8} {'ITL p50':>8} {'p99':>8}  ms"
-    )
-    for load in loads:
-        row = load.row()
-        times = [f"{1e3 * row.get(k, float('nan')):8.1f}" for k in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")]
-        print(
-            f"{row['load']:>8} {row['requests']:>9} {row['errors']:>7} {row.get('out_tok_s', 0):>10.1f}  "
-            f"{times[0]} {times[1]} {times[2]} {times[3]}"
-        )
-        for error in list(dict.fromkeys(a.error for a in load.answers if a.error))[:3]:
-            print(f"         {error}", file=sys.stderr)
-
-
-def plot(loads: list[Load], path: Path) -> None:
-    """TTFT, inter-token latency and throughput of each load as three panels."""
-    labels = [load.label for load in loads]
-    with picture(path, 3, (13, 4)) as (rates, ttft, itl):
-        rates.bar(labels, [load.row().get("out_tok_s", 0) for load in loads], color="#4477aa")
-        rates.set_title("output tokens/s")
-        for axis, name, title in ((ttft, "ttft", "time to first token, ms"), (itl, "itl", "inter-token latency, ms")):
-            values = [[1e3 * getattr(a, name) for a in load.answers if a.error is None] for load in loads]
-            axis.boxplot([v or [0] for v in values], tick_labels=labels, whis=(1, 99), showfliers=False)
-            axis.set_title(f"{title} (median {statistics.median(values[-1] or [0]):.1f} at {labels[-1]})")
-            axis.set_ylim(bottom=0)
-
-
 def main() -> int:
-    """Parse, run, print; the exit status is 1 when any request failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="by default the first one that the server lists")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rate", type=float, nargs="+", default=[])
-    parser.add_argument(
+    """Run the loads; the exit status is 1 when any request failed."""
+    options = parser(__doc__)
+    options.add_argument("--url", default="http://127.0.0.1:8000")
+    options.add_argument("--model", help="by default the first one that the server lists")
+    options.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    options.add_argument("--rate", type=float, nargs="+", default=[])
+    options.add_argument(
         "--requests", type=int, help="requests per load; by default 3 x concurrency or 20 s of arrivals"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--timeout", type=float, default=600.0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
-    loads = asyncio.run(run(args))
-    print_table(loads)
-    if args.json:
-        args.json.write_text(
-            json.dumps([load.row() | {"answers": [asdict(a) for a in load.answers]} for load in loads])
-        )
-    if args.plot:
-        plot(loads, args.plot)
-    return int(any(answer.error for load in loads for answer in load.answers))
+    options.add_argument("--prompt-tokens", type=int, default=128)
+    options.add_argument("--max-tokens", type=int, default=64)
+    options.add_argument("--timeout", type=float, default=600.0)
+    args = options.parse_args()
+    return int(any(load.errors for load in asyncio.run(run(args))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ cost of the HTTP side alone, per second of CPU. Best of three rounds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
@@ -24,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from benchmarks.rows import Report, parser
 from raylm.config import Config
 from raylm.frontend import (
     AdapterDirectory,
@@ -148,13 +148,12 @@ def encode_rate(encode: Callable[[str], bytes], count: int = 200_000) -> float:
 
 
 def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=500)
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--streams", type=int, default=64)
+    options.add_argument("--tokens", type=int, default=500)
+    args = options.parse_args()
     template = ChunkTemplate(HEAD, "delta.content", null_usage=False)
-    llm = ReadyLLM(options.tokens)
+    llm = ReadyLLM(args.tokens)
     encoders: dict[str, Callable[[str], bytes]] = {
         "plain": lambda text: b"data: " + json_bytes(chunk_dict(text, None)) + b"\n\n",
         "orjson": lambda text: b"data: " + orjson.dumps(chunk_dict(text, None)) + b"\n\n",
@@ -165,16 +164,13 @@ def main() -> None:
         "orjson": plain_app(llm, orjson.dumps),
         "spliced": build_asgi_app(llm, Config()),  # type: ignore[arg-type]
     }
+    report = Report("sse", {"rate": "chunks/s", "a chunk": "µs", "ratio": "x"}, args.out)
     for title, rates in (
-        ("encoding alone", {name: encode_rate(encode) for name, encode in encoders.items()}),
-        (
-            f"whole path, {options.streams} streams",
-            {name: path_rate(app, options.streams) for name, app in apps.items()},
-        ),
+        ("one chunk encoded", {name: encode_rate(encode) for name, encode in encoders.items()}),
+        (f"whole path, {args.streams} streams", {name: path_rate(app, args.streams) for name, app in apps.items()}),
     ):
-        print(title)
         for name, rate in rates.items():
-            print(f"  {name:8} {rate:12,.0f} chunks/s  {1e6 / rate:7.2f} us each  {rate / rates['plain']:5.2f} x plain")
+            report.add(f"{title}, {name}", {"rate": rate, "a chunk": 1e6 / rate, "ratio": rate / rates["plain"]})
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as Worker.start does, before torch 
 
 import torch
 
+from benchmarks.rows import Report, parser
 from raylm.config import Config
 from raylm.messages import NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
@@ -36,7 +37,7 @@ import os
 parent = os.getppid()
 while os.getppid() == parent:
     sum(range(100_000))
-"""  # it ends by itself should nobody be left to end it
+"""  # it ends with its parent
 
 
 class Steps:
@@ -63,9 +64,9 @@ class Steps:
             samples=[True] * len(ids), new_block_counts=[0] * len(ids), new_block_ids=[],
         )  # fmt: skip
 
-    def sequences(self, count: int, tokens: int, room: int) -> list[NewSequence]:
-        """Sequences of random tokens, with blocks for ``room`` more."""
-        blocks = -(-(tokens + room) // self.block_size)
+    def sequences(self, count: int, tokens: int, more: int) -> list[NewSequence]:
+        """Sequences of random tokens, with blocks for ``more`` tokens behind these."""
+        blocks = -(-(tokens + more) // self.block_size)
         draw = torch.Generator().manual_seed(count)
         return [
             NewSequence(
@@ -93,17 +94,16 @@ class Steps:
 
 
 class EveryThread:
-    """Stands in the place of a TeamSize: all threads take part in every step."""
+    """Replaces a TeamSize: all threads take part in every step."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
     def choose(self, tokens: int) -> int:
-        """The same for any step."""
         return self._threads
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Whatever it took."""
+        """Nothing is learnt."""
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def teams(runner: ModelRunner, threads: int, *, fixed: bool) -> Iterator[str]:
     if not fixed:
         return
     if not isinstance(runner.forward, NativeForward):
-        raise SystemExit("--fixed-team: this model's steps are no call of the native decoder, which has the team.")
+        raise SystemExit("--fixed-team: this model's steps are not run by the native decoder, which has the team.")
     decoder = runner.forward._decoder
     choosing = decoder._size
     decoder._size = EveryThread(threads)
@@ -134,8 +134,8 @@ def teams(runner: ModelRunner, threads: int, *, fixed: bool) -> Iterator[str]:
     decoder._size = choosing
 
 
-def report(name: str, runner: ModelRunner, seconds: Iterator[float], warm_up: int) -> None:
-    """Print the median and the parts of all steps of one case."""
+def time_case(runner: ModelRunner, seconds: Iterator[float], warm_up: int) -> tuple[dict[str, float], str]:
+    """The median and the least of all steps of one case, and each part's share of them."""
     for _ in range(warm_up):
         next(seconds)
     before, started = runner.forward.seconds(), time.perf_counter()
@@ -144,44 +144,44 @@ def report(name: str, runner: ModelRunner, seconds: Iterator[float], warm_up: in
     parts = {part: now - before[part] for part, now in runner.forward.seconds().items()}
     parts["other"] = whole - sum(parts.values())
     shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in parts.items())
-    print(f"{name:40} {statistics.median(taken) * 1e3:9.2f} ms   (least {min(taken) * 1e3:.2f})   {shares}", flush=True)
+    return {"median": 1e3 * statistics.median(taken), "least": 1e3 * min(taken)}, shares
 
 
 def main() -> None:
-    """Run the cases that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--warm-up", type=int, default=4, help="decode steps of each case that do not count")
-    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="processes that compute beside the steps")
-    parser.add_argument("--fixed-team", action="store_true", help="time each case also with all threads in every step")
-    parser.add_argument("--quantization")
-    a = parser.parse_args()
-    engine = {"threads": a.threads} if a.threads else {}
-    config = {"model": a.model, "dtype": a.dtype, "engine": engine, "cache": {"memory_gib": 4}}
-    if a.quantization:
-        config["quantization"] = a.quantization
+    options = parser(__doc__)
+    options.add_argument("--model", default="embedded")
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--threads", type=int)
+    options.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
+    options.add_argument("--context", type=int, default=256)
+    options.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
+    options.add_argument("--steps", type=int, default=24)
+    options.add_argument("--warm-up", type=int, default=4, help="decode steps of each case that do not count")
+    options.add_argument("--busy", type=int, nargs="+", default=[0], help="processes that compute beside the steps")
+    options.add_argument("--fixed-team", action="store_true", help="time each case also with all threads in every step")
+    options.add_argument("--quantization")
+    args = options.parse_args()
+    engine = {"threads": args.threads} if args.threads else {}
+    config = {"model": args.model, "dtype": args.dtype, "engine": engine, "cache": {"memory_gib": 4}}
+    if args.quantization:
+        config["quantization"] = args.quantization
     runner, info = start_runner(Config.model_validate(config))
-    print(f"{a.model}: {info.dtype}, threads {info.threads}, attention {info.attention_backend}, {info.stages}")
+    print(f"{args.model}: {info.dtype}, threads {info.threads}, attention {info.attention_backend}, {info.stages}")
     steps = Steps(runner, info.block_size, info.vocab_size)
-    for count in a.busy:
+    report = Report("forward", {"median": "ms", "least": "ms"}, args.out)
+    for count in args.busy:
         with busy(count):
-            for team in teams(runner, info.threads, fixed=a.fixed_team):
-                measure(a, runner, steps, f"{f', {count} busy' if count else ''}{team}")
+            for team in teams(runner, info.threads, fixed=args.fixed_team):
+                measure(args, steps, f"{f', {count} busy' if count else ''}{team}", report)
 
 
-def measure(a: argparse.Namespace, runner: ModelRunner, steps: Steps, circumstances: str) -> None:
+def measure(args: argparse.Namespace, steps: Steps, circumstances: str, report: Report) -> None:
     """Time all cases."""
-    for batch in a.batch:
-        seconds = steps.decode(batch, a.context, a.warm_up + a.steps)
-        report(f"decode {batch} x {a.context}{circumstances}", runner, seconds, a.warm_up)
-    for tokens in a.prefill:
-        report(f"prefill {tokens}{circumstances}", runner, steps.prefill(tokens, 4), 1)
+    for batch in args.batch:
+        seconds = steps.decode(batch, args.context, args.warm_up + args.steps)
+        report.add(f"decode {batch} x {args.context}{circumstances}", *time_case(steps.runner, seconds, args.warm_up))
+    for tokens in args.prefill:
+        report.add(f"prefill {tokens}{circumstances}", *time_case(steps.runner, steps.prefill(tokens, 4), 1))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
     python -m benchmarks.model.linear --threads 4 [--inputs 4096] [--outputs 6144] [--rows 2 8 32 256]
 
 Each format has as many copies of its layer as fill --mib, which should be more than the caches hold, and is run over
-them in turn; the formats take turns too. Told is the least of --repeats, and how many times as fast as bfloat16 it is.
+them in turn; the formats take turns too. Printed is the least of --repeats, and how many times as fast as bfloat16.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from itertools import cycle
@@ -16,6 +15,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from benchmarks.rows import Report, parser
 from raylm.models.quantization.rounding import round_int8
 from raylm.native import Int4Weight, NativeLinear, Weight, kernels, round_int4, use_threads
 
@@ -31,7 +31,7 @@ def formats(group: int) -> dict[str, Callable[[Tensor], Weight]]:
         "bfloat16": lambda weight: weight,
         "int8": round_int8,
         f"int4, groups of {group}": without_zeros,
-        "the same with zeros": lambda weight: round_int4(kernels(), weight, group),
+        f"int4 with zeros, groups of {group}": lambda weight: round_int4(kernels(), weight, group),
     }
 
 
@@ -54,30 +54,29 @@ def best(layers: dict[str, list[NativeLinear]], x: Tensor, repeats: int, calls: 
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--inputs", type=int, default=4096)
-    parser.add_argument("--outputs", type=int, default=6144)
-    parser.add_argument("--group", type=int, default=64)
-    parser.add_argument("--rows", type=int, nargs="+", default=[2, 8, 32, 256])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=20, help="of one format in a row")
-    parser.add_argument("--mib", type=int, default=256, help="of all copies of one format")
-    a = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--threads", type=int, default=4)
+    options.add_argument("--inputs", type=int, default=4096)
+    options.add_argument("--outputs", type=int, default=6144)
+    options.add_argument("--group", type=int, default=64)
+    options.add_argument("--rows", type=int, nargs="+", default=[2, 8, 32, 256])
+    options.add_argument("--repeats", type=int, default=7)
+    options.add_argument("--calls", type=int, default=20, help="of one format in a row")
+    options.add_argument("--mib", type=int, default=256, help="of all copies of one format")
+    args = options.parse_args()
     torch.set_num_threads(1)  # it only packs; its waiting threads would take cores from the kernels
-    use_threads(a.threads)
+    use_threads(args.threads)
     draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(a.outputs, a.inputs, generator=draw).mul_(0.02).bfloat16()
-    layers = {name: copies(make(weight), a.mib << 20) for name, make in formats(a.group).items()}
-    print(f"{'rows':>6}" + "".join(f"{name:>26}" for name in layers))
-    for rows in a.rows:
-        x = torch.randn(rows, a.inputs, generator=draw).bfloat16()
-        found = best(layers, x, a.repeats, a.calls)
-        plain = found["bfloat16"]
-        shown = (f"{1e3 * s:.2f} ms, {plain / s:.2f}x" for s in found.values())
-        operations = 2 * rows * a.inputs * a.outputs / plain / 1e12
-        print(f"{rows:6}" + "".join(f"{text:>26}" for text in shown) + f"   {operations:.2f} TFLOP/s", flush=True)
+    weight = torch.randn(args.outputs, args.inputs, generator=draw).mul_(0.02).bfloat16()
+    layers = {name: copies(make(weight), args.mib << 20) for name, make in formats(args.group).items()}
+    report = Report("linear", {"time": "ms", "ratio": "x", "rate": "TFLOP/s"}, args.out)
+    for rows in args.rows:
+        x = torch.randn(rows, args.inputs, generator=draw).bfloat16()
+        found = best(layers, x, args.repeats, args.calls)
+        for name, seconds in found.items():
+            rate = 2 * rows * args.inputs * args.outputs / seconds / 1e12
+            figures = {"time": 1e3 * seconds, "ratio": found["bfloat16"] / seconds, "rate": rate}
+            report.add(f"{rows} rows, {name}", figures)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ also answers COUNT prompts of each skill of examples/embedded_model/evaluate.py.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator
@@ -21,11 +20,15 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.rows import Report, parser
 from raylm import LLM, SamplingParams
 from raylm.checkpoint import EMBEDDED, Checkpoint, resolve
 from raylm.models import AttentionSpec, load_model
 
 ROOT = Path(__file__).parents[2]
+UNITS = {
+    "rms": "%", "largest": "%", "perplexity": "", "change": "%", "divergence": "nats/token", "choices": "% changed"
+}  # fmt: skip
 CASES = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "int8"),
          ("float32", "int4")]  # fmt: skip
 
@@ -85,16 +88,19 @@ def run(checkpoint: Checkpoint, rows: list[Row], dtype: str, quantization: str |
     return Result(torch.cat(logits), torch.cat(losses)), size, model.quantization or "plain"
 
 
-def describe(result: Result, exact: Result) -> str:
-    """Errors relative to the exact logits, each row of these less its mean, which softmax does not see."""
+def errors(result: Result, exact: Result) -> dict[str, float]:
+    """By metric (see ``UNITS``); relative to the exact logits, each row less its mean, which softmax does not see."""
     wanted, got = (r.logits - r.logits.mean(1, keepdim=True) for r in (exact, result))
-    rms = float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
-    most = float((got - wanted).abs().max() / wanted.abs().max())
     before, after = float(exact.losses.mean().exp()), float(result.losses.mean().exp())
-    changed = float((result.logits.argmax(1) != exact.logits.argmax(1)).float().mean())
     right, said = F.log_softmax(exact.logits, 1), F.log_softmax(result.logits, 1)
-    apart = float((right.exp() * (right - said)).sum(1).mean())
-    return f"{rms:9.2%} {most:9.2%} {after:11.4f} {after / before - 1:+9.2%} {apart:10.1e} {changed:9.2%}"
+    return {
+        "rms": 100 * float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()),
+        "largest": 100 * float((got - wanted).abs().max() / wanted.abs().max()),
+        "perplexity": after,
+        "change": 100 * (after / before - 1),
+        "divergence": float((right.exp() * (right - said)).sum(1).mean()),
+        "choices": 100 * float((result.logits.argmax(1) != exact.logits.argmax(1)).float().mean()),
+    }
 
 
 def skills(model: str, count: int, threads: int) -> None:
@@ -121,35 +127,30 @@ def skills(model: str, count: int, threads: int) -> None:
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--length", type=int, default=640, help="tokens of a row")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--skills", type=int, default=0)
-    a = parser.parse_args()
-    torch.set_num_threads(a.threads)
-    checkpoint = resolve(a.model)
+    options = parser(__doc__)
+    options.add_argument("--model", default="embedded")
+    options.add_argument("--text", type=Path)
+    options.add_argument("--rows", type=int, default=48)
+    options.add_argument("--length", type=int, default=640, help="tokens of a row")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--skills", type=int, default=0)
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
+    checkpoint = resolve(args.model)
     tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
-    if checkpoint.path == EMBEDDED and a.text is None:
-        rows = list(conversations(tokenizer, a.length, a.rows))
+    if checkpoint.path == EMBEDDED and args.text is None:
+        rows = list(conversations(tokenizer, args.length, args.rows))
     else:
-        files = [a.text] if a.text else sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("**/*.md"))
-        rows = list(documents(tokenizer, "\n".join(file.read_text() for file in files), a.length, a.rows))
-    print(f"{a.model}: {sum(int(row.counts.sum()) for row in rows):,} tokens predicted in {len(rows)} rows")
-    print(
-        f"{'':34} {'MiB':>7} {'rms':>9} {'largest':>9} {'perplexity':>11} {'change':>9} "
-        f"{'divergence':>10} {'choices':>9}"
-    )
-    exact: Result | None = None
+        files = [args.text] if args.text else sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("**/*.md"))
+        rows = list(documents(tokenizer, "\n".join(file.read_text() for file in files), args.length, args.rows))
+    print(f"{args.model}: {sum(int(row.counts.sum()) for row in rows):,} tokens predicted in {len(rows)} rows")
+    report, exact = Report("quantization", {"weights": "MiB"} | UNITS, args.out), None
     for dtype, quantization in CASES:
-        result, size, told = run(checkpoint, rows, dtype, quantization)
+        result, size, label = run(checkpoint, rows, dtype, quantization)
         exact = exact or result
-        print(f"{dtype + ', ' + told:34} {size / 2**20:7.1f} {describe(result, exact)}", flush=True)
-    if a.skills and checkpoint.path == EMBEDDED:
-        skills(a.model, a.skills, a.threads)
+        report.add(f"{dtype}, {label}", {"weights": size / 2**20} | errors(result, exact))
+    if args.skills and checkpoint.path == EMBEDDED:
+        skills(args.model, args.skills, args.threads)
 
 
 if __name__ == "__main__":

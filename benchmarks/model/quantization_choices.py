@@ -3,19 +3,19 @@
     python -m benchmarks.model.quantization_choices [--rows 32] [--threads 2]
 
 The embedded model in bfloat16 over the conversations of quantization.py: root mean square of the logits' error and
-divergence against float32, of the ways that were considered beside those that `quantization` has.
+divergence against float32, of the formats that were considered beside those that `quantization` has.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.model.quantization import conversations, describe, run
+from benchmarks.model.quantization import UNITS, conversations, errors, run
+from benchmarks.rows import Report, parser
 from raylm.checkpoint import resolve
 from raylm.models.linear import PLAIN, Linear, StackedFormat, WeightFormat
 from raylm.models.quantization import select as quantization
@@ -87,21 +87,21 @@ def choices() -> dict[str, tuple[WeightFormat, WeightFormat]]:
 
 
 def main() -> None:
-    """Print a line for each choice."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--length", type=int, default=640, help="tokens of a row")
-    parser.add_argument("--threads", type=int, default=2)
-    a = parser.parse_args()
-    torch.set_num_threads(a.threads)
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=32)
+    options.add_argument("--length", type=int, default=640, help="tokens of a row")
+    options.add_argument("--threads", type=int, default=2)
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
     checkpoint = resolve("embedded")
     tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
-    rows = list(conversations(tokenizer, a.length, a.rows))
+    rows = list(conversations(tokenizer, args.length, args.rows))
     exact, *_ = run(checkpoint, rows, "float32", None)
+    report = Report("quantization_choices", UNITS, args.out)
     for name, (layers, head) in choices().items():
         quantization._ROUNDED[name] = name, layers, head  # as if the configuration could name it
         result, *_ = run(checkpoint, rows, "bfloat16", name)
-        print(f"{name:52} {describe(result, exact)}", flush=True)
+        report.add(name, errors(result, exact))
 
 
 if __name__ == "__main__":

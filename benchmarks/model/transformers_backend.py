@@ -1,13 +1,18 @@
-"""Times the two paths of one compact model against each other, in turns: its own decoder, and transformers' code."""
+"""Times one model on both of its paths in turns: our own decoder, and the transformers backend.
+
+python -m benchmarks.model.transformers_backend --model DIR --threads 2
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as Worker.start does, before torch is imported
 
 from benchmarks.model.forward import Steps
+from benchmarks.rows import Report, parser
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.models.registry import ARCHITECTURES, UNIVERSAL
@@ -29,27 +34,27 @@ def steps_of(model: str, threads: int | None) -> Steps:
 
 def main() -> None:
     """Print the least time of each path, and the ratio of these."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512])
-    a = parser.parse_args()
-    paths = [steps_of(a.model, a.threads)]
-    ARCHITECTURES[resolve(a.model).config["architectures"][0]] = UNIVERSAL
-    paths.append(steps_of(a.model, a.threads))
-    for batch in a.batch:
-        turns = [[min(path.decode(batch, a.context, 12)) for path in paths] for _ in range(_ROUNDS)]
-        report(f"decode {batch} x {a.context}", turns)
-    for tokens in a.prefill:
-        report(f"prefill {tokens}", [[min(path.prefill(tokens, 2)) for path in paths] for _ in range(_ROUNDS)])
+    options = parser(__doc__)
+    options.add_argument("--model", default="embedded")
+    options.add_argument("--threads", type=int)
+    options.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
+    options.add_argument("--context", type=int, default=256)
+    options.add_argument("--prefill", type=int, nargs="*", default=[512])
+    args = options.parse_args()
+    paths = [steps_of(args.model, args.threads)]
+    ARCHITECTURES[resolve(args.model).config["architectures"][0]] = UNIVERSAL
+    paths.append(steps_of(args.model, args.threads))
+    report = Report("transformers_backend", {"own decoder": "ms", "transformers": "ms", "ratio": "x"}, args.out)
 
+    def add(case: str, run: Callable[[Steps], Iterator[float]]) -> None:
+        turns = [[1e3 * min(run(path)) for path in paths] for _ in range(_ROUNDS)]
+        own, transformers = map(min, zip(*turns, strict=True))
+        report.add(case, {"own decoder": own, "transformers": transformers, "ratio": transformers / own})
 
-def report(case: str, turns: list[list[float]]) -> None:
-    """``turns`` are the seconds of (compact, universal)."""
-    compact, universal = (min(column) * 1e3 for column in zip(*turns, strict=True))
-    print(f"{case:20} compact {compact:8.2f} ms   universal {universal:8.2f} ms   ratio {universal / compact:.2f}")
+    for batch in args.batch:
+        add(f"decode {batch} x {args.context}", partial(Steps.decode, batch=batch, context=args.context, count=12))
+    for tokens in args.prefill:
+        add(f"prefill {tokens}", partial(Steps.prefill, tokens=tokens, count=2))
 
 
 if __name__ == "__main__":
