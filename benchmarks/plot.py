@@ -4,6 +4,7 @@
     python -m benchmarks.plot benchmarks/results/*.jsonl --to pictures     # all questions
 
 Where a case has several values of one metric, the bar ends at their median, and a line spans the least and the largest.
+Bars of ratios begin at 1, on a logarithmic axis.
 """
 
 from __future__ import annotations
@@ -54,12 +55,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _panel(axis: Any, rows: Sequence[Row], cases: Sequence[str]) -> None:
     by_case = {case: [row.value for row in rows if row.case == case] for case in cases}
+    is_ratio = "ratio" in rows[0].metric
+    start = 1 if is_ratio else 0
     for place, values in enumerate(by_case.values()):
         if values:
             middle = statistics.median(values)
-            axis.barh(place, middle, xerr=[[middle - min(values)], [max(values) - middle]], color="#4477aa")
-    if "ratio" in rows[0].metric:
+            errors = [[middle - min(values)], [max(values) - middle]]
+            axis.barh(place, middle - start, left=start, xerr=errors, color="#4477aa")
+    if is_ratio:
         axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
+    axis.tick_params(axis="x", which="both", labelsize=7)
     axis.set_yticks(range(len(cases)), cases, fontsize=8)
     axis.set_ylim(len(cases) - 0.5, -0.5)
     axis.set_title(f"{rows[0].metric}, {rows[0].unit}" if rows[0].unit else rows[0].metric, fontsize=9)

@@ -1,6 +1,6 @@
 """Engines that compare.py starts, asks and ends: a runner in an interpreter of its own, or an HTTP server.
 
-Every engine is a child of this process, and so is what it leaves behind, which is how its CPU time is distinguished from
+Every engine is a child of this process, and so is what it leaves behind, which tells its CPU time from
 that of the machine's other processes, and how nothing survives the run.
 """
 
