@@ -49,8 +49,6 @@ OFFLINE_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample belongs."""
-
     workload: str
     engine: str
     peer: str
@@ -58,7 +56,6 @@ class Place:
     clients: int = 0
 
     def sample(self, figures: Figures, others: float) -> Sample:
-        """The sample of this place."""
         named = {f"{name} at {self.clients}" if self.clients else name: value for name, value in figures.items()}
         return Sample(self.workload, self.engine, self.peer, self.repeat, named, round(others, 2))
 
@@ -76,7 +73,6 @@ class Comparison:
         self._ends = self._started
 
     def progress(self, text: str) -> None:
-        """Print a line of progress."""
         print(f"{time.monotonic() - self._started:7.1f} s  {text}", flush=True)
 
     def limit_to(self, share: float) -> None:
@@ -255,7 +251,7 @@ def print_report(run: Comparison, limits: Limits, steps: list[StepTimes], folder
 
 
 def parse() -> argparse.Namespace:
-    """The options; --quick only changes defaults."""
+    """--quick only changes defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded", help="a checkpoint directory, the same that the peers serve")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")

@@ -1,4 +1,4 @@
-"""Engines that compare.py starts, asks and ends: a runner in an interpreter of its own, or an HTTP server.
+"""Engines that a benchmark starts, asks and ends: a runner in an interpreter of its own, or an HTTP server.
 
 Every engine is a child of this process, and so is what it leaves behind, which tells its CPU time from
 that of the machine's other processes, and how nothing survives the run.
@@ -38,7 +38,7 @@ class EngineError(Exception):
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever a child leaves behind (Ray orphans HAProxy), on Linux."""
+    """Become the parent of processes that a child leaves behind (Ray orphans HAProxy), on Linux."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -88,7 +88,6 @@ class Meter:
 
 @contextmanager
 def meter() -> Iterator[Meter]:
-    """Fill a Meter for the time of the block."""
     found, started = Meter(), time.perf_counter()
     busy, mine = _busy_seconds(), sum(family(os.getpid()).values())
     yield found
@@ -167,11 +166,10 @@ class Engine(ABC):
 
     @property
     def pid(self) -> int:
-        """The process that was started."""
         return self._child.pid
 
     def close(self) -> None:
-        """End it in order, then whatever of it is left, however it went."""
+        """Ask it to end, then kill what is left of it."""
         members = set(family(self.pid)) - {self.pid}
         self._ask_to_end()
         deadline = time.monotonic() + _STOP_S
@@ -197,7 +195,7 @@ class Engine(ABC):
 
 
 def _reap() -> None:
-    """Take leave of adopted children that have ended."""
+    """Collect adopted children that have ended."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -121,7 +121,7 @@ def bounds(limits: Limits, shape: Shape, concurrency: Sequence[int]) -> dict[tup
 
 
 def measure(threads: int) -> Limits:
-    """The best of a sum over 1 GiB and of a 4096-cubed bf16 GEMM, by torch: whatever disturbs only takes away."""
+    """The best of a sum over 1 GiB and of a 4096-cubed bf16 GEMM, by torch: other load can only lower them."""
     import torch
 
     torch.set_num_threads(threads)
@@ -143,7 +143,6 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     found = measure(int(sys.argv[1]))
     print(json.dumps({"read": found.read, "gemm": found.gemm}))
 

@@ -1,4 +1,4 @@
-"""Which engines compare.py runs, and how each is started, from its options."""
+"""Which engines the comparison runs, and how each is started, from its options."""
 
 from __future__ import annotations
 

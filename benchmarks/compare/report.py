@@ -1,4 +1,4 @@
-"""What compare.py makes of its samples: paired ratios with their spread, marks, tables, the JSON line and a picture."""
+"""What the comparison makes of its samples: paired ratios and their spread, marks, tables, the JSON line, a picture."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Its name in the JSON line."""
         return f"{self.workload} {self.figure}"
 
 
@@ -166,7 +165,7 @@ def summary(found: Sequence[Row], missing: Mapping[str, str], steps: Sequence[St
 
 
 def with_own_rate(samples: Sequence[Sample]) -> list[Sample]:
-    """Serving beside RayLM's own offline rate: the first pairing's samples of our server once more."""
+    """Add the first pairing's samples of our server once more, to be compared with RayLM's own offline rate."""
     served = [sample for sample in samples if sample.workload == "HTTP" and sample.engine == OURS]
     first = [sample for sample in served if sample.peer == served[0].peer]
     rates = [{name: value for name, value in sample.figures.items() if "tok_s" in name} for sample in first]

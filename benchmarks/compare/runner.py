@@ -1,4 +1,4 @@
-"""Runs inside a peer's own interpreter, whose packages alone it needs: generates what compare.py asks for.
+"""Runs inside a peer's own interpreter, whose packages alone it needs: generates what the comparison asks for.
 
     PYTHON benchmarks/compare/runner.py {raylm|vllm|openvino} OPTIONS_AS_JSON
 
@@ -20,7 +20,6 @@ Run = Callable[[list[list[int]], int], list[int]]  # (prompts, tokens of each an
 
 
 def raylm(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
-    """RayLM's own engine in this process."""
     from raylm import LLM, SamplingParams
 
     llm = LLM(options.pop("model"), **options)
@@ -71,7 +70,6 @@ ENGINES = {"raylm": raylm, "vllm": vllm, "openvino": openvino}
 
 
 def answer(run: Run, line: str) -> dict[str, Any]:
-    """Do what one line asks for."""
     asked = json.loads(line)
     started = time.perf_counter()
     try:
@@ -82,7 +80,6 @@ def answer(run: Run, line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve stdin."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # engines print on stdout
     run, about = ENGINES[sys.argv[1]](json.loads(sys.argv[2]))

@@ -37,13 +37,10 @@ FLOAT_PARTS = ("forward_s", "step_s")
 
 
 class Clock:
-    """Adds up the time that calls take."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def around(self, call: Callable[..., T]) -> Callable[..., T]:
-        """``call``, timed."""
 
         def timed(*args: Any) -> T:
             started = time.perf_counter()
@@ -153,7 +150,6 @@ async def _take(outbox: Any) -> None:
 
 
 def main() -> None:
-    """Measure every batch with one worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])

@@ -53,11 +53,9 @@ class Prompts:
         self._random = random.Random(seed)
 
     def one(self, tokens: int) -> Prompt:
-        """A prompt of so many tokens."""
         return self._random.choices(self._words.ids, k=tokens)
 
     def many(self, count: int, tokens: int) -> list[Prompt]:
-        """So many prompts that share nothing."""
         return [self.one(tokens) for _ in range(count)]
 
     def text(self, prompt: Prompt) -> str:
@@ -131,12 +129,10 @@ class WordClient(Client):
         self._prompts = prompts
 
     def body(self) -> dict[str, object]:
-        """A request no server has seen before."""
         return super().body() | {"prompt": self._prompts.text(self._prompts.one(PROMPT))}
 
 
 def requests(clients: int, quick: bool) -> int:
-    """How many requests so many clients send."""
     least, waves = (4, 2) if quick else (8, 3 if clients <= 8 else 2)
     return max(least, waves * clients)
 

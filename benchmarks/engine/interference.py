@@ -50,7 +50,6 @@ class Bench:
         self.tokens = 0
 
     def add(self, tokens: int, answer: int) -> int:
-        """A request of random tokens."""
         key, self.keys = self.keys, self.keys + 1
         prompt = [self.numbers.randrange(5, self.info.vocab_size) for _ in range(tokens)]
         params = SamplingParams(temperature=1.0, max_tokens=answer, ignore_eos=True, seed=key)

@@ -21,7 +21,6 @@ UNITS = {"first token": "ms", "per token": "ms", "p50": "ms", "p99": "ms", "outp
 
 
 def measure(llm: LLM, args: argparse.Namespace, batch: int) -> dict[str, float]:
-    """Figures of one size of the batch."""
     first = statistics.median(seconds(llm, args, batch, 1))
     runs = seconds(llm, args, batch, args.max_tokens)
     whole = statistics.median(runs)

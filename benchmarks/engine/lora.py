@@ -50,7 +50,6 @@ def write_adapter(checkpoint: str, path: Path, rank: int, seed: int) -> None:
 
 
 def measure(llm: LLM, batch: int, tokens: int, adapters: list[str | None]) -> float:
-    """Tokens a second of one batch."""
     prompts = [[(7 * place + at) % 1000 + 5 for at in range(PROMPT_TOKENS)] for place in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     started = time.perf_counter()

@@ -12,7 +12,6 @@ from raylm import LLM, SamplingParams
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options of model, load and output."""
     found = rows.parser(description)
     found.add_argument("--model", default="embedded")
     found.add_argument("--dtype", default="auto")

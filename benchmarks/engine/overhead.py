@@ -54,7 +54,6 @@ class FixedTimeWorker:
         return WorkerInfo(4096, 16, 65_536, 1000, "cpu", "none", "none", 1, 0, 0)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Sleep for a forward."""
         began = time.perf_counter()
         time.sleep(self._forward_s)
         drawn = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
@@ -112,7 +111,7 @@ def _executor(config: Config, forward_s: float | None, worker: Any) -> ModelExec
 
 
 def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, steps: int) -> tuple[float, float]:
-    """One row of the table: (wall, worker's own time) of a step in seconds."""
+    """(wall, worker's own time) of a step in seconds."""
     config = Config.model_validate(
         {
             "scheduler": {"steps_in_flight": in_flight},
@@ -121,15 +120,11 @@ def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, 
         }
     )
     worker = None
-    if executor == "ray":
-        made = (
-            None
-            if forward_s is None
-            else ray.remote(FixedTimeActor)
-            .options(num_cpus=0.1, max_concurrency=WORKER_THREADS)
-            .remote(config, forward_s)
-        )
-        worker = made or create_worker(config, num_cpus=0.1)
+    if executor == "ray" and forward_s is None:
+        worker = create_worker(config, num_cpus=0.1)
+    elif executor == "ray":
+        actor = ray.remote(FixedTimeActor).options(num_cpus=0.1, max_concurrency=WORKER_THREADS)
+        worker = actor.remote(config, forward_s)
     bench = Bench.remote()
     found: tuple[float, float] = ray.get(bench.run.remote(config, forward_s, worker, batch, steps))
     ray.kill(bench)
@@ -137,7 +132,6 @@ def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, 
 
 
 def main() -> None:
-    """Print the table."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--batch", type=int, default=8)

@@ -1,4 +1,4 @@
-"""Milliseconds per step of the sampler, beside the plain torch way (full sort, multinomial, dense penalties).
+"""Milliseconds per step of the sampler, beside plain torch (full sort, multinomial, dense penalties).
 
     python -m benchmarks.engine.sampler                      # 151,936 and 32,000 tokens, batches 1, 8, 32, 128
     python -m benchmarks.engine.sampler --flat               # logits of a random model: nuclei of 100,000 tokens

@@ -65,7 +65,6 @@ class Bench:
         self.busy_s += time.perf_counter() - start
 
     def measure(self) -> float:
-        """Steps per second of one run."""
         self.busy_s, self.tokens = 0.0, 0
         for _ in range(self.args.steps):
             self.step()

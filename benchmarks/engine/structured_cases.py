@@ -1,4 +1,4 @@
-"""Random forms of answers, the prompts that ask for them, and whether an answer has its form; for structured.py."""
+"""Random structured outputs, prompts that ask for them, and whether an answer is as it was asked for."""
 
 from __future__ import annotations
 
@@ -186,7 +186,6 @@ KINDS: dict[str, Callable[[random.Random], Case]] = {
 
 
 def case(kind: str, seed: int) -> Case:
-    """The case of this number."""
     return KINDS[kind](random.Random(f"{kind} {seed}"))
 
 

@@ -19,7 +19,6 @@ UNITS = {"output": "tok/s", "slowest": "tok/s", "fastest": "tok/s", "prompts and
 
 
 def measure(args: argparse.Namespace, max_num_seqs: int) -> dict[str, float]:
-    """Figures of one size of the batch."""
     with make_llm(args, max_num_seqs=max_num_seqs) as llm:
         rates = [args.prompts * args.max_tokens / taken for taken in seconds(llm, args, args.prompts, args.max_tokens)]
     middle = statistics.median(rates)

@@ -56,9 +56,9 @@ class Decoding(Steps):
 
     under_way: Callable[[], object]
 
-    def start(self, batch: int, context: int, room: int) -> list[Any]:
+    def start(self, batch: int, context: int, more: int) -> list[Any]:
         """Take ``batch`` sequences in; their first token is computed."""
-        new = self.sequences(batch, context + 1, room)
+        new = self.sequences(batch, context + 1, more)
         self.run([], new, [(seq.seq_id, context, 1) for seq in new])
         return new
 
@@ -68,7 +68,6 @@ class Decoding(Steps):
         before()
 
     def land(self) -> None:
-        """Wait for the last step."""
         self.under_way()
         self.under_way = _nothing
 
@@ -85,16 +84,16 @@ def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, 
     unread = 0 if SHAPES[args.model]["tie_word_embeddings"] else 2 * embedding_size(args.model)
     row["floor_ms"] = 1e3 * (info.weights_bytes - unread + kv_bytes) / peak
     graphs = runner.forward
-    ways = {"graphs": graphs} if isinstance(graphs, GraphForward) else {}
-    ways["eager"] = getattr(graphs, "eager", graphs)
+    modes = {"graphs": graphs} if isinstance(graphs, GraphForward) else {}
+    modes["eager"] = getattr(graphs, "eager", graphs)
     steps = Decoding(runner, info.block_size, info.vocab_size)
-    for way, forward in ways.items():
+    for mode, forward in modes.items():
         runner.forward = forward
         taken, traced = timed(steps, batch, context, args.steps, device)
-        row[f"{way}_ms"] = 1e3 * taken
+        row[f"{mode}_ms"] = 1e3 * taken
         if traced is not None:
-            row |= {f"{way}_launches": traced.launches, f"{way}_waits": traced.waits}
-            row[f"{way}_idle_ms"] = 1e3 * (taken - traced.busy_s)
+            row |= {f"{mode}_launches": traced.launches, f"{mode}_waits": traced.waits}
+            row[f"{mode}_idle_ms"] = 1e3 * (taken - traced.busy_s)
     runner.forward = graphs
     best = row.get("graphs_ms", row["eager_ms"])
     return row | {"share": row["floor_ms"] / best, "tok_s": 1e3 * batch / best}
@@ -102,10 +101,10 @@ def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, 
 
 def timed(steps: Decoding, batch: int, context: int, count: int, device: torch.device) -> tuple[float, Any]:
     """Seconds of each of ``count`` steps, one after the other, and the trace of a few more."""
-    room = 2 * (count + _WARM_UP)
+    more = 2 * (count + _WARM_UP)
     steps.under_way = _nothing
-    new = steps.start(batch, context, room)
-    position = iter(range(context + 1, context + room))
+    new = steps.start(batch, context, more)
+    position = iter(range(context + 1, context + more))
     for _ in range(_WARM_UP):
         steps.decode_on(new, next(position))
     steps.land()
@@ -150,7 +149,6 @@ def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dic
 
 
 def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
-    """Rows of the worker."""
     if not {"decode", "prefill"} & set(args.phases):
         return
     longest = max([*(context + 4 * (args.steps + _WARM_UP) for context in args.context), *(args.prefill or [0])])
@@ -172,11 +170,11 @@ def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
     with torch.inference_mode():
         for pool in pools:
             pool.zero_()
-    room = info.num_blocks * info.block_size
+    held = info.num_blocks * info.block_size
     for context in args.context if "decode" in args.phases else []:
         for batch in args.batch:
-            if batch * (context + 4 * args.steps) > room:
-                yield {"batch": batch, "context": context, "left_out": f"the KV pool holds {room} tokens"}
+            if batch * (context + 4 * args.steps) > held:
+                yield {"batch": batch, "context": context, "left_out": f"the KV pool holds {held} tokens"}
                 continue
             yield decode_row(runner, info, batch, context, args, peaks["bandwidth"])
     for tokens in args.prefill if "prefill" in args.phases else []:
@@ -184,7 +182,6 @@ def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
 
 
 def theirs(path: Path, args: Any, device: torch.device) -> Iterator[dict]:
-    """Rows of transformers."""
     if "transformers" not in args.phases:
         return
     from transformers import AutoModelForCausalLM
@@ -213,7 +210,6 @@ class Results:
             folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, row: dict[str, Any]) -> None:
-        """One row more."""
         row = row | {"at_s": time.perf_counter() - self._started}
         parts = (
             f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
@@ -233,7 +229,6 @@ def release(device: torch.device) -> None:
 
 
 def measure(shape: str, args: Any, device: torch.device, results: Results) -> None:
-    """All that is asked for of one shape."""
     args.model = shape
     peaks = {"bandwidth": bandwidth(device), "gemm": gemm_peak(device)}
     results.add({"GB_s": peaks["bandwidth"] / 1e9, "gemm_tflop_s": peaks["gemm"] / 1e12})
@@ -245,7 +240,6 @@ def measure(shape: str, args: Any, device: torch.device, results: Results) -> No
 
 
 def parse() -> argparse.Namespace:
-    """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--phases", choices=PHASES, nargs="+", default=PHASES)
@@ -260,7 +254,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run everything that is asked for."""
     args = parse()
     device, results = torch.device(args.device), Results(args.out)
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"

@@ -13,7 +13,6 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

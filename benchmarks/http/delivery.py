@@ -118,7 +118,6 @@ def server(scratch: Path, model: str, notes: Path) -> ServerEngine:
 
 
 def measure(url: str, model: str, notes: Path, clients: int, requests: int) -> dict[str, float]:
-    """Figures of one load."""
     noted = notes.stat().st_size
     came = asyncio.run(load(url, model, clients, requests))
     steps = array.array("d", notes.read_bytes()[noted:]).tolist()

@@ -79,7 +79,6 @@ class InstantEngine(EngineClient):
         """There is no model."""
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        """The steps."""
         while True:
             yield await self._steps.get()
             await asyncio.sleep(0)
@@ -120,7 +119,6 @@ class LatenessProbe:
         self.latest = 0.0
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
         while True:
             wanted = time.perf_counter() + BEAT_S
             await asyncio.sleep(BEAT_S)
@@ -177,7 +175,6 @@ async def front_end() -> AsyncIterator[str]:
 
 
 def write(body: Body, path: Path) -> None:
-    """The body as JSON, into a file."""
     path.write_text(body if isinstance(body, str) else json.dumps(body, separators=(",", ":"), ensure_ascii=False))
 
 

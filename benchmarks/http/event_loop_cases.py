@@ -36,17 +36,14 @@ class Endpoint:
 
 
 def text(**fields: Any) -> dict[str, Any]:
-    """A body of /v1/completions."""
     return {"model": "embedded", "max_tokens": 1} | fields
 
 
 def talk(content: Any, **fields: Any) -> dict[str, Any]:
-    """A conversation of one message."""
     return {"model": "embedded", "messages": [{"role": "user", "content": content}], "max_tokens": 2} | fields
 
 
 def messages(count: int) -> dict[str, Any]:
-    """A conversation of many messages."""
     return talk("a") | {"messages": [{"role": "user", "content": "a"}] * count}
 
 
@@ -56,7 +53,6 @@ def with_prompt(prompt: str) -> str:
 
 
 def tool(properties: int) -> dict[str, Any]:
-    """A function with so many parameters."""
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 

@@ -56,7 +56,6 @@ class Flood:
                 self._wanted.append((await response.json())["choices"][0]["text"])
 
     async def ask(self, place: int) -> Outcome:
-        """One request of the flood."""
         begun, stream = time.perf_counter(), place % 2 == 0
         async with self._session.post(f"{self._url}/v1/completions", json=self._body(place, stream)) as response:
             if response.status != 200:
@@ -78,7 +77,7 @@ class Flood:
 
 
 def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[float]]) -> None:
-    """Ask /health again and again; hand over the seconds that each answer took."""
+    """Ask /health again and again; put the seconds that each answer took into ``waits`` at the end."""
     host, found = urlsplit(url).netloc, []
     connection = http.client.HTTPConnection(host, timeout=30)
     while not stop.is_set():

@@ -39,7 +39,6 @@ class Stream:
         self._begun.wait(60)
 
     def wait(self) -> None:
-        """Until the end of the stream."""
         self._thread.join(60)
 
     def _read(self) -> None:
@@ -51,7 +50,6 @@ class Stream:
 
 
 def ask(server: Server) -> bool:
-    """Whether one short request is answered."""
     body = chat(QUESTION, max_tokens=8)
     return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
 
@@ -68,7 +66,6 @@ def kill(server: Server, victim: str, times: Times) -> None:
 
 
 def live(folder: Path, times: Times, *, eventful: bool) -> None:
-    """One server from its start to its end."""
     port, started = free_port(), time.perf_counter()
     with Server(serve_file(folder / "serve.yaml", port, {}), port) as server:
         server.wait_until(lambda: ask(server), "does not answer")

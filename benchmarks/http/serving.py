@@ -74,8 +74,6 @@ class Load:
 
 
 class Client:
-    """Sends streamed completions to one server."""
-
     def __init__(
         self, session: aiohttp.ClientSession, url: str, model: str, prompt_tokens: int, max_tokens: int
     ) -> None:
@@ -84,7 +82,6 @@ class Client:
         self.random = random.Random(0)
 
     def body(self) -> dict[str, object]:
-        """A request no server has seen before."""
         return {
             "model": self.model,
             "prompt": " ".join(self.random.choices(WORDS, k=self.prompt_tokens)),
@@ -163,7 +160,6 @@ async def open_loop(ask: Callable[[], Awaitable[Answer]], rate: float, total: in
 
 
 async def run(args: argparse.Namespace) -> list[Load]:
-    """All loads, one after the other."""
     timeout = aiohttp.ClientTimeout(total=args.timeout)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         model = args.model or await first_model(session, args.url)
@@ -187,7 +183,6 @@ async def run(args: argparse.Namespace) -> list[Load]:
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The first model that the server lists."""
     async with session.get(f"{url}/v1/models") as response:
         return str((await response.json())["data"][0]["id"])
 

@@ -43,7 +43,7 @@ ROUNDS = 3
 
 
 class ReadyLLM:
-    """Yields ``tokens`` tokens as fast as they are taken, giving way to the other streams after each."""
+    """Yields ``tokens`` tokens as fast as they are taken, letting the other streams run after each."""
 
     sampling_defaults: dict[str, Any] = {}  # noqa: RUF012 - read only
     model_name, max_model_len, is_ready = "m", 1 << 20, True
@@ -57,13 +57,11 @@ class ReadyLLM:
         return b" token"
 
     async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
-        """A prompt of three tokens."""
         return ChatPrompt([1, 2, 3], params, None)
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, head: RequestHead, answer_format: object = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One delta of one token an output."""
         for number in range(self._tokens):
             await asyncio.sleep(0)
             last = number == self._tokens - 1
@@ -88,13 +86,11 @@ def plain_app(llm: ReadyLLM, dumps: Callable[[Any], bytes]) -> Starlette:
 
 
 def chunk_dict(text: str, finish_reason: str | None) -> dict[str, Any]:
-    """One chunk of a chat stream."""
     choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish_reason}
     return {**HEAD, "choices": [choice]}
 
 
 def json_bytes(value: Any) -> bytes:
-    """The standard library's JSON, as bytes."""
     return json.dumps(value).encode()
 
 

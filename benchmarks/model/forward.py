@@ -5,7 +5,7 @@
         --warm-up 200
 
 With --busy every case is timed beside so many processes that compute all the time. --fixed-team times each case also
-with all threads in every step, whatever a step is worth; a team that chooses needs some 100 steps to find its size.
+with all threads in every step; a team of threads that chooses its size needs some 100 steps to find it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, steps: Steps, circumstances: str, report: Report) -> None:
-    """Time all cases."""
     for batch in args.batch:
         seconds = steps.decode(batch, args.context, args.warm_up + args.steps)
         report.add(f"decode {batch} x {args.context}{circumstances}", *time_case(steps.runner, seconds, args.warm_up))

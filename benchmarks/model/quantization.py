@@ -62,7 +62,6 @@ def conversations(tokenizer: Tokenizer, length: int, count: int) -> Iterator[Row
 
 
 def documents(tokenizer: Tokenizer, text: str, length: int, count: int) -> Iterator[Row]:
-    """Consecutive pieces of a text."""
     ids = torch.tensor(tokenizer.encode(text).ids)
     for piece in list(ids.split(length))[:count]:
         if len(piece) > 1:

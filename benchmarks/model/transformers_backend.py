@@ -1,4 +1,4 @@
-"""Times one model on both of its paths in turns: our own decoder, and the transformers backend.
+"""Times one model on both of its paths in turns: our own decoder, and the transformers backend; the least times.
 
 python -m benchmarks.model.transformers_backend --model DIR --threads 2
 """
@@ -33,7 +33,6 @@ def steps_of(model: str, threads: int | None) -> Steps:
 
 
 def main() -> None:
-    """Print the least time of each path, and the ratio of these."""
     options = parser(__doc__)
     options.add_argument("--model", default="embedded")
     options.add_argument("--threads", type=int)

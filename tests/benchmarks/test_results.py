@@ -41,7 +41,9 @@ def source(module: str) -> str:
     if not path.exists():
         return ""
     own = path.read_text()
-    return own + "".join(source(other) for other in re.findall(r"^from (benchmarks\.(?:\w+\.\w+|rows)) import", own, re.M))
+    return own + "".join(
+        source(other) for other in re.findall(r"^from (benchmarks\.(?:\w+\.\w+|rows)) import", own, re.M)
+    )
 
 
 def test_the_results_are_short() -> None:
