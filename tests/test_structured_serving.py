@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
-from benchmarks.structured import grade, in_process
-from benchmarks.structured_cases import KINDS
+from benchmarks.engine.structured import grade, in_process
+from benchmarks.engine.structured_cases import KINDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 USES_TOOLS = pytest.mark.uses("tool_parsers")

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import compare_limits as limits
-from benchmarks import compare_report as report
-from benchmarks.compare_limits import Limits, Shape
-from benchmarks.compare_report import OURS, Sample
+from benchmarks.compare import limits, report
+from benchmarks.compare.limits import Limits, Shape
+from benchmarks.compare.report import OURS, Sample
 
 
 def sample(engine: str, repeat: int, others: float = 0.0, peer: str = "peer", **figures: float) -> Sample:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.device import covered
+from benchmarks.gpu.greedy import compare
 from raylm.frontend import TokenLogprob
 from raylm.llm import Completion
 
@@ -32,7 +34,7 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     out = tmp_path / "results"
     command = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "40", "--prefill", "64"]
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", *command, "--steps", "3", "--out", str(out)],
+        [sys.executable, "-m", "benchmarks.gpu", *command, "--steps", "3", "--out", str(out)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
@@ -63,18 +65,12 @@ def one_weights() -> int:
     return 2 * 512 * 64 + 2 * layer + 64
 
 
-def test_covered_time_counts_what_overlaps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from gpu_device import covered
-
+def test_covered_time_counts_what_overlaps_once() -> None:
     assert covered([]) == 0
     assert covered([(0, 2), (5, 6), (1, 3), (5, 5.5)]) == 4
 
 
-def test_answers_that_part_are_told_with_their_margins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from gpu_greedy import compare
-
+def test_answers_that_part_are_told_with_their_margins() -> None:
     def completion(tokens: list[int]) -> Completion:
         tops = [[(token, -0.1), (999, -0.1 - 0.5**place)] for place, token in enumerate(tokens)]
         logprobs = [TokenLogprob(token, -0.1, 1, top) for token, top in zip(tokens, tops, strict=True)]

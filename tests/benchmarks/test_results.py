@@ -1,52 +1,119 @@
-"""Every result names a command, and every command that is named exists and knows the options it is given."""
+"""Every result names a command that exists and knows the options it is given, and every ratio stands in raw rows."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from benchmarks import plot, rows
+from benchmarks.rows import Report, Row
+
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-COMMAND = re.compile(r"`(?:python (?:-m )?)?(?:benchmarks[/.])?(\w+)(?:\.py)?((?: [^`]*)?)`")
-OTHERS = "Other people's clients"  # theirs are the commands
+LONGEST = 120
+COMMAND = re.compile(r"python -m (benchmarks[.\w]*)([^`]*)")
+OTHERS = "clients"  # theirs are the commands
+
+
+def questions() -> dict[str, str]:
+    """What is said to each question: a section, or a line of the table of the last one."""
+    *sections, last = RESULTS.split("\n## ")[1:]
+    lines = [line.split(" | ", 1) for line in last.splitlines()[3:]]
+    return {section.split(":")[0]: section for section in sections} | {name[2:]: rest for name, rest in lines}
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(benchmark, options) of all commands in ``text``, whose lines may end within one."""
-    found = COMMAND.findall(text.replace("\n", " "))
-    return [(name, re.findall(r"--[a-z-]+", rest)) for name, rest in found if source(name) is not None]
+    """(module, options) of all commands in ``text``, whose lines may end within one."""
+    return [(name, re.findall(r"--[a-z-]+", rest)) for name, rest in COMMAND.findall(text.replace("\n", " "))]
 
 
-def source(name: str) -> str | None:
-    """The text of a benchmark and of those whose parts it uses, None if there is none of this name."""
-    path = ROOT / "benchmarks" / f"{name}.py"
+def source(module: str) -> str:
+    """The text of a benchmark and of those whose parts it uses, empty if there is no such benchmark."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     if not path.exists():
-        return None
+        return ""
     own = path.read_text()
-    return own + "".join(source(other) or "" for other in re.findall(r"^from (\w+) import", own, re.M))
+    return own + "".join(
+        source(other) for other in re.findall(r"^from (benchmarks\.(?:\w+\.\w+|rows)) import", own, re.M)
+    )
 
 
-@pytest.mark.parametrize("section", RESULTS.split("\n## ")[1:], ids=lambda section: section[:24])
-def test_a_section_has_a_command_that_exists(section: str) -> None:
-    assert commands(section) or section.startswith(OTHERS)
-    named = re.findall(r"benchmarks[/.](\w+)", section)
-    assert [name for name in named if source(name) is None] == []
+def test_the_results_are_short() -> None:
+    assert len(RESULTS.splitlines()) <= LONGEST
 
 
-@pytest.mark.parametrize(("name", "options"), commands(RESULTS), ids=str)
-def test_a_command_knows_its_options(name: str, options: list[str]) -> None:
-    text = source(name) or ""
+@pytest.mark.parametrize("question", questions())
+def test_an_answer_has_a_command_and_rows(question: str) -> None:
+    assert commands(questions()[question]) or question == OTHERS
+    found = rows.read(plot.RESULTS / f"{question}.jsonl")
+    assert {row.question for row in found} == {question}
+    ratios = {row.value for row in found if row.unit == "x"}
+    assert [ratio for ratio in re.findall(r"([\d.]+)x\b", questions()[question]) if float(ratio) not in ratios] == []
+
+
+def test_there_are_no_rows_of_other_questions() -> None:
+    assert {path.stem for path in plot.RESULTS.glob("*.jsonl")} == set(questions())
+
+
+@pytest.mark.parametrize("path", sorted(plot.RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_rows_are_whole(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        assert list(row) == [field.name for field in fields(Row)]
+        assert isinstance(row.pop("value"), int | float)
+        assert all(text or name == "unit" for name, text in row.items())
+
+
+NAMED = commands(RESULTS) + [
+    found
+    for path in sorted(plot.RESULTS.glob("*.jsonl"))
+    for command in dict.fromkeys(row.command for row in rows.read(path))
+    for found in commands(command)
+]
+
+
+@pytest.mark.parametrize(("module", "options"), NAMED, ids=str)
+def test_a_command_knows_its_options(module: str, options: list[str]) -> None:
+    text = source(module)
+    assert text
     assert [option for option in options if f'"{option}"' not in text] == []
+
+
+def test_the_pictures_are_of_questions() -> None:
+    assert {path.stem for path in plot.RESULTS.glob("*.svg")} == set(plot.DRAWN) <= set(questions())
+
+
+def test_what_is_reported_is_printed_kept_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.jsonl"
+    report = Report("speed", {"time": "ms", "ratio": "x"}, out)
+    for time in (2.0, 4.0):
+        report.add("a case", {"time": time, "ratio": 1.5}, "a note")
+    report.add("another", {"time": 12345.6})
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["time,", "ms", "ratio,", "x"]
+    assert [line.split() for line in lines] == [
+        ["a", "case", "2", "1.5", "a", "note"], ["a", "case", "4", "1.5", "a", "note"], ["another", "12,346"],
+    ]  # fmt: skip
+    found = rows.read(out)
+    assert [(row.case, row.metric, row.value, row.unit) for row in found[-3:]] == [
+        ("a case", "time", 4.0, "ms"), ("a case", "ratio", 1.5, "x"), ("another", "time", 12345.6, "ms"),
+    ]  # fmt: skip
+    assert {row.question for row in found} == {"speed"}
+    plot.draw(found, tmp_path / "rows.svg")
+    assert "ratio, x" in (tmp_path / "rows.svg").read_text()
 
 
 def run(name: str, *options: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *options],
+        [sys.executable, "-m", f"benchmarks.{name}", *options],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -54,14 +121,17 @@ def run(name: str, *options: str) -> str:
 
 
 def test_steps_are_timed_beside_busy_processes() -> None:
-    said = run("forward", "--threads", "2", "--batch", "1", "--context", "16", "--prefill", "--steps", "2",
+    said = run("model.forward", "--threads", "2", "--batch", "1", "--context", "16", "--prefill", "--steps", "2",
                "--busy", "0", "1", "--fixed-team")  # fmt: skip
     assert re.findall(r"^(decode .*?) {2,}", said, re.M) == [
         "decode 1 x 16", "decode 1 x 16, all threads", "decode 1 x 16, 1 busy", "decode 1 x 16, 1 busy, all threads",
     ]  # fmt: skip
 
 
+@pytest.mark.uses("quantization")
 def test_a_layer_is_timed_in_all_formats() -> None:
-    said = run("linear", "--threads", "2", "--inputs", "256", "--outputs", "64", "--rows", "2", "--repeats", "1",
+    said = run("model.linear", "--threads", "2", "--inputs", "256", "--outputs", "64", "--rows", "2", "--repeats", "1",
                "--calls", "1", "--mib", "1")  # fmt: skip
-    assert len(re.findall(r"\d ms, ", said)) == 4
+    assert re.findall(r"^(2 rows, .*?) {2,}[\d.]+ +[\d.]+ +\S+$", said, re.M) == [
+        "2 rows, bfloat16", "2 rows, int8", "2 rows, int4, groups of 64", "2 rows, int4 with zeros, groups of 64",
+    ]  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 from raylm.models.linear import Linear, StackedFormat
 from raylm.native import Int8Weight, Weight, kernels, round_int4
 
-_GROUPS = (64, 32)  # benchmarks/quantization_choices.py: a ninth less error than 128; 32 has twice the scales to read
+_GROUPS = (64, 32)  # a ninth less error than 128 (benchmarks/model/quantization_choices.py); 32 reads twice the scales
 
 
 class RoundedInt8(StackedFormat):

@@ -17,7 +17,7 @@ from raylm.models.ranks import Ranks
 from raylm.native import NativeError, kernels
 
 # The description, and the formats of the layers and of the head. At 4 bits the head made a fifth of the logits' error
-# and a quarter of the divergence, at 8 bits next to none; see benchmarks/quantization_choices.py.
+# and a quarter of the divergence, at 8 bits next to none; see benchmarks/model/quantization_choices.py.
 _ROUNDED: dict[str, tuple[str, WeightFormat, WeightFormat]] = {
     "int8": ("int8, head included", RoundedInt8(), RoundedInt8()),
     "int4": ("int4, head int8", RoundedInt4(), RoundedInt8()),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.greedy import greedy_rows
 from raylm.config import Config
 from raylm.models import AttentionSpec
 from raylm.worker.gpu.async_decode import GPUAsyncDecode
@@ -24,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
     pytest.mark.filterwarnings("default"),  # triton, xformers and torch warn of each other, by version
 ]
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -47,11 +47,8 @@ def test_a_worker_has_graphs_and_decodes_asynchronously(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_are_the_cpus_or_a_tie(graphs: bool) -> None:
     """Questions differ in ties at most; behind beginnings that mean nothing to it, where bfloat16 alone may decide."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from gpu_greedy import greedy_rows
-
     questions, beginnings = greedy_rows("cuda", engine={"cuda_graphs": graphs})
     assert questions["prompts"] == beginnings["prompts"] == 20
     assert all(margin < 1e-2 for margin in questions["margins"]), questions

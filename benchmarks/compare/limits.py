@@ -1,0 +1,151 @@
+"""What this machine and a checkpoint allow at best: measured read bandwidth and GEMM peak, and bounds made of them.
+
+    python -m benchmarks.compare.limits [THREADS]     measures, prints one JSON object
+
+A bound counts only what cannot be left out: each step reads every weight of the matrices once and the keys and values
+of its sequences, each token costs two operations a weight and its attention; a step takes the longer of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUNS = 7
+READ_BYTES, GEMM_SIZE = 1 << 30, 4096
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the machine: bytes per second read from memory, operations per second in a bf16 GEMM."""
+
+    read: float
+    gemm: float
+
+    def __str__(self) -> str:
+        return f"{self.read / 1e9:.1f} GB/s read, {self.gemm / 1e12:.2f} TFLOP/s bf16 GEMM"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model: weights in the decoder's matrices and in the head, and what attention costs per token."""
+
+    layer_weights: int
+    head_weights: int
+    attention_size: int  # layers x query heads x head_dim
+    kv_size: int  # layers x key-value heads x head_dim x 2
+    bytes_each: float = 2.0
+
+    @property
+    def decode_bytes(self) -> float:
+        """Bytes of weights that a decode step reads."""
+        return self.bytes_each * (self.layer_weights + self.head_weights)
+
+
+def read_shape(model: Path) -> Shape:
+    """From the checkpoint's config.json and the headers of its safetensors files."""
+    config = json.loads((model / "config.json").read_text())
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    head = config["vocab_size"] * config["hidden_size"]
+    matrices = sum(_weights(shape) for file in model.glob("*.safetensors") for shape in _matrix_shapes(file))
+    return Shape(
+        layer_weights=matrices,
+        head_weights=head,
+        attention_size=layers * heads * head_dim,
+        kv_size=2 * layers * config.get("num_key_value_heads", heads) * head_dim,
+    )
+
+
+def _matrix_shapes(file: Path) -> list[list[int]]:
+    """Shapes of the matrices in a safetensors file, without embedding and head."""
+    with file.open("rb") as opened:
+        header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return [
+        entry["shape"]
+        for name, entry in header.items()
+        if name != "__metadata__" and len(entry["shape"]) == 2 and "embed_tokens" not in name and "lm_head" not in name
+    ]
+
+
+def _weights(shape: list[int]) -> int:
+    return shape[0] * shape[1]
+
+
+def step_seconds(limits: Limits, shape: Shape, tokens: int, rows: int, seen: float, held: float) -> float:
+    """The bound for one step.
+
+    Args:
+        tokens: computed in this step, of which ``rows`` get logits.
+        seen: tokens that each of them attends to, on average.
+        held: tokens whose keys and values are read, of all sequences together.
+    """
+    operations = (
+        2 * tokens * shape.layer_weights + 2 * rows * shape.head_weights + 4 * tokens * seen * shape.attention_size
+    )
+    read = shape.decode_bytes + 2.0 * held * shape.kv_size
+    return max(operations / limits.gemm, read / limits.read)
+
+
+def prefill_seconds(limits: Limits, shape: Shape, prompts: int, tokens: int, cached: int = 0) -> float:
+    """The bound for computing so many prompts in one step, ``cached`` tokens of each being there already."""
+    return step_seconds(limits, shape, prompts * tokens, prompts, cached + tokens / 2, cached)
+
+
+def decode_seconds(limits: Limits, shape: Shape, rows: int, start: int, steps: int, shared: int = 0) -> float:
+    """The bound for ``steps`` decode steps of ``rows`` sequences from ``start`` tokens each, ``shared`` by all."""
+    length = start + steps / 2
+    return steps * step_seconds(limits, shape, rows, rows, length, shared + rows * (length - shared))
+
+
+def bounds(limits: Limits, shape: Shape, concurrency: Sequence[int]) -> dict[tuple[str, str], float]:
+    """The best figure that the machine allows, by (workload, figure); serving with so many clients each."""
+    batch = prefill_seconds(limits, shape, 32, 128) + decode_seconds(limits, shape, 32, 128, 127)
+    shared = prefill_seconds(limits, shape, 32, 32, 512) + decode_seconds(limits, shape, 32, 544, 31, 512)
+    found = {
+        ("W1", "out_tok_s"): 32 * 128 / batch,
+        ("W2", "ttft_ms"): 1e3 * prefill_seconds(limits, shape, 1, 128),
+        ("W2", "ms_per_token"): 1e3 * decode_seconds(limits, shape, 1, 128, 127) / 127,
+        ("W4", "out_tok_s"): 32 * 32 / shared,
+        ("W5", "ttft_ms"): 1e3 * prefill_seconds(limits, shape, 1, 2048),
+    }
+    for clients in concurrency:
+        wave = prefill_seconds(limits, shape, clients, 128) + decode_seconds(limits, shape, clients, 128, 63)
+        found["HTTP", f"out_tok_s at {clients}"] = clients * 64 / wave
+    return found
+
+
+def measure(threads: int) -> Limits:
+    """The best of a sum over 1 GiB and of a 4096-cubed bf16 GEMM, by torch: other load can only lower them."""
+    import torch
+
+    torch.set_num_threads(threads)
+    numbers = torch.ones(READ_BYTES // 4)
+    read = READ_BYTES / _seconds(numbers.sum)
+    del numbers
+    left, right = (torch.randn(GEMM_SIZE, GEMM_SIZE).bfloat16() for _ in range(2))
+    return Limits(read, 2 * GEMM_SIZE**3 / _seconds(lambda: left @ right))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    work()
+    found = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def main() -> None:
+    found = measure(int(sys.argv[1]))
+    print(json.dumps({"read": found.read, "gemm": found.gemm}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""What the comparison makes of its samples: paired ratios and their spread, marks, tables, the JSON line, a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plot import picture
+
+OURS = "raylm"
+OWN_OFFLINE = "RayLM offline"  # what serving is compared with beside the peers
+QUIET_CORES = 0.4
+MARK = "*"
+WORKER_PARTS = ("linear", "attention", "elementwise", "forward", "sampling", "rest of the step", "idle")
+CORE_PARTS = ("scheduler", "messages", "waiting")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: what ``engine`` did in round ``repeat`` of its pairing with ``peer`` (its own name if alone).
+
+    ``others`` are the cores that foreign processes used meanwhile.
+    """
+
+    workload: str
+    engine: str
+    peer: str
+    repeat: int
+    figures: Mapping[str, float]
+    others: float
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the machine was not this run's alone."""
+        return self.others > QUIET_CORES
+
+    def line(self) -> str:
+        """A line of progress."""
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+        mark = f"  {MARK} others used {self.others:.1f} cores" if self.disturbed else ""
+        return f"{self.workload:4} {self.engine:20} {figures}{mark}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one workload, of us beside a peer; ``theirs`` and ``ratios`` are empty if there is no peer.
+
+    ``ratios`` are ours by theirs, round by round.
+    """
+
+    workload: str
+    figure: str
+    peer: str
+    ours: Sequence[float]
+    theirs: Sequence[float]
+    ratios: Sequence[float]
+    disturbed: bool
+
+    @property
+    def more_is_better(self) -> bool:
+        """Rates are better high, times low."""
+        return "tok_s" in self.figure
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Of each side that was measured, and of their ratios."""
+        sides = {"RayLM": self.ours, "peer": self.theirs, "ratio": self.ratios}
+        return {name: statistics.median(values) for name, values in sides.items() if values}
+
+    @property
+    def key(self) -> str:
+        return f"{self.workload} {self.figure}"
+
+
+def rows(samples: Iterable[Sample]) -> list[Row]:
+    """Every figure of every pairing, in the order in which they were first measured."""
+    grouped: dict[tuple[str, str, str], list[tuple[Sample, float]]] = {}
+    for sample in samples:
+        for figure, value in sample.figures.items():
+            grouped.setdefault((sample.workload, figure, sample.peer), []).append((sample, value))
+    return [_row(*name, entries) for name, entries in grouped.items()]
+
+
+def _row(workload: str, figure: str, peer: str, entries: list[tuple[Sample, float]]) -> Row:
+    ours = {sample.repeat: value for sample, value in entries if sample.engine == OURS}
+    theirs = {sample.repeat: value for sample, value in entries if sample.engine != OURS}
+    return Row(
+        workload=workload,
+        figure=figure,
+        peer=peer,
+        ours=list(ours.values()),
+        theirs=list(theirs.values()),
+        ratios=[ours[repeat] / theirs[repeat] for repeat in ours if theirs.get(repeat)],
+        disturbed=any(sample.disturbed for sample, _ in entries),
+    )
+
+
+def best_ratio(found: Iterable[Row]) -> dict[str, tuple[str, float]]:
+    """By figure: the peer that does best beside us, and our ratio to it."""
+    best: dict[str, tuple[str, float]] = {}
+    for row in found:
+        if not row.ratios or row.peer == OWN_OFFLINE:
+            continue
+        ratio = statistics.median(row.ratios)
+        known = best.get(row.key)
+        if known is None or (ratio < known[1] if row.more_is_better else ratio > known[1]):
+            best[row.key] = (row.peer, ratio)
+    return best
+
+
+def share_of_limit(value: float, bound: float, more_is_better: bool) -> float:
+    """How close ``value`` comes to the bound, 1 being there."""
+    return value / bound if more_is_better else bound / value
+
+
+def table(found: Sequence[Row], limits: Mapping[tuple[str, str], float]) -> list[str]:
+    """Lines of a Markdown table; a ratio's spread is its lowest and highest round."""
+    lines = [
+        "| load | figure | peer | RayLM | peer's | RayLM / peer (low to high) | RayLM's share of the limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        ours, theirs = row.medians.get("RayLM"), row.medians.get("peer")
+        bound = limits.get((row.workload, row.figure))
+        share = "" if ours is None or not bound else f"{share_of_limit(ours, bound, row.more_is_better):.0%}"
+        peer = "(alone)" if row.peer == OURS else row.peer
+        cells = [row.workload, row.figure, peer, number(ours), number(theirs), spread(row), share]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def number(value: float | None) -> str:
+    """Four digits, or a dash."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def spread(row: Row) -> str:
+    """The median ratio with its lowest and highest, marked if the machine was busy."""
+    mark = f" {MARK}" if row.disturbed else ""
+    if not row.ratios:
+        return f"-{mark}"
+    return f"{statistics.median(row.ratios):.2f} ({min(row.ratios):.2f} to {max(row.ratios):.2f}){mark}"
+
+
+def summary(found: Sequence[Row], missing: Mapping[str, str], steps: Sequence[StepTimes]) -> dict[str, Any]:
+    """The JSON line: ratios of the medians of rounds by figure and peer, and what should be known beside them."""
+    ratios: dict[str, dict[str, float]] = {}
+    for row in found:
+        if row.ratios:
+            ratios.setdefault(row.key, {})[row.peer] = round(statistics.median(row.ratios), 3)
+    return {
+        "ratios": ratios,
+        "best_peer": {key: [peer, round(ratio, 3)] for key, (peer, ratio) in best_ratio(found).items()},
+        "raylm": {row.key: round(statistics.median(row.ours), 2) for row in found if row.ours},
+        "disturbed": sorted(
+            {f"{row.key} {row.peer}" for row in found if row.disturbed}
+            | {f"step at {step.batch}" for step in steps if step.others > QUIET_CORES}
+        ),
+        "missing": dict(missing),
+        "idle_share": {str(step.batch): round(step.idle_share, 4) for step in steps},
+    }
+
+
+def with_own_rate(samples: Sequence[Sample]) -> list[Sample]:
+    """Add the first pairing's samples of our server once more, to be compared with RayLM's own offline rate."""
+    served = [sample for sample in samples if sample.workload == "HTTP" and sample.engine == OURS]
+    first = [sample for sample in served if sample.peer == served[0].peer]
+    rates = [{name: value for name, value in sample.figures.items() if "tok_s" in name} for sample in first]
+    again = [replace(sample, peer=OWN_OFFLINE, figures=rate) for sample, rate in zip(first, rates, strict=True)]
+    return [*samples, *again]
+
+
+# ---------------------------------------------------------------- where a step's time goes
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of an average step at one batch: wall, and parts by name (see ``WORKER_PARTS`` and ``CORE_PARTS``).
+
+    The worker's parts and the EngineCore's each fill the wall: they run beside each other.
+    """
+
+    batch: int
+    wall: float
+    worker: Mapping[str, float] = field(default_factory=dict)
+    core: Mapping[str, float] = field(default_factory=dict)
+    others: float = 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the wall in which the worker had nothing to do."""
+        return self.worker.get("idle", 0.0) / self.wall
+
+
+def step_times(batch: int, measured: Mapping[str, float], profile: Mapping[str, float] | None = None) -> StepTimes:
+    """Parts that fill the wall time of a step, from what was measured of it (average seconds a step).
+
+    Args:
+        measured: ``wall``, the worker's ``step`` and of it ``forward``; the core's ``scheduler`` and ``messages``;
+            ``others``, the cores that foreign processes used.
+        profile: what the model knows of its forward pass (``linear``, ``attention``, ``elementwise``), and
+            ``sampling``; without it the forward pass is one part, and sampling everything behind it.
+    """
+    wall, step, forward = measured["wall"], measured["step"], measured["forward"]
+    parts = {name: seconds for name, seconds in (profile or {}).items() if name in WORKER_PARTS}
+    inside = sum(seconds for name, seconds in parts.items() if name != "sampling")
+    sampling = parts.pop("sampling", step - forward)
+    worker = parts | {
+        "forward": max(0.0, forward - inside),
+        "sampling": sampling,
+        "rest of the step": max(0.0, step - forward - sampling),
+        "idle": max(0.0, wall - step),
+    }
+    busy = {"scheduler": measured["scheduler"], "messages": measured["messages"]}
+    core = busy | {"waiting": max(0.0, wall - sum(busy.values()))}
+    return StepTimes(batch, wall, worker, core, measured.get("others", 0.0))
+
+
+def _parts(steps: Sequence[StepTimes]) -> Iterator[tuple[str, str, list[float]]]:
+    """(actor, part, seconds at each batch) of every part that any batch has."""
+    for actor, names in (("worker", WORKER_PARTS), ("core", CORE_PARTS)):
+        for name in names:
+            seconds = [getattr(step, actor).get(name, 0.0) for step in steps]
+            if any(seconds):
+                yield actor, name, seconds
+
+
+def step_table(steps: Sequence[StepTimes]) -> list[str]:
+    """Milliseconds of an average decode step, and shares, as lines of a Markdown table; one column a batch."""
+    lines = [
+        f"| actor | part | {' | '.join(f'batch {step.batch}, ms (%)' for step in steps)} |",
+        "|---|---|" + "---|" * len(steps),
+    ]
+    for actor, name, seconds in _parts(steps):
+        cells = [f"{1e3 * value:.2f} ({value / step.wall:.1%})" for value, step in zip(seconds, steps, strict=True)]
+        lines.append(f"| {actor} | {name} | {' | '.join(cells)} |")
+    return [*lines, f"| both | step | {' | '.join(map(_wall, steps))} |"]
+
+
+def _wall(step: StepTimes) -> str:
+    return f"{1e3 * step.wall:.2f}" + (f" {MARK}" if step.others > QUIET_CORES else "")
+
+
+def plot(path: Path, title: str, steps: Sequence[StepTimes], found: Sequence[Row]) -> None:
+    """Two panels: where a step's time goes, two bars a batch; and the ratio to each peer, 1 being equal."""
+    compared = [row for row in found if row.ratios]
+    with picture(path, 2, (14, max(5.5, 0.22 * len(compared))), title) as (left, right):
+        _plot_steps(left, steps)
+        _plot_ratios(right, compared)
+
+
+def _plot_steps(axis: Any, steps: Sequence[StepTimes]) -> None:
+    if not steps:
+        axis.set_axis_off()
+        return
+    places = {"worker": -0.2, "core": 0.2}
+    bottoms = {actor: [0.0] * len(steps) for actor in places}
+    for number_, (actor, name, seconds) in enumerate(_parts(steps)):
+        shares = [100 * value / step.wall for value, step in zip(seconds, steps, strict=True)]
+        at = [place + places[actor] for place in range(len(steps))]
+        grey = name in ("idle", "waiting")
+        color = "#dddddd" if grey else f"C{number_}"
+        axis.bar(at, shares, 0.36, bottom=bottoms[actor], label=f"{actor}: {name}", color=color, edgecolor="white")
+        bottoms[actor] = [low + share for low, share in zip(bottoms[actor], shares, strict=True)]
+    labels = [f"batch {step.batch}\n{1e3 * step.wall:.1f} ms" for step in steps]
+    axis.set_xticks(range(len(steps)), labels)
+    axis.set(ylabel="% of a decode step", title="left: worker, right: EngineCore", ylim=(0, 100))
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+
+
+def _plot_ratios(axis: Any, found: Sequence[Row]) -> None:
+    if not found:
+        axis.set_axis_off()
+        return
+    keys, peers = list(dict.fromkeys(row.key for row in found)), list(dict.fromkeys(row.peer for row in found))
+    height = 0.8 / len(peers)
+    for place, peer in enumerate(peers):
+        mine = [row for row in found if row.peer == peer]
+        middles = [_gain(row, statistics.median(row.ratios)) for row in mine]
+        ends = [sorted((_gain(row, min(row.ratios)), _gain(row, max(row.ratios)))) for row in mine]
+        errors = [
+            [middle - low for middle, (low, _) in zip(middles, ends, strict=True)],
+            [high - middle for middle, (_, high) in zip(middles, ends, strict=True)],
+        ]
+        at = [keys.index(row.key) + (place - (len(peers) - 1) / 2) * height for row in mine]
+        axis.barh(at, middles, height, xerr=errors, label=peer, error_kw={"elinewidth": 0.8})
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(keys)), keys, fontsize=8)
+    axis.invert_yaxis()
+    axis.set(xlabel="times as good as the peer", title="RayLM beside its peers")
+    axis.legend(fontsize=8)
+
+
+def _gain(row: Row, ratio: float) -> float:
+    """A ratio such that more is better."""
+    return ratio if row.more_is_better else 1 / ratio

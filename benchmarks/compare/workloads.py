@@ -1,0 +1,170 @@
+"""The workloads of the comparison: greedy, exact lengths, the same prompts for all engines of one pairing. Offline:
+
+    W1  32 prompts of 128 tokens, all at once, 128 tokens out each: output tokens per second
+    W2  one stream, 128 in / 128 out: milliseconds until the first token, and per token after it
+    W4  32 requests that share a prefix of 512 tokens (computed by a request before them), 32 own in, 32 out
+    W5  one prompt of 2,048 tokens: milliseconds until its first token
+
+and ``waves``, what serving is compared with: as many prompts at once as clients, 128 in / 64 out. Over HTTP:
+``ClosedLoop``, streamed completions of the same lengths from so many clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from tokenizers import Tokenizer
+
+from benchmarks.compare.engines import EngineError, ServerEngine
+from benchmarks.http.serving import Client, Load, closed_loop
+
+Prompt = list[int]
+Generate = Callable[[list[Prompt], int], float]  # (prompts, tokens of each answer) -> seconds
+Figures = dict[str, float]
+
+PROMPT, SERVED_TOKENS = 128, 64
+FIRST_TOKENS_RUNS = 3
+
+
+class Words:
+    """Words of a checkpoint's vocabulary that are one token each, so that text and ids say exactly the same."""
+
+    def __init__(self, model: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        texts = self.tokenizer.decode_batch([[token_id] for token_id in range(self.tokenizer.get_vocab_size())])
+        words = [(token_id, text) for token_id, text in enumerate(texts) if re.fullmatch(r" [a-z]{2,}", text)]
+        encoded = self.tokenizer.encode_batch([text for _, text in words], add_special_tokens=False)
+        self.ids = [token_id for (token_id, _), found in zip(words, encoded, strict=True) if found.ids == [token_id]]
+
+
+class Prompts:
+    """Random prompts of exact length; the same seed gives the same."""
+
+    def __init__(self, words: Words, seed: str) -> None:
+        self._words = words
+        self._random = random.Random(seed)
+
+    def one(self, tokens: int) -> Prompt:
+        return self._random.choices(self._words.ids, k=tokens)
+
+    def many(self, count: int, tokens: int) -> list[Prompt]:
+        return [self.one(tokens) for _ in range(count)]
+
+    def text(self, prompt: Prompt) -> str:
+        """What a client sends for ``prompt``."""
+        return str(self._words.tokenizer.decode(prompt))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row of the offline table; ``run`` measures it once."""
+
+    name: str
+    run: Callable[[Generate, Prompts], Figures]
+
+
+def warm_up(generate: Generate, prompts: Prompts) -> None:
+    """What every engine does once before anything counts."""
+    generate(prompts.many(4, PROMPT), 8)
+    generate(prompts.many(1, PROMPT), 8)
+
+
+def batch(generate: Generate, prompts: Prompts) -> Figures:
+    """W1."""
+    return {"out_tok_s": 32 * 128 / generate(prompts.many(32, PROMPT), 128)}
+
+
+def stream(generate: Generate, prompts: Prompts) -> Figures:
+    """W2; the first token's time is the median of a few runs, as it is short."""
+    first = statistics.median(generate(prompts.many(1, PROMPT), 1) for _ in range(FIRST_TOKENS_RUNS))
+    whole = generate(prompts.many(1, PROMPT), 128)
+    return {"ttft_ms": 1e3 * first, "ms_per_token": 1e3 * (whole - first) / 127}
+
+
+def shared_prefix(generate: Generate, prompts: Prompts) -> Figures:
+    """W4."""
+    prefix = prompts.one(512)
+    generate([prefix + prompts.one(32)], 1)
+    return {"out_tok_s": 32 * 32 / generate([prefix + prompts.one(32) for _ in range(32)], 32)}
+
+
+def long_prompt(generate: Generate, prompts: Prompts) -> Figures:
+    """W5."""
+    return {"ttft_ms": 1e3 * generate(prompts.many(1, 2048), 1)}
+
+
+def waves(generate: Generate, prompts: Prompts, at_once: int) -> Figures:
+    """Output tokens per second when ``at_once`` prompts come together, wave after wave; two waves."""
+    seconds = sum(generate(prompts.many(at_once, PROMPT), SERVED_TOKENS) for _ in range(2))
+    return {"out_tok_s": 2 * at_once * SERVED_TOKENS / seconds}
+
+
+OFFLINE = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", batch),
+        Workload("W2", stream),
+        Workload("W4", shared_prefix),
+        Workload("W5", long_prompt),
+    )
+}
+
+
+# ---------------------------------------------------------------- streamed over HTTP
+
+
+class WordClient(Client):
+    """Sends prompts of an exact number of tokens, as text."""
+
+    def __init__(self, session: aiohttp.ClientSession, engine: ServerEngine, prompts: Prompts) -> None:
+        super().__init__(session, engine.url, engine.model, PROMPT, SERVED_TOKENS)
+        self._prompts = prompts
+
+    def body(self) -> dict[str, object]:
+        return super().body() | {"prompt": self._prompts.text(self._prompts.one(PROMPT))}
+
+
+def requests(clients: int, quick: bool) -> int:
+    least, waves = (4, 2) if quick else (8, 3 if clients <= 8 else 2)
+    return max(least, waves * clients)
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """So many clients, each with a request open at all times, until ``total`` are answered."""
+
+    clients: int
+    total: int
+
+    def run(self, engine: ServerEngine, prompts: Prompts) -> Figures:
+        """Figures of one run against ``engine``.
+
+        Raises:
+            EngineError: a request failed, or all together took too long.
+        """
+        try:
+            load = asyncio.run(asyncio.wait_for(self._load(engine, prompts), engine.left_s))
+        except TimeoutError as error:
+            raise EngineError(f"{engine.name}: {self.total} requests took too long") from error
+        if load.errors:
+            raise EngineError(f"{engine.name}: {len(load.errors)} of {self.total} requests failed: {load.errors[0]}")
+        found = load.figures()
+        return {"out_tok_s": found["output"], "ttft_p50_ms": found["TTFT p50"], "itl_p50_ms": found["ITL p50"]}
+
+    async def _load(self, engine: ServerEngine, prompts: Prompts) -> Load:
+        timeout = aiohttp.ClientTimeout(total=engine.left_s)
+        # A connection each: llama-server ends the one of a stream, at times after the client has used it again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            client = WordClient(session, engine, prompts)
+            started = time.perf_counter()
+            answers = await closed_loop(client.ask, self.clients, self.total)
+            return Load(time.perf_counter() - started, answers)

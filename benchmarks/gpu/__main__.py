@@ -1,0 +1,272 @@
+"""What the worker makes of a GPU, in one command: decoding, prompts, and transformers' generate on the same weights.
+
+    python -m benchmarks.gpu --out results                           # on a GPU: all of it, some ten minutes
+    python -m benchmarks.gpu --out results --phases decode prefill --shape llama-3.1-8b
+    python -m benchmarks.gpu --device cpu --shape tiny --batch 1 2 --context 64 --prefill 64   # does it run?
+
+Needs torch, transformers and what `pip install 'raylm[gpu]'` brings; no ray, no network: the weights are random. Every
+time is of --steps whole steps of the worker, from a plan to drawn tokens; of decoding two are under way at a time.
+Rows are printed as they come, and with --out kept in DIR/gpu.jsonl, to which further runs add theirs.
+
+phases    greedy: whether the embedded model says on the device what it says on the CPU; decode and prefill: steps of
+          the worker; transformers: its own generate on the same weights
+
+floor     milliseconds to read the weights (the embedding only where it is the head too) and the batch's keys and values
+          once, at the bandwidth of a copy
+share     floor over step: 100 % is a step that does nothing but read
+at_s      seconds since the beginning
+launches  calls per step that start something on the GPU, with CUDA graphs and without; waits: calls that wait for it
+idle      milliseconds per step in which the GPU does nothing: the step's time less its kernels'
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.device import bandwidth, gemm_peak, seconds, synchronize, trace
+from benchmarks.gpu.shapes import SHAPES, embedding_size, make_checkpoint
+from benchmarks.model.forward import Steps
+from raylm.config import Config
+from raylm.messages import WorkerInfo
+from raylm.worker.gpu.cuda_graphs import GraphForward
+from raylm.worker.model_runner import ModelRunner
+from raylm.worker.startup import start_runner
+
+PHASES = ["greedy", "decode", "prefill", "transformers"]
+_WARM_UP = 4
+
+
+class Decoding(Steps):
+    """Sequences that decode behind a context that was never computed: its keys and values are zeros.
+
+    Two steps are under way at a time, as in the engine.
+    """
+
+    under_way: Callable[[], object]
+
+    def start(self, batch: int, context: int, more: int) -> list[Any]:
+        """Take ``batch`` sequences in; their first token is computed."""
+        new = self.sequences(batch, context + 1, more)
+        self.run([], new, [(seq.seq_id, context, 1) for seq in new])
+        return new
+
+    def decode_on(self, new: list[Any], at: int) -> None:
+        """Launch one step more for all of them, ``at`` tokens behind their context; wait for the one before it."""
+        before, self.under_way = self.under_way, self.runner.launch(self.plan([], [], [(s.seq_id, at, 1) for s in new]))
+        before()
+
+    def land(self) -> None:
+        self.under_way()
+        self.under_way = _nothing
+
+
+def _nothing() -> None:
+    """There is no step under way."""
+
+
+def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, args: Any, peak: float) -> dict:
+    """Figures of decoding ``batch`` sequences behind ``context`` tokens."""
+    device = torch.device(info.device)
+    kv_bytes = info.kv_cache_bytes / (info.num_blocks * info.block_size) * batch * context
+    row: dict[str, Any] = {"batch": batch, "context": context}
+    unread = 0 if SHAPES[args.model]["tie_word_embeddings"] else 2 * embedding_size(args.model)
+    row["floor_ms"] = 1e3 * (info.weights_bytes - unread + kv_bytes) / peak
+    graphs = runner.forward
+    modes = {"graphs": graphs} if isinstance(graphs, GraphForward) else {}
+    modes["eager"] = getattr(graphs, "eager", graphs)
+    steps = Decoding(runner, info.block_size, info.vocab_size)
+    for mode, forward in modes.items():
+        runner.forward = forward
+        taken, traced = timed(steps, batch, context, args.steps, device)
+        row[f"{mode}_ms"] = 1e3 * taken
+        if traced is not None:
+            row |= {f"{mode}_launches": traced.launches, f"{mode}_waits": traced.waits}
+            row[f"{mode}_idle_ms"] = 1e3 * (taken - traced.busy_s)
+    runner.forward = graphs
+    best = row.get("graphs_ms", row["eager_ms"])
+    return row | {"share": row["floor_ms"] / best, "tok_s": 1e3 * batch / best}
+
+
+def timed(steps: Decoding, batch: int, context: int, count: int, device: torch.device) -> tuple[float, Any]:
+    """Seconds of each of ``count`` steps, one after the other, and the trace of a few more."""
+    more = 2 * (count + _WARM_UP)
+    steps.under_way = _nothing
+    new = steps.start(batch, context, more)
+    position = iter(range(context + 1, context + more))
+    for _ in range(_WARM_UP):
+        steps.decode_on(new, next(position))
+    steps.land()
+    started = time.perf_counter()
+    for _ in range(count):
+        steps.decode_on(new, next(position))
+    steps.land()
+    taken = (time.perf_counter() - started) / count
+    traced = trace(lambda: steps.decode_on(new, next(position)), _WARM_UP, device)
+    steps.land()
+    steps.run([seq.seq_id for seq in new], [], [])
+    return taken, traced
+
+
+def prefill_row(runner: ModelRunner, info: WorkerInfo, tokens: int, args: Any, peak: float) -> dict:
+    """Figures of a prompt of ``tokens`` in one step; its operations are those of the linear layers and of attention."""
+    steps = Steps(runner, info.block_size, info.vocab_size)
+    taken = statistics.median(list(steps.prefill(tokens, max(3, args.steps // 8)))[1:])
+    sizes, embedding = SHAPES[args.model], embedding_size(args.model)
+    heads = sizes["num_attention_heads"] * sizes["head_dim"]
+    linear = info.weights_bytes / 2 - embedding * (1 if sizes["tie_word_embeddings"] else 2)
+    operations = 2 * linear * tokens + 2 * embedding + 2 * sizes["num_hidden_layers"] * heads * tokens**2
+    return {
+        "prefill": tokens,
+        "ms": 1e3 * taken,
+        "tok_s": tokens / taken,
+        "share_of_gemm": operations / taken / peak,
+    }
+
+
+def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dict:
+    """transformers' own generate, greedy: what each further token of a batch costs."""
+    prompt = torch.randint(model.config.vocab_size, (batch, min(args.context)), device=device)
+    mask = torch.ones_like(prompt)
+
+    def run(new: int) -> None:
+        model.generate(prompt, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+
+    more = max(2, args.steps)
+    each = (seconds(lambda: run(1 + more), device, 1) - seconds(lambda: run(1), device, 1)) / more
+    return {"batch": batch, "context": min(args.context), "transformers_ms": 1e3 * each, "tok_s": batch / each}
+
+
+def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
+    if not {"decode", "prefill"} & set(args.phases):
+        return
+    longest = max([*(context + 4 * (args.steps + _WARM_UP) for context in args.context), *(args.prefill or [0])])
+    sizes = {"max_num_seqs": max(args.batch), "max_num_batched_tokens": max([16, *args.batch, *args.prefill])}
+    cache: dict[str, Any] = {"block_size": args.block_size}
+    if args.device == "cpu":
+        cache["num_blocks"] = max(args.batch) * (1 + longest // args.block_size)
+    tree = {"model": str(path), "device": args.device, "dtype": "bfloat16", "cache": cache, "scheduler": sizes}
+    started = time.perf_counter()
+    runner, info = start_runner(Config.model_validate(tree | {"max_model_len": longest + 1}))
+    about = {"shape": args.model, "attention": info.attention_backend, "forward": type(runner.forward).__name__}
+    stages = {name: round(taken, 2) for name, taken in info.stages}
+    yield about | {
+        "weights_gib": info.weights_bytes / 2**30,
+        "start_s": time.perf_counter() - started,
+        "stages": stages,
+    }
+    pools = getattr(runner.forward, "eager", runner.forward)._kv_caches
+    with torch.inference_mode():
+        for pool in pools:
+            pool.zero_()
+    held = info.num_blocks * info.block_size
+    for context in args.context if "decode" in args.phases else []:
+        for batch in args.batch:
+            if batch * (context + 4 * args.steps) > held:
+                yield {"batch": batch, "context": context, "left_out": f"the KV pool holds {held} tokens"}
+                continue
+            yield decode_row(runner, info, batch, context, args, peaks["bandwidth"])
+    for tokens in args.prefill if "prefill" in args.phases else []:
+        yield prefill_row(runner, info, tokens, args, peaks["gemm"])
+
+
+def theirs(path: Path, args: Any, device: torch.device) -> Iterator[dict]:
+    if "transformers" not in args.phases:
+        return
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
+    model.generation_config.eos_token_id = None
+    for batch in args.batch:
+        yield generate_row(model, batch, args, device)
+
+
+@contextmanager
+def checkpoint(shape: str, device: torch.device) -> Iterator[Path]:
+    """A folder with random weights, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="raylm-gpu-") as folder:
+        make_checkpoint(Path(folder), shape, device)
+        yield Path(folder)
+
+
+class Results:
+    """Prints rows as they come, and keeps them if there is a place for it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._started = time.perf_counter()
+        self._file = folder and folder / "gpu.jsonl"
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        row = row | {"at_s": time.perf_counter() - self._started}
+        parts = (
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+        )
+        print("  ".join(parts), flush=True)
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def release(device: torch.device) -> None:
+    """Free memory that is no longer used."""
+    gc.collect()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(shape: str, args: Any, device: torch.device, results: Results) -> None:
+    args.model = shape
+    peaks = {"bandwidth": bandwidth(device), "gemm": gemm_peak(device)}
+    results.add({"GB_s": peaks["bandwidth"] / 1e9, "gemm_tflop_s": peaks["gemm"] / 1e12})
+    with checkpoint(shape, device) as path:
+        for rows in (ours(path, args, peaks), theirs(path, args, device)):
+            for row in rows:
+                results.add(row)
+            release(device)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--phases", choices=PHASES, nargs="+", default=PHASES)
+    parser.add_argument("--shape", choices=list(SHAPES), nargs="+", default=list(SHAPES)[1:])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--context", type=int, nargs="+", default=[256, 2048])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096])
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--out", type=Path, metavar="DIR")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    device, results = torch.device(args.device), Results(args.out)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
+    results.add({"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")})
+    if "greedy" in args.phases:
+        from benchmarks.gpu.greedy import greedy_rows
+
+        for row in greedy_rows(args.device):
+            results.add(row)
+        release(device)
+    for shape in args.shape if set(args.phases) - {"greedy"} else []:
+        measure(shape, args, device, results)
+
+
+if __name__ == "__main__":
+    main()

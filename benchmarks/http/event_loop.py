@@ -1,0 +1,205 @@
+"""The longest time for which one request keeps the event loop of an ingress replica from all other requests.
+
+    python -m benchmarks.http.event_loop             # all cases
+    python -m benchmarks.http.event_loop --only chat
+
+The HTTP app and AsyncLLM are the real ones, with the embedded model's tokenizer and template and a context of 131,072
+tokens; the engine answers at once with arbitrary tokens, so that what is measured is the front end's own work. A
+task sleeps for a millisecond again and again; how late it wakes is what any other request would have waited. curl, a
+process of its own, sends the bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+
+import uvicorn
+
+from benchmarks.http.event_loop_cases import Body, chosen
+from benchmarks.rows import Report, parser
+from raylm.checkpoint import resolve
+from raylm.config import Config
+from raylm.frontend import AsyncLLM, EngineClient
+from raylm.ingress import build_asgi_app
+from raylm.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    EngineStats,
+    Logprobs,
+    LoRAAdapter,
+    WorkerInfo,
+)
+
+CONTEXT = 131_072
+WIDTH = 256
+BEAT_S = 0.001
+
+
+class InstantEngine(EngineClient):
+    """Answers with tokens 300, 301, … in steps of one token a sequence, or with a vector, as fast as they are read."""
+
+    def __init__(self, vocab_size: int) -> None:
+        worker = WorkerInfo(64, 16, CONTEXT, vocab_size, "cpu", "float32", "cpu", 1, 0, 0)
+        self.info = EngineInfo("instant", CONTEXT, worker)
+        self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Lay out all steps of the answer."""
+        if request.pooling is not None:
+            self._steps.put_nowait(_vector(request.key))
+            return
+        params, last = request.params, (request.params.max_tokens or 16) - 1
+        for number in range(last + 1):
+            step = _step(request.key, params.n, number, number == last, params.logprobs)
+            if number == 0 and params.prompt_logprobs is not None:
+                logprobs = _logprobs(len(request.prompt_token_ids) - 1, params.prompt_logprobs)
+                step.prompt_logprobs.append((request.key, logprobs))
+            self._steps.put_nowait(step)
+
+    def abort(self, keys: list[int]) -> None:
+        """There is nothing to stop."""
+
+    def stop(self, sequences: list[tuple[int, int]]) -> None:
+        """There is nothing to stop."""
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        """There is no model."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """There is no model."""
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        while True:
+            yield await self._steps.get()
+            await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """There is nothing to leave."""
+
+
+def _step(key: int, n: int, step: int, last: bool, num_logprobs: int | None) -> EngineCoreOutputs:
+    return EngineCoreOutputs(
+        keys=[key] * n,
+        indexes=list(range(n)),
+        token_counts=[1] * n,
+        token_ids=[300 + step % 2000] * n,
+        finish_reasons=["length" if last else None] * n,
+        stop_reasons=[None] * n,
+        cached_tokens=[0] * n,
+        stats=EngineStats(),
+        logprobs=None if num_logprobs is None else _logprobs(n, num_logprobs),
+    )
+
+
+def _vector(key: int) -> EngineCoreOutputs:
+    vector = bytes(4 * WIDTH - 4) + b"\0\0\x80?"  # float32: noughts and a one
+    return EngineCoreOutputs([], [], [], [], [], [], [], EngineStats(), pooled=[(key, vector)])
+
+
+@cache
+def _logprobs(count: int, top: int) -> Logprobs:
+    width = top + 1
+    return Logprobs([width] * count, list(range(300, 300 + width)) * count, [-1.5] * (width * count), [1] * count)
+
+
+class LatenessProbe:
+    """Sleeps again and again, and notes the latest that it woke, in seconds."""
+
+    def __init__(self) -> None:
+        self.latest = 0.0
+
+    async def run(self) -> None:
+        while True:
+            wanted = time.perf_counter() + BEAT_S
+            await asyncio.sleep(BEAT_S)
+            self.latest = max(self.latest, time.perf_counter() - wanted)
+
+
+async def send(url: str, path: Path) -> tuple[int, float]:
+    """Send the body in a file by curl; its status and the seconds it took."""
+    command = ["curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", "-H", "Expect:"]
+    command += ["-H", "Content-Type: application/json", "--data-binary", f"@{path}", url]
+    begun = time.perf_counter()
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    return int(out), time.perf_counter() - begun
+
+
+async def run(only: str, rounds: int, out: Path | None) -> tuple[float, bool]:
+    """Send every case ``rounds`` times; the worst of all cases' best, and whether each got the status it should."""
+    report = Report("event_loop", {"body": "MB", "time": "s", "longest block": "ms"}, out)
+    worst, right, probe = 0.0, True, LatenessProbe()
+    async with front_end() as url:
+        probing = asyncio.create_task(probe.run())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "body"
+            for name, route, case in chosen(only):
+                write(case.make(), path)
+                late, seconds, statuses = await measure(probe, url + route, path, rounds)
+                worst, right = max(worst, late), right and statuses == {case.status}
+                figures = {"body": path.stat().st_size / 1e6, "time": seconds, "longest block": 1e3 * late}
+                wrong = "" if statuses == {case.status} else f", must be {case.status}"
+                report.add(name, figures, f"status {', '.join(map(str, sorted(statuses)))}{wrong}")
+        probing.cancel()
+    return worst, right
+
+
+@asynccontextmanager
+async def front_end() -> AsyncIterator[str]:
+    """The app, served by uvicorn on this loop; its URL."""
+    config = Config.model_validate({"model": "embedded", "max_model_len": CONTEXT})
+    llm = AsyncLLM(config)
+    llm.add_engine(InstantEngine(resolve("embedded").config["vocab_size"]))
+    gc.collect()
+    gc.freeze()  # as the ingress does
+    server = uvicorn.Server(uvicorn.Config(build_asgi_app(llm, config), port=0, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+        await llm.stop()
+
+
+def write(body: Body, path: Path) -> None:
+    path.write_text(body if isinstance(body, str) else json.dumps(body, separators=(",", ":"), ensure_ascii=False))
+
+
+async def measure(probe: LatenessProbe, url: str, path: Path, rounds: int) -> tuple[float, float, set[int]]:
+    """Send a body again and again: the least of its longest blocks, seconds of the last answer, and the statuses."""
+    lates, statuses, seconds = [], set(), 0.0
+    for _ in range(rounds):
+        await asyncio.sleep(0.3)
+        probe.latest = 0.0
+        status, seconds = await send(url, path)
+        lates.append(probe.latest)
+        statuses.add(status)
+    return min(lates), seconds, statuses
+
+
+def main() -> int:
+    """Print a line a case; the exit status is 1 when one was answered otherwise than it should be."""
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="cases whose name holds this")
+    options.add_argument("--rounds", type=int, default=3, help="times that each is sent; the best one counts")
+    args = options.parse_args()
+    worst, right = asyncio.run(run(args.only, args.rounds, args.out))
+    print(f"the longest: {1e3 * worst:.1f} ms")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

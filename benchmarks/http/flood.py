@@ -1,0 +1,145 @@
+"""Send a server far more requests at once than its queue takes: each must be answered rightly or refused with 429.
+
+    python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000
+
+Half of the requests stream. A 200 is right if its text is the one that the same prompt had alone, before the flood
+(temperature 0). Meanwhile another process asks /health without pause and notes the longest wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from benchmarks.http.serving import first_model, sse
+from benchmarks.rows import Report, parser, quantile
+
+PROMPTS = 32
+UNITS = {
+    "answered": "", "wrong": "", "time": "s", "TTFT p50": "ms", "TTFT p99": "ms",
+    "/health p99": "ms", "/health longest": "ms",
+}  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """One request: its status, whether a 200 was right, seconds to its first token, seconds to come back in."""
+
+    status: int
+    right: bool = True
+    ttft: float = 0.0
+    retry_after: int = 0
+
+
+class Flood:
+    """Asks one server for completions of a handful of prompts."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, max_tokens: int) -> None:
+        self._session, self._url, self._model, self._max_tokens = session, url, model, max_tokens
+        self._wanted: list[str] = []
+
+    async def learn(self) -> None:
+        """Let each prompt be answered alone."""
+        for place in range(PROMPTS):
+            async with self._session.post(f"{self._url}/v1/completions", json=self._body(place, False)) as response:
+                self._wanted.append((await response.json())["choices"][0]["text"])
+
+    async def ask(self, place: int) -> Outcome:
+        begun, stream = time.perf_counter(), place % 2 == 0
+        async with self._session.post(f"{self._url}/v1/completions", json=self._body(place, stream)) as response:
+            if response.status != 200:
+                envelope = set((await response.json())["error"]) == {"message", "type", "param", "code"}
+                return Outcome(response.status, envelope, 0.0, int(response.headers.get("retry-after", 0)))
+            if not stream:
+                text = (await response.json())["choices"][0]["text"]
+                return Outcome(200, text == self._wanted[place % PROMPTS])
+            ttft, text = 0.0, ""
+            async for event in sse(response):
+                ttft = ttft or time.perf_counter() - begun
+                text += event["choices"][0]["text"]
+            return Outcome(200, text == self._wanted[place % PROMPTS], ttft)
+
+    def _body(self, place: int, stream: bool) -> dict[str, object]:
+        prompt = f"{place % PROMPTS} stones lie in the garden by the river, and the paper says:"
+        limits = {"max_tokens": self._max_tokens, "temperature": 0, "ignore_eos": True}
+        return {"model": self._model, "prompt": prompt, "stream": stream} | limits
+
+
+def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[float]]) -> None:
+    """Ask /health again and again; put the seconds that each answer took into ``waits`` at the end."""
+    host, found = urlsplit(url).netloc, []
+    connection = http.client.HTTPConnection(host, timeout=30)
+    while not stop.is_set():
+        begun = time.perf_counter()
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        response.read()
+        found.append(time.perf_counter() - begun if response.status == 200 else float("inf"))
+        time.sleep(0.005)
+    waits.put(found)
+
+
+async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], float]:
+    """All outcomes, and the seconds until the last one."""
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        asking = Flood(session, url, await first_model(session, url), max_tokens)
+        await asking.learn()
+        begun = time.perf_counter()
+        outcomes = await asyncio.gather(*(asking.ask(place) for place in range(total)))
+        return outcomes, time.perf_counter() - begun
+
+
+def report(outcomes: Sequence[Outcome], seconds: float, waits: Sequence[float], out: Path | None) -> bool:
+    """Print the figures; whether there were only 200 and 429, and all 200 right."""
+    statuses = Counter(outcome.status for outcome in outcomes)
+    wrong = sum(not outcome.right for outcome in outcomes)
+    ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft]
+    figures = {
+        "answered": statuses[200],
+        "wrong": wrong,
+        "time": seconds,
+        "TTFT p50": 1e3 * quantile(ttfts, 0.5),
+        "TTFT p99": 1e3 * quantile(ttfts, 0.99),
+        "/health p99": 1e3 * quantile(waits, 0.99),
+        "/health longest": 1e3 * max(waits),
+    }
+    retries = Counter(outcome.retry_after for outcome in outcomes if outcome.status == 429)
+    print(f"statuses {dict(statuses)}, Retry-After {dict(retries)}, /health asked {len(waits)} times")
+    Report("flood", UNITS, out).add(f"{len(outcomes)} requests", figures)
+    return set(statuses) <= {200, 429} and not wrong
+
+
+def main() -> int:
+    """Parse, flood, print; the exit status is 1 when an answer was wrong or neither 200 nor 429."""
+    options = parser(__doc__)
+    options.add_argument("--url", default="http://127.0.0.1:8000")
+    options.add_argument("--requests", type=int, default=1000)
+    options.add_argument("--max-tokens", type=int, default=32)
+    args = options.parse_args()
+    context = multiprocessing.get_context("spawn")
+    stop, waits = context.Event(), context.Queue()
+    watcher = context.Process(target=watch_health, args=(args.url, stop, waits))
+    watcher.start()
+    try:
+        outcomes, seconds = asyncio.run(flood(args.url, args.requests, args.max_tokens))
+    finally:
+        stop.set()
+    found = waits.get(timeout=60)
+    watcher.join()
+    return 0 if report(outcomes, seconds, found, args.out) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Draw raw rows: a panel for each metric, or for its ratios alone where a file has ratios, and a bar for each case.
+
+    python -m benchmarks.plot                                              # the pictures in benchmarks/results
+    python -m benchmarks.plot benchmarks/results/*.jsonl --to pictures     # all questions
+
+Where a case has several values of one metric, the bar ends at their median, and a line spans the least and the largest.
+Bars of ratios begin at 1, on a logarithmic axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import Row, read
+
+RESULTS = Path(__file__).parent / "results"
+DRAWN = ("compare_offline", "compare_http", "sampler", "event_loop")
+
+
+@contextmanager
+def picture(path: Path, panels: int, size: tuple[float, float], title: str = "") -> Iterator[Sequence[Any]]:
+    """Axes of so many panels side by side, ``size`` in inches in all; written to ``path`` when the block is over."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    # Text stays text, and the same rows give the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "raylm"}):
+        figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+        yield axes[0]
+        if title:
+            figure.suptitle(title)
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A picture of one question."""
+    every = list(dict.fromkeys(row.metric for row in rows))
+    metrics = [metric for metric in every if "ratio" in metric] or every
+    cases = list(dict.fromkeys(row.case for row in rows if row.metric in metrics))
+    size = (4 + 3 * len(metrics), 1.4 + 0.24 * len(cases))
+    with picture(path, len(metrics), size, f"{rows[0].question}: {rows[0].machine}, {rows[0].date}") as axes:
+        for axis, metric in zip(axes, metrics, strict=True):
+            _panel(axis, [row for row in rows if row.metric == metric], cases)
+        for axis in axes[1:]:
+            axis.tick_params(labelleft=False)
+
+
+def _panel(axis: Any, rows: Sequence[Row], cases: Sequence[str]) -> None:
+    by_case = {case: [row.value for row in rows if row.case == case] for case in cases}
+    is_ratio = "ratio" in rows[0].metric
+    start = 1 if is_ratio else 0
+    for place, values in enumerate(by_case.values()):
+        if values:
+            middle = statistics.median(values)
+            errors = [[middle - min(values)], [max(values) - middle]]
+            axis.barh(place, middle - start, left=start, xerr=errors, color="#4477aa")
+    if is_ratio:
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
+    axis.tick_params(axis="x", which="both", labelsize=7)
+    axis.set_yticks(range(len(cases)), cases, fontsize=8)
+    axis.set_ylim(len(cases) - 0.5, -0.5)
+    axis.set_title(f"{rows[0].metric}, {rows[0].unit}" if rows[0].unit else rows[0].metric, fontsize=9)
+
+
+def main() -> None:
+    """Draw all files."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("files", type=Path, nargs="*", default=[RESULTS / f"{name}.jsonl" for name in DRAWN])
+    options.add_argument("--to", type=Path, default=RESULTS, help="folder of the pictures")
+    args = options.parse_args()
+    args.to.mkdir(parents=True, exist_ok=True)
+    for file in args.files:
+        draw(read(file), args.to / f"{file.stem}.svg")
+
+
+if __name__ == "__main__":
+    main()
