@@ -6,7 +6,7 @@ from typing import Any
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.ingress.openai.request_body import check_priority
+from raylm.ingress.openai.generation import check_priority
 from raylm.params import PoolingParams, SamplingParams
 
 _PRIORITIES = range(-(2**31), 2**31)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raylm.errors import InvalidRequestError
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.params import SamplingParams
 
@@ -26,6 +27,9 @@ class ChatRequest:
     ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
     ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
     ``template_kwargs`` say otherwise. ``any_length`` says that more than the context holds is fine.
+
+    Raises:
+        InvalidRequestError: the template shall both open a turn and leave the last one open.
     """
 
     messages: list[dict[str, Any]]
@@ -37,6 +41,11 @@ class ChatRequest:
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] | None = None
     any_length: bool = False
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "'continue_final_message' cannot be combined with 'add_generation_prompt'."
+            raise InvalidRequestError(message, param="continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
+    GetPydanticSchema,
+    Tag,
     ValidationError,
     model_validator,
     with_config,
@@ -76,12 +81,14 @@ StringOrStrings = Annotated[
     Field(fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
 ]
+Prompt = str | list[int]
+
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Annotates a union whose members are told apart by ``key``, a field that is a Literal in each, or by JSON type.
+    """Annotates a union, or what may become one; ``key`` is a field that is a Literal in each member.
 
     ``refusal`` is the sentence for everything else, with ``{got}`` for what stands there instead; ``served`` is False
     where it refuses what OpenAI's specification allows. A missing ``key`` means ``default``.
@@ -93,7 +100,8 @@ class OneOf:
     default: str | None = None
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = {tag: member for member in get_args(union) for tag in self._tags(member)}
+        choices = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
+        members = {tag: member for member in choices for tag in self._tags(member)}
         tags = {tag: _TAG + tag for tag in members}
 
         def choose(value: object) -> str | None:
@@ -119,6 +127,36 @@ class OneOf:
             return tuple(tag for part in (literal, *get_args(literal)) for tag in get_args(part) if type(tag) is str)
         kind = get_origin(bare) or bare
         return (_JSON_NAMES.get(str if kind is Literal else kind, "an object"),)
+
+
+def _prompt_form(value: object) -> str | None:
+    if not isinstance(value, list):
+        return _TAG + "text" if isinstance(value, str) else None
+    first = value[0] if value else 0
+    return _TAG + ("texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids")
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) and isinstance(value[0], (str, list)) else [value]
+
+
+_Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+_FORMS = "expected a string, an array of strings, an array of token ids, or an array of those, but got {got}"
+_PromptForms = Annotated[
+    Annotated[str, Tag(_TAG + "text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag(_TAG + "texts")]
+    | Annotated[_Ids, Tag(_TAG + "ids")]
+    | Annotated[list[_Ids], Field(fail_fast=True), Tag(_TAG + "lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="one_of",
+        custom_error_message=_FORMS,
+        custom_error_context={"refusal": _FORMS, "key": "", "served": True},
+    ),
+    AfterValidator(_listed),
+]
+Prompts = Annotated[list[Prompt], GetPydanticSchema(lambda _, handler: handler.generate_schema(_PromptForms))]
+"""Prompts in any of the four forms in which they come."""
 
 
 def refuse(rule: str, *, at: str = "", served: bool = True) -> PydanticCustomError:
@@ -278,23 +316,25 @@ def _as_request_error(error: ErrorDetails) -> InvalidRequestError:
     if kind == "extra_forbidden":
         return unsupported(param, "this field is not supported.")
     if kind in _EXPECTED:
-        return _wrong_type(param, _EXPECTED[kind], value)
+        return _wrong_type(param, f"expected {_EXPECTED[kind]}, but got {json_name(value)}")
+    if kind == "too_short":
+        return wrong(param, "it must not be empty")
     reason = str(context["error"]) if kind == "value_error" else error["msg"].removeprefix("Input ")
     return wrong(param, clip(reason, 300))
 
 
 def _not_one_of(path: tuple[int | str, ...], value: Any, key: str, refusal: str, served: bool) -> InvalidRequestError:
-    if key:
-        if not isinstance(value, dict):
-            return _wrong_type(dotted(path), "an object", value)
-        if len(value) > MAX_FIELDS:
-            return wrong(dotted(path), f"it may hold at most {MAX_FIELDS} entries")
-        path, value = (*path, key), value.get(key)
-    rule = refusal.format(got=f"'{clip(value, 40)}'" if isinstance(value, str) else json_name(value))
-    return wrong(dotted(path), rule) if served else unsupported(dotted(path), rule)
+    if not key:
+        return _wrong_type(dotted(path), refusal.format(got=json_name(value)))
+    if not isinstance(value, dict):
+        return _wrong_type(dotted(path), f"expected an object, but got {json_name(value)}")
+    if len(value) > MAX_FIELDS:
+        return wrong(dotted(path), f"it may hold at most {MAX_FIELDS} entries")
+    tag = value.get(key)
+    param = dotted((*path, key))
+    rule = refusal.format(got=f"'{clip(tag, 40)}'" if isinstance(tag, str) else json_name(tag))
+    return wrong(param, rule) if served else unsupported(param, rule)
 
 
-def _wrong_type(param: str, expected: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"Invalid type for '{param}': expected {expected}, but got {json_name(value)}.", param=param
-    )
+def _wrong_type(param: str, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid type for '{param}': {rule}.", param=param)
