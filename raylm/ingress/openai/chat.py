@@ -17,12 +17,12 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.sse import ChunkTemplate
-from raylm.ingress.openai.chat_stream import ChatStream, assistant_message
 from raylm.ingress.openai.fields import at_most, unsupported, wrong
 from raylm.ingress.openai.generation import GenerationBody, check_model
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_part
 from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice, opens_turn
 from raylm.ingress.openai.outputs import Choice, Usage, extras, gather
+from raylm.ingress.openai.streams import ChatStream, assistant_message
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
@@ -221,13 +221,8 @@ class ChatCompletions:
         if body.stream:
             head["object"] = "chat.completion.chunk"
             template = ChunkTemplate(head, "delta.content", null_usage=bool(body.options.include_usage))
-            return ChatStream(
-                template,
-                self._tokens,
-                body.options,
-                with_logprobs=bool(body.logprobs),
-                with_token_ids=bool(body.return_token_ids),
-            ).chunks(outputs)
+            stream = ChatStream(body, template, self._tokens, with_logprobs=bool(body.logprobs))
+            return stream.chunks([outputs])
         return await self._whole(head, body, outputs, params.n)
 
     async def _whole(self, head: JSONObject, body: ChatCompletionRequest, outputs: Outputs, n: int) -> list[bytes]:
