@@ -59,6 +59,9 @@ class ChatRequest:
     ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
     ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
     ``template_kwargs`` say otherwise. ``any_length`` says that more than the context holds is fine.
+
+    Raises:
+        InvalidRequestError: the template shall both open a turn and leave the last one open.
     """
 
     messages: list[dict[str, Any]]
@@ -70,3 +73,8 @@ class ChatRequest:
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] | None = None
     any_length: bool = False
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "'continue_final_message' cannot be combined with 'add_generation_prompt'."
+            raise InvalidRequestError(message, param="continue_final_message")

@@ -18,7 +18,7 @@ from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
 from raylm.frontend import ChatRequest, Lifecycle, RequestHead
 from raylm.ingress.handle_calls import check_arguments
-from raylm.ingress.openai.request_body import check_priority
+from raylm.ingress.openai.generation import check_priority
 from raylm.ingress.routes import build_asgi_app
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams

@@ -18,12 +18,10 @@ from raylm.ingress.http.endpoint import Handler, JSONEndpoint
 from raylm.ingress.http.middleware import RequestContextMiddleware, cors_middleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
-from raylm.ingress.openai.chat import ChatCompletions
+from raylm.ingress.openai.chat import ChatCompletions, Conversations
 from raylm.ingress.openai.completions import Completions
-from raylm.ingress.openai.conversations import Conversations
 from raylm.ingress.openai.embeddings import Embeddings
-from raylm.ingress.openai.lora import LoadAdapter, UnloadAdapter
-from raylm.ingress.openai.models import model_routes
+from raylm.ingress.openai.models import LoadAdapter, UnloadAdapter, model_routes
 from raylm.ingress.openai.scores import Rerank, Score
 from raylm.ingress.openai.tokenize import Detokenize, Tokenize
 from raylm.ingress.responses.create import CreateResponse

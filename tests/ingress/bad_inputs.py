@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
-from raylm.ingress.openai.chat_body import ChatCompletionRequest
-from raylm.ingress.openai.completion_body import CompletionRequest
+from raylm.ingress.openai.chat import ChatCompletionRequest
+from raylm.ingress.openai.completions import CompletionRequest
+from raylm.ingress.openai.embeddings import EmbeddingRequest
 from raylm.ingress.openai.fields import Body
-from raylm.ingress.openai.lora import LoadAdapterRequest, UnloadAdapterRequest
-from raylm.ingress.openai.pooling_body import EmbeddingRequest, RerankRequest, ScoreRequest
+from raylm.ingress.openai.models import LoadAdapterRequest, UnloadAdapterRequest
+from raylm.ingress.openai.scores import RerankRequest, ScoreRequest
 from raylm.ingress.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from raylm.ingress.responses.body import ResponsesRequest
 

@@ -14,6 +14,7 @@ from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest, RequestHead
 from raylm.frontend.defaults import PoolingDefaults
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
+from raylm.frontend.text.chat_template import prepare_messages
 from raylm.params import PoolingParams, SamplingParams
 
 BOS, EOS = 256, 257
@@ -69,6 +70,8 @@ class FakeAsyncLLM:
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
 
     async def render_chat(self, request: ChatRequest) -> list[int]:
+        prepared = prepare_messages(request.messages, continue_final_message=request.continue_final_message)
+        request = replace(request, messages=prepared)
         self.rendered.append(request)
         return await self.tokenize("".join(f"{m['role']}:{m['content']}\n" for m in request.messages))
 

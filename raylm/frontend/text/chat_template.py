@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import orjson
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -51,10 +51,6 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: the template refuses the messages, takes too long, or the arguments contradict.
         """
-        if request.add_generation_prompt and request.continue_final_message:
-            raise InvalidRequestError(
-                "continue_final_message cannot be combined with add_generation_prompt.", param="continue_final_message"
-            )
         kwargs = request.template_kwargs or {}
         self._check_kwargs(kwargs)
         template = self._select(request.tools)
@@ -159,18 +155,24 @@ def _render(template: str, conversation: list[dict[str, Any]], **kwargs: Any) ->
 def content_chars(messages: list[dict[str, Any]]) -> int:
     """Characters of the messages' contents as far as they are text."""
     contents = (message.get("content") for message in messages if isinstance(message, dict))
-    return sum(len(content) for content in contents if isinstance(content, str))
+    return sum(len(content) if isinstance(content, str) else _part_chars(content) for content in contents)
+
+
+def _part_chars(content: object) -> int:
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return sum(len(text) + 1 for text in texts if isinstance(text, str))
 
 
 def prepare_messages(messages: list[dict[str, Any]], *, continue_final_message: bool = False) -> list[dict[str, Any]]:
     """Bring OpenAI's messages into the form that templates expect: text as strings, tool arguments as objects.
 
     Raises:
-        InvalidRequestError: a message is no object, has no role, or holds what is not text.
+        InvalidRequestError: a message is no object, has no role, or holds what is not text; ``param`` is its path.
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
-    prepared = [_prepare_message(place, message) for place, message in enumerate(messages)]
+    prepared = [_prepare_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
     if continue_final_message and not (isinstance(prepared[-1].get("content"), str) and prepared[-1]["content"]):
         raise InvalidRequestError(
             "continue_final_message needs a last message with text content.", param="continue_final_message"
@@ -178,40 +180,43 @@ def prepare_messages(messages: list[dict[str, Any]], *, continue_final_message: 
     return prepared
 
 
-def _prepare_message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    where = f"messages[{place}]"
+def _prepare_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{where} must be an object with a role.", param=where)
-    prepared = dict(message)
+    prepared = {name: value for name, value in message.items() if value is not None}
+    if message["role"] == "developer":
+        prepared["role"] = "system"  # OpenAI's newer name for it; chat templates know only the older one
     if isinstance(message.get("content"), list):
         prepared["content"] = "\n".join(_part_text(where, part) for part in message["content"])
     if message.get("tool_calls"):
-        prepared["tool_calls"] = [_prepare_tool_call(where, call) for call in message["tool_calls"]]
+        prepared.setdefault("content", "")
+        calls = enumerate(message["tool_calls"])
+        prepared["tool_calls"] = [_prepare_call(f"{where}.tool_calls[{place}]", call) for place, call in calls]
     return prepared
 
 
 def _part_text(where: str, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return str(part["text"])
+    text = part.get("text") if isinstance(part, dict) else part
+    if isinstance(text, str):
+        return text
     raise InvalidRequestError(f"{where}.content may hold text parts only.", param=f"{where}.content")
 
 
-def _prepare_tool_call(where: str, call: Any) -> dict[str, Any]:
+def _prepare_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise InvalidRequestError(f"{where}.tool_calls must hold function calls.", param=f"{where}.tool_calls")
+        raise InvalidRequestError(f"{where} must hold a function.", param=where)
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return dict(call)
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"{where}.tool_calls: arguments are no valid JSON.", param=f"{where}.tool_calls"
-        ) from error
-    return {**call, "function": {**function, "arguments": parsed}}
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            where = f"{where}.function.arguments"
+            raise InvalidRequestError(f"'{where}' holds no valid JSON object.", param=where)
+    given = {name: value for name, value in call.items() if value is not None}
+    return given | {"function": {**function, "arguments": arguments}}
 
 
 def check_templates(templates: Mapping[str, str]) -> None:

@@ -9,8 +9,9 @@ from pydantic import Field
 from raylm.errors import InvalidRequestError
 from raylm.ingress.anthropic.messages import chat_messages, chat_tools, system_text
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.chat_body import MAX_TOOLS, ChatCompletionRequest
+from raylm.ingress.openai.chat import ChatCompletionRequest
 from raylm.ingress.openai.fields import Body, Strings, check_fields, json_name, unsupported, wrong
+from raylm.ingress.openai.messages import MAX_TOOLS
 
 # A chat completion's names of fields, and what they are called here; for errors.
 PARAM_NAMES = {

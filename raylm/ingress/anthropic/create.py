@@ -16,8 +16,7 @@ from raylm.ingress.anthropic.body import PARAM_NAMES, CountTokensRequest, Messag
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.sse import named_event
-from raylm.ingress.openai.chat_body import ChatCompletionRequest
-from raylm.ingress.openai.conversations import Conversations
+from raylm.ingress.openai.chat import ChatCompletionRequest, Conversations
 from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
 from raylm.ingress.openai.renaming import renamed
 

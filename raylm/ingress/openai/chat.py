@@ -3,32 +3,197 @@
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from raylm.frontend import offload
+from pydantic import Field
+
+from raylm.config import Config
+from raylm.errors import InvalidRequestError
+from raylm.frontend import ChatRequest, CompletionDelta, NamedTool
+from raylm.frontend import ToolChoice as ChosenTool
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.http.endpoint import Answer, Chunks
-from raylm.ingress.http.sse import DONE, ChunkTemplate
-from raylm.ingress.openai.chat_body import ChatCompletionRequest
-from raylm.ingress.openai.conversations import Conversations
-from raylm.ingress.openai.generation_body import StreamOptions
-from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from raylm.ingress.openai.outputs import (
-    Generation,
-    Usage,
-    check_finished,
-    extras,
-    finish_reason,
-    gather,
-    num_details,
-)
+from raylm.ingress.http.endpoint import Answer
+from raylm.ingress.http.errors import clip
+from raylm.ingress.http.sse import ChunkTemplate
+from raylm.ingress.openai.fields import at_most, unsupported, wrong
+from raylm.ingress.openai.generation import GenerationBody, check_model
+from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_part
+from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice, opens_turn
+from raylm.ingress.openai.outputs import Usage, extras, gather
+from raylm.ingress.openai.streams import ChatStream, assistant_message
+from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, CompletionDelta, RequestOutput, ToolCallDelta
+    from raylm.frontend import AsyncLLM, ChatPrompt
     from raylm.ingress.openai.outputs import Outputs
+
+_MetadataKey = Annotated[str, Field(max_length=64)]
+_MetadataValue = Annotated[str, Field(max_length=512)]
+_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "store": ((None, False), "answers are not stored; give false."),
+    "modalities": ((None, ["text"]), 'only ["text"] is supported.'),
+    "service_tier": ((None, "auto", "default"), "only auto and default are supported."),
+    "prompt_cache_retention": ((None, "in_memory"), "only in_memory is supported."),
+}
+
+
+class ChatCompletionRequest(GenerationBody):
+    """Every field of OpenAI's is served, accepted as without effect, or refused.
+
+    Without effect on the answer by OpenAI's own definition: ``metadata`` (labels of stored answers),
+    ``safety_identifier`` and ``user`` (abuse detection), ``prompt_cache_key`` (a hint for routing to caches).
+    Accepted only with what this server does anyway: the fields of _SERVED.
+    """
+
+    unserved: ClassVar[frozenset[str]] = frozenset({
+        "audio", "documents", "echo", "function_call", "functions", "moderation", "prediction",
+        "prompt_cache_options", "verbosity", "web_search_options",
+    })  # fmt: skip
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue] | None, at_most(16)] = None
+    safety_identifier: Annotated[str, Field(max_length=64)] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
+    store: bool | None = None
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        for name, (served, what) in _SERVED.items():
+            if getattr(self, name) not in served:
+                raise unsupported(name, what)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            message = "'max_tokens' and 'max_completion_tokens' are two names of one limit and must not differ."
+            raise InvalidRequestError(message, param="max_completion_tokens")
+
+    def params(self, defaults: JSONObject) -> SamplingParams:
+        """How to draw the answer; ``defaults`` are the checkpoint's.
+
+        Raises:
+            InvalidRequestError: a value lies out of range.
+        """
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        params = self.sampling(defaults, max_tokens=limit, logprobs=num_logprobs)
+        return replace(params, thinking_token_budget=self.thinking_token_budget)
+
+    def chat_request(self, *, any_length: bool) -> ChatRequest:
+        """What the front end makes a prompt of.
+
+        Raises:
+            InvalidRequestError: fields contradict each other.
+        """
+        return ChatRequest(
+            messages=cast(list[JSONObject], self.messages),
+            tools=cast(list[JSONObject], self.tools) or None,
+            tool_choice=self._chosen_tool(),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            reasoning_effort=self.reasoning_effort,
+            add_generation_prompt=opens_turn(self.add_generation_prompt, self.continue_final_message),
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self.chat_template_kwargs,
+            any_length=any_length,
+        )
+
+    def _chosen_tool(self) -> ChosenTool:
+        choice = self.tool_choice or "auto"
+        if choice == "auto" or choice == "none":
+            return choice
+        if not self.tools:
+            raise InvalidRequestError("'tool_choice' needs 'tools'.", param="tool_choice")
+        if choice == "required":
+            return choice
+        name = choice["function"]["name"]
+        if name not in {tool["function"]["name"] for tool in self.tools}:
+            raise wrong("tool_choice.function.name", f"there is no tool '{clip(name, 64)}'")
+        return NamedTool(name)
+
+
+class Conversations:
+    """Hands chat completions, and what other APIs' requests come down to, to an engine; keeps nothing of any."""
+
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+        self._llm = llm
+        self._config = config
+
+    async def start(
+        self, body: ChatCompletionRequest, name: str, arrival_time: float
+    ) -> tuple[SamplingParams, Outputs]:
+        """The parameters that hold, and the outputs, which begin to be generated when they are asked for.
+
+        Raises:
+            RayLMError: the request is refused.
+        """
+        body.check(self._config)
+        head = body.head(name, arrival_time, "messages", self._llm)
+        params, prompt = await self._prepare(body, any_length=body.truncate_prompt_tokens is not None)
+        token_ids = prompt.token_ids
+        if body.truncate_prompt_tokens:
+            token_ids = token_ids[-body.truncate_prompt_tokens :]
+        return params, self._llm.generate(token_ids, prompt.params, head, prompt.answer_format)
+
+    async def count(self, body: ChatCompletionRequest) -> int:
+        """Tokens of the prompt that a conversation comes to.
+
+        Raises:
+            RayLMError: the request is refused.
+        """
+        body.check(self._config)
+        check_model(body.model, self._llm)
+        _, prompt = await self._prepare(body, any_length=True)
+        return len(prompt.token_ids)
+
+    async def fit(self, body: ChatCompletionRequest, max_new: int) -> ChatCompletionRequest:
+        """The conversation without as many of its oldest turns as it takes to leave ``max_new`` tokens for an answer.
+
+        System messages at its head stay, and so does the last message.
+
+        Raises:
+            RayLMError: the request is refused.
+        """
+        most = self._llm.max_model_len - max_new
+        head = next((at for at, message in enumerate(body.messages) if message["role"] != "system"), 0)
+        low, high = 0, len(body.messages) - head - 1  # so many turns may be left out
+        if await self.count(body) <= most:
+            return body
+        while low < high:
+            middle = (low + high) // 2
+            if await self.count(_without(body, head, middle)) <= most:
+                high = middle
+            else:
+                low = middle + 1
+        return _without(body, head, low)
+
+    async def _prepare(self, body: ChatCompletionRequest, *, any_length: bool) -> tuple[SamplingParams, ChatPrompt]:
+        params = body.params(self._llm.sampling_defaults)
+        self._llm.admission.expect(params.n)
+        return params, await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
+
+
+def _without(body: ChatCompletionRequest, head: int, count: int) -> ChatCompletionRequest:
+    """Without the ``count`` oldest messages behind ``head``, nor answers of tools whose calls went with them."""
+    kept = body.messages[head + count :]
+    while len(kept) > 1 and count and kept[0]["role"] == "tool":
+        kept = kept[1:]
+    return body.model_copy(update={"messages": body.messages[:head] + kept})
 
 
 class ChatCompletions:
@@ -47,8 +212,7 @@ class ChatCompletions:
             RayLMError: the request is refused or failed.
         """
         arrival_time = time.time()
-        body = self.body.parse(data)
-        options = body.options
+        body = await self.body.read(data)
         name = f"chatcmpl-{body.request_id or request_id}"
         params, outputs = await self._conversations.start(body, name, arrival_time)
         head = {"id": name, "object": "chat.completion", "created": int(arrival_time), "model": body.model}
@@ -56,8 +220,9 @@ class ChatCompletions:
             head["service_tier"] = "default"
         if body.stream:
             head["object"] = "chat.completion.chunk"
-            template = ChunkTemplate(head, "delta.content", null_usage=bool(options.include_usage))
-            return ChatStream(body, options, template, self._tokens).chunks(outputs)
+            template = ChunkTemplate(head, "delta.content", null_usage=bool(body.options.include_usage))
+            stream = ChatStream(body, template, self._tokens, with_logprobs=bool(body.logprobs))
+            return stream.chunks([outputs])
         return await self._whole(head, body, outputs, params.n)
 
     async def _whole(self, head: JSONObject, body: ChatCompletionRequest, outputs: Outputs, n: int) -> list[bytes]:
@@ -66,7 +231,7 @@ class ChatCompletions:
 
         def make() -> JSONObject:
             choices = Pieces(self._choice(index, choice, body) for index, choice in enumerate(generation.choices))
-            return head | {"choices": choices, "usage": usage.as_json()} | self._prompt_part(generation, body)
+            return head | {"choices": choices, "usage": usage.as_json()} | prompt_part(generation, body, self._tokens)
 
         return await json_answer(make, generation.num_details)
 
@@ -78,117 +243,3 @@ class ChatCompletions:
             "finish_reason": choice.finish_reason,
         }
         return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
-
-    def _prompt_part(self, generation: Generation, body: ChatCompletionRequest) -> JSONObject:
-        part: JSONObject = {}
-        if body.return_token_ids:
-            part["prompt_token_ids"] = generation.prompt_token_ids
-        if body.prompt_logprobs is not None:
-            entries = generation.prompt_logprobs or ()
-            part["prompt_logprobs"] = prompt_logprobs(entries, body.prompt_logprobs, self._tokens)
-        return part
-
-
-def assistant_message(choice: CompletionDelta) -> JSONObject:
-    """The message of a finished choice; thoughts go by both of the names in use."""
-    message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.reasoning:
-        message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
-    if choice.tool_calls:
-        message["content"] = choice.text or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in choice.tool_calls
-        ]
-    return message
-
-
-def delta_message(delta: CompletionDelta) -> JSONObject:
-    """What is new, as the ``delta`` of a chunk's choice."""
-    found: JSONObject = {}
-    if delta.reasoning:
-        found |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
-    if delta.text or not (delta.reasoning or delta.tool_calls):
-        found["content"] = delta.text
-    if delta.tool_calls:
-        found["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-    return found
-
-
-def _call_chunk(call: ToolCallDelta) -> JSONObject:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
-class ChatStream:
-    """Turns one request's outputs into chunks: the role first, then text, then the finish_reason, for each choice."""
-
-    def __init__(
-        self, body: ChatCompletionRequest, options: StreamOptions, template: ChunkTemplate, tokens: TokenTexts
-    ) -> None:
-        self._template = template
-        self._tokens = tokens
-        self._with_logprobs = bool(body.logprobs)
-        self._with_token_ids = bool(body.return_token_ids)
-        self._options = options
-        self._plain = not (self._with_logprobs or self._with_token_ids or options.continuous_usage_stats)
-        self._opened: set[int] = set()
-        self._usage = Usage()
-
-    async def chunks(self, outputs: Outputs) -> Chunks:
-        """The stream's events; one item holds all that arrived together."""
-        finished = False
-        async with aclosing(outputs):
-            async for output in outputs:
-                if not self._opened:
-                    self._usage.count_prompt(output)
-                finished = output.finished
-                if len(output.deltas) == 1 and self._plain:  # nearly always; 64 streams feel the difference
-                    data = self._delta(output.deltas[0], output)
-                else:
-                    data = await offload(partial(self._deltas, output), num_details(output.deltas))
-                if data:
-                    yield data
-        check_finished(finished)
-        last = self._template.choices([], self._usage.as_json()) if self._options.include_usage else b""
-        yield last + DONE
-
-    def _deltas(self, output: RequestOutput) -> bytes:
-        return b"".join([self._delta(delta, output) for delta in output.deltas])
-
-    def _delta(self, delta: CompletionDelta, output: RequestOutput) -> bytes:
-        self._usage.count_delta(delta)
-        sorted_out = delta.reasoning or delta.tool_calls
-        if self._plain and delta.finish_reason is None and delta.index in self._opened and not sorted_out:
-            return self._template.text(delta.index, delta.text) if delta.text else b""
-        return self._any_delta(delta, output)
-
-    def _any_delta(self, delta: CompletionDelta, output: RequestOutput) -> bytes:
-        reason = finish_reason(delta)
-        usage = self._usage.as_json() if self._options.continuous_usage_stats else None
-        data = b""
-        if delta.index not in self._opened:
-            data = self._role(delta.index, output, usage)
-        anything = delta.text or delta.reasoning or delta.tool_calls
-        if anything or (delta.token_ids and not self._plain):
-            data += self._template.choices([self._rich_choice(delta)], usage)
-        if reason is not None:
-            end: dict[str, Any] = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}
-            data += self._template.choices([end | extras(False, (), delta.stop_reason)], usage)
-        return data
-
-    def _role(self, index: int, output: RequestOutput, usage: JSONObject | None) -> bytes:
-        self._opened.add(index)
-        opening = {"role": "assistant", "content": "", "refusal": None}
-        choice: JSONObject = {"index": index, "delta": opening, "logprobs": None, "finish_reason": None}
-        if self._with_token_ids:
-            choice["prompt_token_ids"] = output.prompt_token_ids
-        return self._template.choices([choice], usage)
-
-    def _rich_choice(self, delta: CompletionDelta) -> JSONObject:
-        choice: JSONObject = {"index": delta.index, "delta": delta_message(delta), "finish_reason": None}
-        entries = delta.logprobs or ()
-        choice["logprobs"] = chat_logprobs(entries, self._tokens) if self._with_logprobs else None
-        return choice | extras(self._with_token_ids, delta.token_ids, None)

@@ -3,35 +3,72 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import CompletionDelta, offload
+from raylm.frontend import CompletionDelta
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.sse import ChunkTemplate
-from raylm.ingress.openai.completion_body import DEFAULT_MAX_TOKENS, CompletionRequest
-from raylm.ingress.openai.completion_stream import CompletionStream
-from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from raylm.ingress.openai.models import check_model
+from raylm.ingress.openai.fields import Prompt, Prompts, unsupported
+from raylm.ingress.openai.generation import GenerationBody
+from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_part
 from raylm.ingress.openai.outputs import Generation, Usage, extras, gather
-from raylm.ingress.openai.prompts import Prompt, count_items
-from raylm.params import SamplingParams
+from raylm.ingress.openai.streams import CompletionStream
+from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
     from raylm.ingress.openai.outputs import Outputs
 
+MAX_PROMPTS = 1024
+MAX_CHOICES = 4096
+DEFAULT_MAX_TOKENS = 16
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One prompt as it goes to the engine, and the text that stands before its completion ("" without echo)."""
 
-    prompt: Prompt
-    echoed: str
+class CompletionRequest(GenerationBody):
+    """Fields of a completion. ``best_of`` is accepted where it means nothing: equal to ``n``."""
+
+    unserved: ClassVar[frozenset[str]] = frozenset({"suffix"})
+
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if self.best_of not in (None, self.n or 1):
+            raise unsupported("best_of", "only a value equal to 'n' is supported.")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise InvalidRequestError("'min_tokens' must not exceed 'max_tokens'.", param="min_tokens")
+        if len(self.prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(f"'prompt' may hold at most {MAX_PROMPTS} prompts.", param="prompt")
+        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
+            raise InvalidRequestError(f"'n' times the prompts may make at most {MAX_CHOICES} choices.", param="n")
+
+    def params(self, defaults: JSONObject, default_max_tokens: int | None) -> SamplingParams:
+        """How to draw the answers; ``defaults`` and ``default_max_tokens`` are the checkpoint's.
+
+        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that nobody is shown.
+
+        Raises:
+            InvalidRequestError: a value lies out of range.
+        """
+        wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        limit = max(self.max_tokens, 1) if self.max_tokens is not None else None
+        if limit is None and default_max_tokens is None:
+            limit = DEFAULT_MAX_TOKENS
+        params = self.sampling(defaults, max_tokens=limit, logprobs=self.logprobs)
+        return replace(params, prompt_logprobs=max(wanted, default=None))
 
 
 class Completions:
@@ -51,46 +88,36 @@ class Completions:
             RayLMError: the request is refused or failed.
         """
         arrival_time = time.time()
-        body = self.body.parse(data)
+        body = await self.body.read(data)
         body.check(self._config)
         name = f"cmpl-{body.request_id or request_id}"
-        head = body.head(name, arrival_time, "prompt", check_model(body.model, self._llm))
-        options = body.options
-        params = self._params(body)
-        prompts = await offload(body.prompts, count_items(body.prompt))
-        self._llm.admission.expect(len(prompts) * params.n)
-        jobs = [await self._job(prompt, body) for prompt in prompts]
+        head = body.head(name, arrival_time, "prompt", self._llm)
+        params = body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
+        self._llm.admission.expect(len(body.prompt) * params.n)
+        prompts = [await self._truncate(prompt, body.truncate_prompt_tokens) for prompt in body.prompt]
+        echoed = [await self._text(prompt) if body.echo else "" for prompt in prompts]
         outputs: list[Outputs] = [
-            self._llm.generate(job.prompt, params, head.nth(place)) for place, job in enumerate(jobs)
+            self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)
         ]
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
-        echoed = [job.echoed for job in jobs]
         if body.stream:
-            template = ChunkTemplate(shared, "text", null_usage=bool(options.include_usage))
-            return CompletionStream(body, options, echoed, params.n, template, self._tokens).chunks(outputs)
+            template = ChunkTemplate(shared, "text", null_usage=bool(body.options.include_usage))
+            return CompletionStream(
+                body, template, self._tokens, num_logprobs=body.logprobs, echoed=echoed if body.echo else None
+            ).chunks(outputs)
         return await self._whole(shared, body, outputs, params.n, echoed)
 
-    def _params(self, body: CompletionRequest) -> SamplingParams:
-        """Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that nobody is shown."""
-        wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
-        limit = max(body.max_tokens, 1) if body.max_tokens is not None else None
-        if limit is None and self._llm.default_max_tokens is None:
-            limit = DEFAULT_MAX_TOKENS
-        params = body.sampling(self._llm.sampling_defaults, max_tokens=limit, logprobs=body.logprobs)
-        return replace(params, prompt_logprobs=max(wanted, default=None))
+    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
+        if limit is None:
+            return prompt
+        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return token_ids[-limit:] if len(token_ids) > limit else prompt
 
-    async def _job(self, prompt: Prompt, body: CompletionRequest) -> _Job:
-        limit = body.truncate_prompt_tokens
-        if limit is not None:
-            token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
-            prompt = token_ids[-limit:] if len(token_ids) > limit else prompt
-        if not body.echo:
-            return _Job(prompt, "")
-        return _Job(prompt, prompt if isinstance(prompt, str) else await self._detokenize(prompt))
-
-    async def _detokenize(self, token_ids: list[int]) -> str:
+    async def _text(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
         try:
-            return await self._llm.detokenize(token_ids)
+            return await self._llm.detokenize(prompt)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace("tokens", "prompt", 1), param="prompt") from None
 
@@ -123,11 +150,7 @@ class Completions:
             "logprobs": self._logprobs(choice, generation, body, echoed),
             "finish_reason": choice.finish_reason,
         }
-        if body.return_token_ids:
-            shown["prompt_token_ids"] = generation.prompt_token_ids
-        if body.prompt_logprobs is not None:
-            entries = generation.prompt_logprobs or ()
-            shown["prompt_logprobs"] = prompt_logprobs(entries, body.prompt_logprobs, self._tokens)
+        shown |= prompt_part(generation, body, self._tokens)
         return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
 
     def _logprobs(

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from raylm.frontend import RequestHead, offload
+from raylm.config import Config
+from raylm.errors import InvalidRequestError
+from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.pooling import Embedded, PoolingHandler, Text, Vector
-from raylm.ingress.openai.pooling_body import EmbeddingRequest
-from raylm.ingress.openai.prompts import count_items
+from raylm.ingress.openai.fields import Prompts
+from raylm.ingress.openai.pooling import Embedded, PoolingBody, PoolingHandler, Text, Vector
+from raylm.params import PoolingParams, PoolingType
+
+MAX_INPUTS = 2048  # OpenAI's bound
+
+
+class EmbeddingRequest(PoolingBody):
+    """Fields of an embedding."""
+
+    unserved: ClassVar[frozenset[str]] = frozenset({"messages", "embed_dtype", "endianness", "additional_data"})
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if len(self.input) > MAX_INPUTS:
+            raise InvalidRequestError(f"'input' may hold at most {MAX_INPUTS} inputs.", param="input")
+
+    def pooling_params(self, default: PoolingType) -> PoolingParams:
+        normalize = self.normalize is not False
+        return PoolingParams(pooling=self.pooling or default, normalize=normalize, dimensions=self.dimensions)
 
 
 class Embeddings(PoolingHandler[EmbeddingRequest]):
@@ -18,8 +42,8 @@ class Embeddings(PoolingHandler[EmbeddingRequest]):
 
     body, prefix = EmbeddingRequest, "embd"
 
-    async def texts(self, body: EmbeddingRequest) -> Sequence[Text]:
-        return [(prompt, "input") for prompt in await offload(body.inputs, count_items(body.input))]
+    def texts(self, body: EmbeddingRequest) -> Sequence[Text]:
+        return [(prompt, "input") for prompt in body.input]
 
     def answer(self, body: EmbeddingRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
         encode = _as_base64 if body.encoding_format == "base64" else _as_is

@@ -1,15 +1,44 @@
-"""Request bodies: the base that turns JSON into a checked object and every mistake into one sentence with a name."""
+"""Request bodies: pydantic models, and the one place where their errors become refusals.
+
+How a body is described:
+
+- A body is a Body, read by ``parse``, or by ``read`` where it may be large. An object in it is a TypedDict under
+  ``@closed`` where the checked dict goes on as it is, and a Part (a model) where it has rules or methods of its own.
+- A union is ``Annotated[A | B, OneOf(...)]``: its members are told apart by the Literals of one of their fields, or by
+  their JSON types. Neither the tags of unions nor the names of models appear in ``param``.
+- A rule is a validator that raises ValueError(rule) or ``refuse(rule, ...)``, for several fields of an object too
+  (``at`` names the one to blame); ``param`` is then the dotted path. ``check`` of a body may also raise ``wrong`` and
+  ``unsupported``, with the path written out.
+- Lists have ``fail_fast=True``, and objects that neither a Part nor OneOf bounds ``at_most(MAX_FIELDS)``: else pydantic
+  collects an error for each entry, in one call that keeps all other threads waiting.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Set
-from typing import Annotated, Any, ClassVar, Self
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    Tag,
+    ValidationError,
+    model_validator,
+    with_config,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
+from raylm.frontend import LARGE, offload
 from raylm.ingress.http.errors import clip
 
 _EXPECTED = {
@@ -24,8 +53,10 @@ _EXPECTED = {
 }
 _JSON_NAMES = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "an array"}
 _MAX_NAME = 64
+_TAG = "\0"  # begins the tags of unions, which are left out of paths
 
 MAX_STRING = 2048  # characters of a string that is tokenized on the event loop
+MAX_FIELDS = 32  # of an object whose fields are all known
 
 
 def _as_list(value: object) -> object:
@@ -50,7 +81,87 @@ StringOrStrings = Annotated[
     Field(fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
 ]
+Prompt = str | list[int]
+
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Annotates a union, or what may become one; ``key`` is a field that is a Literal in each member.
+
+    ``refusal`` is the sentence for everything else, with ``{got}`` for what stands there instead; ``served`` is False
+    where it refuses what OpenAI's specification allows. A missing ``key`` means ``default``.
+    """
+
+    refusal: str
+    key: str = ""
+    served: bool = True
+    default: str | None = None
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
+        members = {tag: member for member in choices for tag in self._tags(member)}
+        tags = {tag: _TAG + tag for tag in members}
+
+        def choose(value: object) -> str | None:
+            if not self.key:
+                return tags.get(json_name(value))
+            if not isinstance(value, dict) or len(value) > MAX_FIELDS:
+                return None
+            tag = value.get(self.key, self.default)
+            return tags.get(tag) if isinstance(tag, str) else None
+
+        return core_schema.tagged_union_schema(
+            {tags[tag]: handler.generate_schema(member) for tag, member in members.items()},
+            choose,
+            custom_error_type="one_of",
+            custom_error_message=self.refusal,
+            custom_error_context={"refusal": self.refusal, "key": self.key, "served": self.served},
+        )
+
+    def _tags(self, member: Any) -> tuple[str, ...]:
+        bare = get_args(member)[0] if get_origin(member) is Annotated else member
+        if self.key:
+            literal = get_type_hints(bare)[self.key]
+            return tuple(tag for part in (literal, *get_args(literal)) for tag in get_args(part) if type(tag) is str)
+        kind = get_origin(bare) or bare
+        return (_JSON_NAMES.get(str if kind is Literal else kind, "an object"),)
+
+
+def _prompt_form(value: object) -> str | None:
+    if not isinstance(value, list):
+        return _TAG + "text" if isinstance(value, str) else None
+    first = value[0] if value else 0
+    return _TAG + ("texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids")
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) and isinstance(value[0], (str, list)) else [value]
+
+
+_Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+_FORMS = "expected a string, an array of strings, an array of token ids, or an array of those, but got {got}"
+_PromptForms = Annotated[
+    Annotated[str, Tag(_TAG + "text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag(_TAG + "texts")]
+    | Annotated[_Ids, Tag(_TAG + "ids")]
+    | Annotated[list[_Ids], Field(fail_fast=True), Tag(_TAG + "lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="one_of",
+        custom_error_message=_FORMS,
+        custom_error_context={"refusal": _FORMS, "key": "", "served": True},
+    ),
+    AfterValidator(_listed),
+]
+Prompts = Annotated[list[Prompt], GetPydanticSchema(lambda _, handler: handler.generate_schema(_PromptForms))]
+"""Prompts in any of the four forms in which they come."""
+
+
+def refuse(rule: str, *, at: str = "", served: bool = True) -> PydanticCustomError:
+    """What a validator raises, about the value or the field ``at`` of it; ``served`` as in OneOf."""
+    return PydanticCustomError("refused", "refused", {"rule": rule, "at": at, "served": served})
 
 
 class Body(BaseModel):
@@ -87,6 +198,11 @@ class Body(BaseModel):
             raise _as_request_error(error.errors(include_url=False)[0]) from None
 
     @classmethod
+    async def read(cls, data: Mapping[str, Any]) -> Self:
+        """As ``parse``, on a thread if ``data`` holds much."""
+        return await offload(lambda: cls.parse(data), count_entries(data))
+
+    @classmethod
     def _refuse(cls, name: str, value: object) -> None:
         shown = clip(name, _MAX_NAME)
         if name in cls.unserved:
@@ -96,6 +212,24 @@ class Body(BaseModel):
         near = difflib.get_close_matches(shown, cls.model_fields, n=1, cutoff=0.8)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UnsupportedFieldError(f"Unrecognized request argument: '{shown}'.{hint}", param=shown)
+
+
+_CLOSED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+closed = with_config(_CLOSED)
+"""Decorates a TypedDict that has no other fields than its own."""
+
+
+class Part(BaseModel):
+    """An object inside of a body, which has no other fields than its own."""
+
+    model_config = _CLOSED | ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"it may hold at most {MAX_FIELDS} entries")
+        return value
 
 
 def unsupported(param: str, what: str) -> UnsupportedFieldError:
@@ -143,7 +277,11 @@ def check_fields(holder: Mapping[str, Any], known: Set[str], path: str) -> None:
 
 def dotted(path: tuple[int | str, ...]) -> str:
     """('messages', 0, 'content') as messages[0].content; keys that a client made up are clipped."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{clip(part, _MAX_NAME)}" for part in path)
+    text = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{clip(part, _MAX_NAME)}"
+        for part in path
+        if isinstance(part, int) or not part.startswith(_TAG)
+    )
     return text.removeprefix(".")
 
 
@@ -152,14 +290,51 @@ def json_name(value: object) -> str:
     return "null" if value is None else _JSON_NAMES.get(type(value), "an object")
 
 
+def count_entries(data: Mapping[str, Any]) -> int:
+    """Entries of all objects and arrays in ``data``; those beyond LARGE are not counted."""
+    count = 0
+    left: list[Any] = [data]
+    while left and count <= LARGE:
+        holder = left.pop()
+        count += len(holder)
+        if count <= LARGE:
+            items = holder.values() if isinstance(holder, dict) else holder
+            left += [item for item in items if type(item) is dict or type(item) is list]
+    return count
+
+
 def _as_request_error(error: ErrorDetails) -> InvalidRequestError:
-    param, kind, context = dotted(error["loc"]), error["type"], error.get("ctx", {})
+    path, kind, context, value = error["loc"], error["type"], error.get("ctx", {}), error["input"]
+    if kind == "one_of":
+        return _not_one_of(path, value, **context)
+    if kind == "refused":
+        param = dotted((*path, context["at"]) if context["at"] else path)
+        return wrong(param, context["rule"]) if context["served"] else unsupported(param, context["rule"])
+    param = dotted(path)
     if kind == "missing":
         return InvalidRequestError(f"Missing required parameter: '{param}'.", param=param)
     if kind == "extra_forbidden":
-        return UnsupportedFieldError(f"Unrecognized request argument: '{param}'.", param=param)
+        return unsupported(param, "this field is not supported.")
     if kind in _EXPECTED:
-        rule = f"expected {_EXPECTED[kind]}, but got {json_name(error['input'])}"
-        return InvalidRequestError(f"Invalid type for '{param}': {rule}.", param=param)
+        return _wrong_type(param, f"expected {_EXPECTED[kind]}, but got {json_name(value)}")
+    if kind == "too_short":
+        return wrong(param, "it must not be empty")
     reason = str(context["error"]) if kind == "value_error" else error["msg"].removeprefix("Input ")
-    return InvalidRequestError(f"Invalid value for '{param}': {clip(reason, 300)}.", param=param)
+    return wrong(param, clip(reason, 300))
+
+
+def _not_one_of(path: tuple[int | str, ...], value: Any, key: str, refusal: str, served: bool) -> InvalidRequestError:
+    if not key:
+        return _wrong_type(dotted(path), refusal.format(got=json_name(value)))
+    if not isinstance(value, dict):
+        return _wrong_type(dotted(path), f"expected an object, but got {json_name(value)}")
+    if len(value) > MAX_FIELDS:
+        return wrong(dotted(path), f"it may hold at most {MAX_FIELDS} entries")
+    tag = value.get(key)
+    param = dotted((*path, key))
+    rule = refusal.format(got=f"'{clip(tag, 40)}'" if isinstance(tag, str) else json_name(tag))
+    return wrong(param, rule) if served else unsupported(param, rule)
+
+
+def _wrong_type(param: str, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid type for '{param}': {rule}.", param=param)

@@ -10,6 +10,8 @@ from raylm.ingress.http.answer import Pieces
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, TokenLogprob
+    from raylm.ingress.openai.generation import GenerationBody
+    from raylm.ingress.openai.outputs import Generation
 
 JSONObject = dict[str, Any]
 
@@ -125,3 +127,13 @@ def _by_id(entry: TokenLogprob, num_top: int, tokens: TokenTexts) -> JSONObject:
     }
     own = {"logprob": max(entry.logprob, _LOWEST), "rank": entry.rank, "decoded_token": tokens.text_of(entry.token_id)}
     return found | {str(entry.token_id): own}
+
+
+def prompt_part(generation: Generation, body: GenerationBody, tokens: TokenTexts) -> JSONObject:
+    """What an answer says of its prompt if it is asked to."""
+    part: JSONObject = {}
+    if body.return_token_ids:
+        part["prompt_token_ids"] = generation.prompt_token_ids
+    if body.prompt_logprobs is not None:
+        part["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs or (), body.prompt_logprobs, tokens)
+    return part

@@ -1,4 +1,4 @@
-"""PoolingHandler: what all endpoints share that answer by vectors, or by what is computed from them."""
+"""What all endpoints share that answer by vectors, or by what is computed from them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,39 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from pydantic import Field
 
 from raylm.config import Config
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.models import check_model
+from raylm.ingress.openai.fields import Prompt
+from raylm.ingress.openai.generation import RequestBody
 from raylm.ingress.openai.outputs import interleave
-from raylm.ingress.openai.pooling_body import PoolingBody
-from raylm.ingress.openai.prompts import Prompt
+from raylm.params import PoolingParams, PoolingType
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
+
+
+class PoolingBody(RequestBody):
+    """Fields of all requests that are answered by vectors or by what is computed from them."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    pooling: PoolingType | None = None
+
+    def pooling_params(self, default: PoolingType) -> PoolingParams:
+        """How to pool.
+
+        Raises:
+            InvalidRequestError: a value lies out of range.
+        """
+        return PoolingParams(pooling=self.pooling or default)
+
 
 B = TypeVar("B", bound=PoolingBody)
 Vector = NDArray[np.float32]
@@ -57,12 +74,8 @@ class PoolingHandler(ABC, Generic[B]):
         self._config = config
 
     @abstractmethod
-    async def texts(self, body: B) -> Sequence[Text]:
-        """What to embed.
-
-        Raises:
-            InvalidRequestError: a field that holds texts has a wrong form.
-        """
+    def texts(self, body: B) -> Sequence[Text]:
+        """What to embed."""
 
     @abstractmethod
     def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
@@ -74,11 +87,11 @@ class PoolingHandler(ABC, Generic[B]):
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = self.body.parse(data)
+        body = await self.body.read(data)
         body.check(self._config)
         name = f"{self.prefix}-{body.request_id or request_id}"
-        head = body.head(name, time.time(), "input", check_model(body.model, self._llm))
-        embedded = await self._embed(await self.texts(body), body, head)
+        head = body.head(name, time.time(), "input", self._llm)
+        embedded = await self._embed(self.texts(body), body, head)
         return orjson.dumps(self.answer(body, head, embedded), option=orjson.OPT_SERIALIZE_NUMPY)
 
     async def _embed(self, texts: Sequence[Text], body: B, head: RequestHead) -> Embedded:

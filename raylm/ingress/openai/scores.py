@@ -3,11 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
+from pydantic import Field
+
+from raylm.config import Config
+from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.pooling import Embedded, PoolingHandler, Text
-from raylm.ingress.openai.pooling_body import RerankRequest, ScoreRequest
+from raylm.ingress.openai.fields import StringOrStrings
+from raylm.ingress.openai.pooling import Embedded, PoolingBody, PoolingHandler, Text
+
+MAX_DOCUMENTS = 1024
+
+
+class ScoreRequest(PoolingBody):
+    """Fields of /score: one text against each of many, or as many pairs as there are texts."""
+
+    unserved: ClassVar[frozenset[str]] = frozenset({
+        "activation", "use_activation", "data_1", "data_2", "mm_processor_kwargs", "queries", "documents",
+        "instruction",
+    })  # fmt: skip
+
+    text_1: StringOrStrings
+    text_2: StringOrStrings
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        for name in ("text_1", "text_2"):
+            _check_texts(name, getattr(self, name))
+        if len(self.text_1) not in (1, len(self.text_2)):
+            message = "'text_1' must hold one text, or as many as 'text_2'."
+            raise InvalidRequestError(message, param="text_1")
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Which of ``text_1`` goes with which of ``text_2``."""
+        return [(place if len(self.text_1) > 1 else 0, place) for place in range(len(self.text_2))]
+
+
+class RerankRequest(PoolingBody):
+    """Fields of /rerank, as Jina's and Cohere's clients send them."""
+
+    unserved: ClassVar[frozenset[str]] = frozenset({
+        "activation", "use_activation", "rank_fields", "max_chunks_per_doc", "max_tokens_per_doc",
+        "mm_processor_kwargs", "instruction",
+    })  # fmt: skip
+
+    query: str
+    documents: Annotated[list[str], Field(fail_fast=True)]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        _check_texts("query", [self.query])
+        _check_texts("documents", self.documents)
+
+
+def _check_texts(name: str, texts: list[str]) -> None:
+    if not 1 <= len(texts) <= MAX_DOCUMENTS:
+        raise InvalidRequestError(f"'{name}' must hold between 1 and {MAX_DOCUMENTS} texts.", param=name)
+    if not all(texts):
+        raise InvalidRequestError(f"'{name}' must not hold an empty text.", param=name)
 
 
 class Score(PoolingHandler[ScoreRequest]):
@@ -15,7 +72,7 @@ class Score(PoolingHandler[ScoreRequest]):
 
     body, prefix = ScoreRequest, "score"
 
-    async def texts(self, body: ScoreRequest) -> Sequence[Text]:
+    def texts(self, body: ScoreRequest) -> Sequence[Text]:
         return [(text, "text_1") for text in body.text_1] + [(text, "text_2") for text in body.text_2]
 
     def answer(self, body: ScoreRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
@@ -36,7 +93,7 @@ class Rerank(PoolingHandler[RerankRequest]):
 
     body, prefix = RerankRequest, "rerank"
 
-    async def texts(self, body: RerankRequest) -> Sequence[Text]:
+    def texts(self, body: RerankRequest) -> Sequence[Text]:
         return [(body.query, "query"), *((text, "documents") for text in body.documents)]
 
     def answer(self, body: RerankRequest, head: RequestHead, embedded: Embedded) -> JSONObject:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import orjson
 from pydantic import Field
@@ -12,9 +12,9 @@ from raylm.frontend import ChatRequest
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Body, TokenIds
+from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
-from raylm.ingress.openai.messages import template_messages, template_tools
-from raylm.ingress.openai.models import check_model
+from raylm.ingress.openai.messages import Messages, Tool, opens_turn
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -27,8 +27,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -46,9 +46,6 @@ class TokenizeRequest(Body):
             if getattr(self, name) is not None:
                 other = "messages" if self.prompt is not None else "prompt"
                 raise InvalidRequestError(f"'{name}' needs '{other}'.", param=name)
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "'continue_final_message' and 'add_generation_prompt' must not both be true."
-            raise InvalidRequestError(message, param="continue_final_message")
 
 
 class DetokenizeRequest(Body):
@@ -69,7 +66,7 @@ class Tokenize:
 
     async def __call__(self, data: JSONObject, request_id: str) -> list[bytes]:
         """{count, max_model_len, tokens}, and token_strs if asked for."""
-        body = self.body.parse(data)
+        body = await self.body.read(data)
         body.check()
         if body.model is not None:
             check_model(body.model, self._llm)
@@ -86,11 +83,10 @@ class Tokenize:
     async def _token_ids(self, body: TokenizeRequest) -> list[int]:
         if body.prompt is not None:
             return await self._llm.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        generation_prompt = body.add_generation_prompt
         request = ChatRequest(
-            messages=template_messages(body.messages or []),
-            tools=template_tools(body.tools),
-            add_generation_prompt=not body.continue_final_message if generation_prompt is None else generation_prompt,
+            messages=cast(list[JSONObject], body.messages),
+            tools=cast(list[JSONObject], body.tools) or None,
+            add_generation_prompt=opens_turn(body.add_generation_prompt, body.continue_final_message),
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs,
         )
@@ -107,7 +103,7 @@ class Detokenize:
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """{prompt}."""
-        body = self.body.parse(data)
+        body = await self.body.read(data)
         if body.model is not None:
             check_model(body.model, self._llm)
         return orjson.dumps({"prompt": await self._llm.detokenize(body.tokens)})

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from raylm.errors import InvalidRequestError
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.chat_body import MAX_TOOLS, ChatCompletionRequest
+from raylm.ingress.openai.chat import ChatCompletionRequest
 from raylm.ingress.openai.fields import Body, RequestId, at_most, check_fields, json_name, unsupported
+from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.params import MAX_LOGPROBS
 
 MAX_ITEMS = 4096

@@ -63,7 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text parts only"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function.arguments",
         "no valid JSON",
     ),
     ({"messages": HI, "continue_final_message": True}, "continue_final_message", "cannot be combined"),

@@ -9,8 +9,8 @@ import pytest
 
 from raylm.config import Config
 from raylm.ingress import build_asgi_app
-from raylm.ingress.openai.chat_body import ChatCompletionRequest
-from raylm.ingress.openai.completion_body import CompletionRequest
+from raylm.ingress.openai.chat import ChatCompletionRequest
+from raylm.ingress.openai.completions import CompletionRequest
 from tests.ingress.fake_llm import EOS, FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, events
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from raylm.ingress.openai.chat_body import ChatCompletionRequest
-from raylm.ingress.openai.completion_body import CompletionRequest
+from raylm.ingress.openai.chat import ChatCompletionRequest
+from raylm.ingress.openai.completions import CompletionRequest
+from raylm.ingress.openai.embeddings import EmbeddingRequest
 from raylm.ingress.openai.fields import Body
-from raylm.ingress.openai.pooling_body import EmbeddingRequest
 from raylm.ingress.responses.body import ResponsesRequest
 from tests.conformance.specification import violations
 from tests.ingress.harness import CHAT, TEXT, events

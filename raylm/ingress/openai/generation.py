@@ -1,0 +1,265 @@
+"""The fields that the bodies of all APIs share, and how they become a RequestHead and SamplingParams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+
+from pydantic import BeforeValidator, Field, field_validator
+from typing_extensions import TypedDict
+
+from raylm.config import Config
+from raylm.errors import InvalidRequestError, ModelNotFoundError
+from raylm.frontend import RequestHead
+from raylm.ingress.http.errors import clip
+from raylm.ingress.openai.fields import (
+    MAX_FIELDS,
+    Body,
+    OneOf,
+    Part,
+    RequestId,
+    StringOrStrings,
+    Strings,
+    TokenIds,
+    at_most,
+    closed,
+    unsupported,
+)
+from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+
+_SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "n", "prompt_logprobs",
+)  # fmt: skip
+_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_MAX_BIAS = 100.0
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18  # the largest vocabularies
+
+
+class RequestBody(Body):
+    """What text and vectors are asked for with alike; None always means "not given".
+
+    ``user`` identifies the end user for abuse detection and has by OpenAI's definition no effect on the answer.
+    """
+
+    model: str
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
+    user: str | None = None
+
+    def check(self, config: Config) -> None:
+        """Refuse combinations and values that this server does not serve.
+
+        Raises:
+            InvalidRequestError: fields contradict each other.
+            UnsupportedFieldError: the specification or another configuration allows this value.
+        """
+        check_priority(self.priority, config)
+
+    def head(self, request_id: str, arrival_time: float, param: str, llm: AsyncLLM) -> RequestHead:
+        """The head of its requests, whose prompts come from the field ``param``.
+
+        Raises:
+            ModelNotFoundError: ``model`` is neither the model of ``llm`` nor an adapter.
+        """
+        return RequestHead(
+            request_id=request_id,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            arrival_time=arrival_time,
+            param=param,
+            adapter=check_model(self.model, llm),
+        )
+
+
+def check_priority(priority: int | None, config: Config) -> None:
+    """Refuse a priority where the server does not schedule by it.
+
+    Raises:
+        UnsupportedFieldError: it does not.
+    """
+    if priority is not None and config.scheduler.policy != "priority":
+        raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
+
+
+def check_model(name: str, llm: AsyncLLM) -> str | None:
+    """The LoRA adapter that ``name`` means, None for the base model.
+
+    Raises:
+        ModelNotFoundError: ``name`` is neither.
+    """
+    if name == llm.model_name:
+        return None
+    if name not in llm.adapters.known:
+        shown = clip(name, 100)
+        lost = llm.adapters.lost.get(name)
+        why = f"was lost: {lost}" if lost else f"does not exist; this server serves '{llm.model_name}'."
+        raise ModelNotFoundError(f"The model '{shown}' {why}", param="model")
+    return name
+
+
+@closed
+class TextFormat(TypedDict):
+    type: Literal["text"]
+
+
+@closed
+class JSONObjectFormat(TypedDict):
+    type: Literal["json_object"]
+
+
+@closed
+class JSONSchema(TypedDict):
+    name: str
+    description: NotRequired[str | None]
+    schema: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+@closed
+class JSONSchemaFormat(TypedDict):
+    type: Literal["json_schema"]
+    json_schema: Annotated[JSONSchema, at_most(MAX_FIELDS)]
+
+
+ResponseFormat = Annotated[
+    TextFormat | JSONObjectFormat | JSONSchemaFormat,
+    OneOf("only text, json_object, json_schema are supported.", key="type", served=False),
+]
+
+
+def _strings(choice: object) -> object:
+    if isinstance(choice, list) and not all(isinstance(entry, str) for entry in choice):
+        raise ValueError("expected an array of strings")
+    return choice
+
+
+@closed
+class Constraints(TypedDict, total=False):
+    """vLLM's ``structured_outputs``: one of these."""
+
+    json: (
+        Annotated[dict[str, Any] | bool | str, OneOf("expected an object, a boolean or a string, but got {got}")] | None
+    )
+    regex: str | None
+    choice: Annotated[list[str], BeforeValidator(_strings)] | None
+    grammar: str | None
+    json_object: bool | None
+
+
+def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | None) -> StructuredOutputs | None:
+    """What ``response_format`` and ``structured_outputs`` ask for, None for free text.
+
+    Raises:
+        InvalidRequestError: both ask for something, or ``structured_outputs`` for nothing or too much.
+    """
+    by_format = None
+    if chosen is not None and chosen["type"] == "json_object":
+        by_format = StructuredOutputs(json_object=True, param="response_format")
+    elif chosen is not None and chosen["type"] == "json_schema":
+        schema = chosen["json_schema"].get("schema")
+        by_format = StructuredOutputs(
+            json=schema, json_object=schema is None, param="response_format.json_schema.schema"
+        )
+    if asked is None:
+        return by_format
+    if by_format is not None:
+        message = "'structured_outputs' and 'response_format' must not both say what form the answer has."
+        raise InvalidRequestError(message, param="structured_outputs")
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if "choice" in given:
+        given["choice"] = tuple(given["choice"])
+    if given.get("json_object") is False:
+        del given["json_object"]
+    param = f"structured_outputs.{next(iter(given))}" if len(given) == 1 else "structured_outputs"
+    return StructuredOutputs(**given, param=param)
+
+
+class SamplingBody(RequestBody):
+    """How one answer is drawn, whatever API asks for it."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(lt=2**31)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: Annotated[int, Field(lt=2**31)] | None = None
+    stop: StringOrStrings | None = None
+    stop_token_ids: Annotated[TokenIds | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] = None
+    bad_words: Strings | None = None
+    structured_outputs: Annotated[Constraints, at_most(MAX_FIELDS)] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_id_keys(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key in bias or ():
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise ValueError(f"'{clip(key, 20)}' is not a token id")
+        return bias
+
+
+class StreamOptions(Part):
+    """What a stream carries beside its tokens."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(SamplingBody):
+    """Fields of /v1/chat/completions and /v1/completions alike."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
+            if self.stream_options.include_obfuscation:
+                raise unsupported("stream_options.include_obfuscation", "obfuscation is not supported; give false.")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("'prompt_logprobs' is not available in a stream.", param="prompt_logprobs")
+
+    @property
+    def options(self) -> StreamOptions:
+        """``stream_options`` with their defaults."""
+        return self.stream_options or StreamOptions()
+
+    def sampling(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """SamplingParams by precedence: ``overrides``, the user's fields, the checkpoint's ``defaults``, OpenAI's.
+
+        Raises:
+            InvalidRequestError: a value lies out of range.
+        """
+        given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        given |= {name: tuple(value) for name in _TUPLES if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            clamped = {int(key): max(-_MAX_BIAS, min(_MAX_BIAS, bias)) for key, bias in self.logit_bias.items()}
+            given["logit_bias"] = clamped
+        given["structured_outputs"] = structured_outputs_of(self.response_format, self.structured_outputs)
+        given |= {name: value for name, value in overrides.items() if value is not None}
+        return SamplingParams(**{**defaults, **given})
