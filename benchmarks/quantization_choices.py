@@ -19,7 +19,7 @@ from torch import Tensor
 from raylm.checkpoint import resolve
 from raylm.models.linear import PLAIN, Linear, StackedFormat, WeightFormat
 from raylm.models.quantization import select as quantization
-from raylm.models.quantization.rounding import RoundedInt4, RoundedInt8
+from raylm.models.quantization.formats import RoundedInt4, RoundedInt8
 from raylm.native import Int4Weight, Weight, kernels, round_int4
 
 _SHARES = torch.linspace(1.0, 0.5, 26)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from raylm.models.causal_lm import AttentionSpec
 from raylm.models.linear import HEAD
 from raylm.models.transformers_backend.inspection import Mask, UnservedError, inspect, is_experts
 from raylm.models.transformers_backend.module_replacement import Experts, split_experts, stack_linears
-from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, AttentionCall, CurrentAttention
+from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, CurrentAttention
 
 
 @dataclass
@@ -81,7 +80,7 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
     attention = CurrentAttention()
     attention.attach(causal)
     try:
-        found = inspect(causal, partial(_run, causal, attention))
+        found = inspect(causal, attention)
     except UnservedError:
         raise
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -129,12 +128,6 @@ def _fill_buffers(model: Any) -> None:
             module.rope_type = "default"
         elif isinstance(kinds, dict):
             module.rope_type = dict.fromkeys(kinds, "default")
-
-
-def _run(causal: Any, attention: CurrentAttention, ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
-    attention.call = call
-    getattr(causal, causal.base_model_prefix)(input_ids=ids, position_ids=positions, use_cache=False)
-    attention.call = None
 
 
 def _replace_modules(causal: Any, groups: list[list[str]]) -> None:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from raylm.models.causal_lm import AttentionSpec
-from raylm.models.transformers_backend.paged_attention import AttentionCall, register
+from raylm.models.transformers_backend.paged_attention import CurrentAttention, register
 
 _TOKENS = 3
 _FARTHEST = 1 << 18  # positions up to which masks are inspected
@@ -163,10 +163,10 @@ class Inspection:
     groups: list[list[str]]
 
 
-def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], None]) -> Inspection:
-    """Run ``model`` (parameters on the meta device, buffers on the CPU) over three tokens, on zeros without memory.
+def inspect(model: Any, attention: CurrentAttention) -> Inspection:
+    """Run the decoder of ``model`` over three tokens, on zeros without memory, with a probe as its attention.
 
-    ``run`` calls it with input ids and positions, each (1, tokens), and that attention.
+    Its parameters are on the meta device, its buffers on the CPU.
 
     Raises:
         UnservedError: it does what paged attention cannot serve.
@@ -179,27 +179,19 @@ def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], Non
         model.set_submodule(path, recorder)
     for path in experts:
         model.set_submodule(path, IdleExperts())
-    probe = AttentionProbe()
+    probe = attention.call = AttentionProbe()
+    decoder = getattr(model, model.base_model_prefix)
     with torch.device("cpu"):
-        zeros = {f"model.{name}": torch.zeros(()).expand(weight.shape) for name, weight in model.named_parameters()}
+        zeros = {name: torch.zeros(()).expand(weight.shape) for name, weight in decoder.named_parameters()}
         positions = torch.arange(_TOKENS)[None]
-        functional_call(_Runner(model, run), zeros, (positions.clone(), positions, probe))
+        inputs = {"input_ids": positions.clone(), "position_ids": positions, "use_cache": False}
+        functional_call(decoder, zeros, kwargs=inputs)
+    attention.call = None
     if not probe.specs:
         raise UnservedError("its layers do not call transformers' attention interface")
     for path, module in (replaced | experts).items():
         model.set_submodule(path, module)
     return Inspection(probe.specs, list(_groups(seen, recorders)))
-
-
-class _Runner(nn.Module):
-    """Gives functional_call a module whose forward is any function beside the model."""
-
-    def __init__(self, model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], None]) -> None:
-        super().__init__()
-        self.model, self._run = model, run
-
-    def forward(self, ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
-        self._run(ids, positions, call)
 
 
 def _groups(seen: list[tuple[Recorder, Tensor]], recorders: dict[Recorder, str]) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""Weight formats of quantized checkpoints: the tensors of a linear layer, and the exact weights that these say."""
+"""Weight formats of 8-bit and 4-bit integers: as checkpoints hold them, exactly, or rounded from floats."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from raylm.errors import ConfigError
 from raylm.models.linear import Linear, StackedFormat
-from raylm.native import Int4Weight, Int8Weight, Weight
+from raylm.native import Int4Weight, Int8Weight, Weight, kernels, round_int4
 
 _MIDDLE = 8
 # The column that each 4 bits of an AWQ word hold, from its low end on; see AutoAWQ's GEMM layer.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_ROUNDED_GROUPS = (64, 32)  # a ninth less error than 128; 32 has twice the scales to read
 
 
 class Int8Channels(StackedFormat):
@@ -131,6 +132,50 @@ class Awq(GroupedInt4):
     def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         values, zeros = (_awq_columns(unpacked(stored[kind])) for kind in ("qweight", "qzeros"))
         return values.T, stored["scales"].T, zeros.T.float()
+
+
+class RoundedInt8(StackedFormat):
+    """Float weights rounded to 8 bits, symmetric, with one scale for each output."""
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        if inputs % 4:
+            raise ValueError(f"8-bit weights need inputs that are a multiple of 4, not {inputs}")
+        return {}
+
+    def weight(self, layer: Linear) -> Weight:
+        assert layer.weight is not None
+        return round_int8(layer.weight.data)
+
+
+class RoundedInt4(StackedFormat):
+    """Float weights rounded to 4 bits, each group of inputs with a scale and a zero."""
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        group_of(inputs)
+        return {}
+
+    def weight(self, layer: Linear) -> Weight:
+        assert layer.weight is not None
+        return round_int4(kernels(), layer.weight.data, group_of(layer.in_features))
+
+
+def group_of(inputs: int) -> int:
+    """The size of the groups that so many inputs are divided into.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for group in _ROUNDED_GROUPS:
+        if inputs % group == 0:
+            return group
+    raise ValueError(f"4-bit weights need inputs that are a multiple of {_ROUNDED_GROUPS[-1]}, not {inputs}")
+
+
+def round_int8(weight: Tensor) -> Int8Weight:
+    """(out, in) to the nearest of 255 steps, of which the largest is the output's largest weight."""
+    wide = weight.float()
+    scales = wide.abs().amax(1).clamp_(min=1e-12) / 127
+    return Int8Weight((wide / scales[:, None]).round_().to(torch.int8), scales)
 
 
 def unpacked(words: Tensor) -> Tensor:
