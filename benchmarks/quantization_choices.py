@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from raylm.checkpoint import resolve
-from raylm.models.linear import PLAIN, Linear, StackedFormat, WeightFormat
+from raylm.models.linear import PLAIN, Linear, WeightFormat
 from raylm.models.quantization import select as quantization
 from raylm.models.quantization.formats import RoundedInt4, RoundedInt8
 from raylm.native import Int4Weight, Weight, kernels, round_int4
@@ -27,7 +27,7 @@ _MIDDLE = 8
 
 
 @dataclass(frozen=True)
-class Int4Choice(StackedFormat):
+class Int4Choice(WeightFormat):
     """Rounding to 4 bits in groups of ``group`` inputs; without ``zeros`` 0 is always in the middle."""
 
     group: int

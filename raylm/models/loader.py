@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from tqdm import tqdm
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM
-from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers
-from raylm.models.linear_kernels import select_kernels
+from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers, select_kernels
 from raylm.models.ranks import SINGLE_RANK, Ranks
 from raylm.models.registry import QUANTIZATION, model_class
 from raylm.models.weight_files import tensors, weight_files, weight_names
@@ -61,9 +59,7 @@ def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torc
     if asked is None and stored is None:
         return Quantization()
     if not QUANTIZATION:
-        what = (
-            f"quantization: {asked} is" if stored is None else f"model: the quantized weights of {checkpoint.path} are"
-        )
+        what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint.path} are"
         raise ConfigError(f"{what} not served: raylm.models.quantization was taken out of this installation.")
     return QUANTIZATION["select"](checkpoint, asked, device, ranks)
 
@@ -84,7 +80,8 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
     Raises:
         ConfigError: float16 is asked for on a CPU, or the checkpoint's dtype is not supported.
     """
-    name = str(_declared_dtype(checkpoint) if asked == "auto" else asked).removeprefix("torch.")
+    declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+    name = str(declared if asked == "auto" else asked).removeprefix("torch.")
     if name not in _DTYPES:
         raise ConfigError(f"model: the dtype {name!r} of {checkpoint.path} is not supported; set dtype.")
     if name == "float16" and device.type == "cpu":
@@ -92,10 +89,6 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
             raise ConfigError("dtype: float16 is not served on a CPU; use bfloat16, float32 or auto.")
         return torch.float32
     return _DTYPES[name]
-
-
-def _declared_dtype(checkpoint: Checkpoint) -> Any:
-    return checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
 
 
 def _load(checkpoint: Checkpoint, model: CausalLM) -> None:

@@ -36,9 +36,7 @@ _KNOB = "engine.tensor_parallel_size"
 
 
 def share(whole: DecoderConfig, ranks: Ranks) -> DecoderConfig:
-    """The part of a decoder that is one rank's.
-
-    Where there are more ranks than KV heads, neighbouring ranks hold the same one.
+    """One rank's part of a decoder; with more ranks than KV heads, neighbouring ranks hold the same one.
 
     Raises:
         ConfigError: the decoder cannot be divided by so many.

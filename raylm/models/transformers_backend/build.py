@@ -68,7 +68,7 @@ class Modeling:
 
 
 def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
-    """What config.json describes as the class ``name`` of transformers: weights on the meta device, buffers on the CPU.
+    """What config.json describes, as the class ``name``: weights on the meta device, buffers on the CPU.
 
     Raises:
         UnservedError: it does what paged attention cannot serve.
@@ -99,9 +99,8 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
 
 def _build(checkpoint: Checkpoint, name: str) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            checkpoint.path, local_files_only=True, trust_remote_code=False
-        )
+        load = transformers.AutoConfig.from_pretrained
+        config = load(checkpoint.path, local_files_only=True, trust_remote_code=False)
         config._attn_implementation = PROBED
         with torch.device("meta"), initialization.no_tie_weights():
             model = getattr(transformers, name)(config).eval()

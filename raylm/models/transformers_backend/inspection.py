@@ -19,12 +19,10 @@ from raylm.models.transformers_backend.paged_attention import CurrentAttention, 
 _TOKENS = 3
 _FARTHEST = 1 << 18  # positions up to which masks are inspected
 # Keywords of a layer that mean nothing to paged attention, which neither drops out, nor caches, nor returns weights.
-_WITHOUT_MEANING = frozenset(
-    {
-        "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
-        "output_router_logits", "return_dict", "past_key_values", "sliding_window",
-    }
-)  # fmt: skip
+_WITHOUT_MEANING = {
+    "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "past_key_values", "sliding_window",
+}  # fmt: skip
 
 
 class UnservedError(ValueError):
@@ -71,13 +69,12 @@ class IdleExperts(nn.Module):
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer, torch's or GPT-2's."""
-    weight = layer.get_parameter("weight")
-    rows, columns = weight.shape
+    rows, columns = layer.get_parameter("weight").shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` is one of transformers' stacked experts."""
+    """Whether these are transformers' stacked experts."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
@@ -93,7 +90,6 @@ class AttentionProbe:
         if module in self.specs:
             raise UnservedError("one of its layers attends twice")
         _check_options(options)
-        window = _window(mask)
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
         if k.shape != v.shape or k.shape[2:] != q.shape[2:] or heads % kv_heads or q.shape[2] != _TOKENS:
             raise UnservedError(
@@ -106,7 +102,7 @@ class AttentionProbe:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             scale=float(head_dim**-0.5 if scale is None else scale),
-            sliding_window=window,
+            sliding_window=_window(mask),
             softcap=options.get("softcap"),
         )
         return q.transpose(1, 2)
