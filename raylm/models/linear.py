@@ -35,28 +35,16 @@ class WeightFormat:
     """How a checkpoint holds the weight of a linear layer, and what its kernel gets of that: here, plain floats."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
-        """Memory for what the checkpoint holds of a part instead of ``weight``, by name; empty where it holds that.
-
-        Raises:
-            ValueError: no weight of this shape can be held.
-        """
+        """Memory by name for what it holds of a part instead of ``weight``; ValueError where it holds no such shape."""
         return {}
 
     def weight(self, layer: Linear) -> Weight:
-        """What was loaded into ``layer``, all its parts stacked.
-
-        Raises:
-            ConfigError: it is something that no kernel serves.
-        """
+        """What was loaded into ``layer``, all its parts stacked; ConfigError where no kernel serves it."""
         assert layer.weight is not None
         return layer.weight.data
 
     def freeze(self, layer: Linear, kernels: KernelFactory) -> tuple[LinearKernel, int]:
-        """What multiplies by the weights that were loaded into ``layer``, and the bytes of these.
-
-        Raises:
-            ConfigError: they are something that no kernel serves.
-        """
+        """What multiplies by the weights that were loaded into ``layer``, and the bytes of these."""
         weight = self.weight(layer)
         return kernels(weight, None if layer.bias is None else layer.bias.data), weight.nbytes
 
@@ -84,11 +72,7 @@ class Linear(Weighted):
         self.nbytes = 0
 
     def expect(self, form: WeightFormat) -> None:
-        """Load weights of this format; called at most once, before loading.
-
-        Raises:
-            ValueError: the format cannot hold a weight of this shape.
-        """
+        """Load weights of this format, or raise ValueError; called at most once, before loading."""
         self.format = form
         self.stored = {part: form.tensors(rows, self.in_features) for part, rows in self.parts.items()}
         if any(self.stored.values()):

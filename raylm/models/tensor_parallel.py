@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Literal
 
 from raylm.errors import ConfigError
+from raylm.models.causal_lm import Shard
 from raylm.models.decoder_config import DecoderConfig
 from raylm.models.ranks import Ranks
-from raylm.models.weight_files import Shard
 
 Style = Literal["colwise", "rowwise"]
 

@@ -42,11 +42,7 @@ class Section:
         return Section(self.checkpoint, f"{self.where}.{name}", self.values.get(name))
 
     def choice(self, name: str, served: Collection[Any], default: Any = None) -> Any:
-        """An entry of which only some values are served.
-
-        Raises:
-            ConfigError: it has another one.
-        """
+        """An entry of which only some values are served; ConfigError names any other."""
         value = self.get(name, default)
         if not any(value == one and type(value) is type(one) for one in served):
             raise self.error(name, value, f"supported: {', '.join(map(repr, served))}")
@@ -74,11 +70,7 @@ class Section:
 
 
 def read_quantization_config(checkpoint: Checkpoint) -> Found:
-    """What the quantization_config of ``checkpoint`` says.
-
-    Raises:
-        ConfigError: a method, or a choice within one, that is not supported.
-    """
+    """What the quantization_config of ``checkpoint`` says; ConfigError names what is not supported."""
     section = Section(checkpoint, "quantization_config", checkpoint.config["quantization_config"])
     return _METHODS[section.choice("quant_method", _METHODS)](section)
 

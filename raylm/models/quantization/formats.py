@@ -51,11 +51,7 @@ class GroupedInt4(WeightFormat):
         self.group = group
 
     def groups(self, inputs: int) -> int:
-        """How many groups the inputs make.
-
-        Raises:
-            ValueError: they are not divided evenly, or no kernel takes such groups.
-        """
+        """How many groups the inputs make; ValueError where no kernel takes such groups."""
         size = self.group or inputs
         if inputs % size or size % 8:
             raise ValueError(f"4-bit weights are served where {inputs} inputs divide into groups of a multiple of 8")
@@ -150,11 +146,7 @@ class RoundedInt4(WeightFormat):
 
 
 def group_of(inputs: int) -> int:
-    """The size of the groups that so many inputs are divided into.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The size of the groups that the inputs are divided into; ValueError where there is none."""
     for group in _ROUNDED_GROUPS:
         if inputs % group == 0:
             return group

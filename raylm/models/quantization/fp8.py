@@ -72,11 +72,7 @@ def round_inputs(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def check_fp8(what: str, device: torch.device) -> None:
-    """Refuse a device that does not multiply fp8.
-
-    Raises:
-        ConfigError: it is no GPU, or one that is too old.
-    """
+    """Refuse a device that does not multiply fp8: one that is no GPU, or too old."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
         raise ConfigError(
             f"{what} served on NVIDIA GPUs of compute capability 8.9 (Ada, Hopper) or higher only; this worker's "

@@ -68,11 +68,7 @@ class Modeling:
 
 
 def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
-    """What config.json describes, as the class ``name``: weights on the meta device, buffers on the CPU.
-
-    Raises:
-        UnservedError: it does what paged attention cannot serve.
-    """
+    """What config.json describes as the class ``name``, or UnservedError; weights stay on the meta device."""
     causal = _build(checkpoint, name)
     names, tied = frozenset(causal.state_dict()), frozenset(causal.all_tied_weights_keys)
     if tied - {f"{HEAD}.weight"} or type(getattr(causal, HEAD, None)) is not nn.Linear:

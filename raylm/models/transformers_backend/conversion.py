@@ -44,11 +44,7 @@ class Conversion:
         return found, pattern
 
     def places(self, found: Collection[str], targets: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Memory for each name of ``found`` that belongs somewhere, and for each of ``targets`` that they do not fill.
-
-        Raises:
-            UnservedError: a weight is converted in a way that is not served.
-        """
+        """Memory for each of ``found`` that belongs somewhere, and for each of ``targets`` that they do not fill."""
         placed: dict[str, Tensor] = {}
         filled: set[str] = set()
         parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
