@@ -10,7 +10,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from raylm.native import library as lib
+import raylm.native.library as lib
 from raylm.native.kernels import Kernels
 from raylm.native.linear import KINDS
 from raylm.native.packed_adapter import AdapterRun, PackedAdapter

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raylm.native import library as lib
+import raylm.native.library as lib
 from raylm.native.kernels import Kernels
 
 KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
