@@ -208,6 +208,7 @@ def test_weights_are_counted_by_rank(tmp_path: Path) -> None:
     assert 0.5 * whole < half < 0.52 * whole
 
 
+@pytest.mark.uses("quantization")
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_ranks_round_their_own_weights(tmp_path: Path, asked: str) -> None:
     make_checkpoint(tmp_path, "qwen3", tokenizer=False, hidden_size=128, intermediate_size=128, head_dim=32)
