@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import Report, parser
-from raylm.models.quantization.rounding import round_int8
+from raylm.models.quantization.formats import round_int8
 from raylm.native import Int4Weight, NativeLinear, Weight, kernels, round_int4, use_threads
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from benchmarks.model.quantization import UNITS, conversations, errors, run
 from benchmarks.rows import Report, parser
 from raylm.checkpoint import resolve
-from raylm.models.linear import PLAIN, Linear, StackedFormat, WeightFormat
+from raylm.models.linear import PLAIN, Linear, WeightFormat
 from raylm.models.quantization import select as quantization
-from raylm.models.quantization.rounding import RoundedInt4, RoundedInt8
+from raylm.models.quantization.formats import RoundedInt4, RoundedInt8
 from raylm.native import Int4Weight, Weight, kernels, round_int4
 
 _SHARES = torch.linspace(1.0, 0.5, 26)
@@ -27,7 +27,7 @@ _MIDDLE = 8
 
 
 @dataclass(frozen=True)
-class Int4Choice(StackedFormat):
+class Int4Choice(WeightFormat):
     """Rounding to 4 bits in groups of ``group`` inputs; without ``zeros`` 0 is always in the middle."""
 
     group: int

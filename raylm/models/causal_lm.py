@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from raylm.checkpoint import Checkpoint
 from raylm.models.linear import KernelFactory, Weighted
 from raylm.models.ranks import Ranks
-from raylm.models.weight_files import Shard
 from raylm.native import NativeDecoder
 
 
@@ -42,6 +41,15 @@ class Attend(Protocol):
     """
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank holds the entries ``part`` along ``dim`` (0 or 1), of which the checkpoint's tensor has ``count``."""
+
+    dim: int
+    part: range
+    count: int
 
 
 class CausalLM(nn.Module, ABC):

@@ -120,11 +120,7 @@ class DecoderConfig:
 def decoder_config(
     fields: Fields, windows: tuple[int | None, ...], biases: Biases, *, qk_norm: bool = False
 ) -> DecoderConfig:
-    """Read a configuration; all but ``fields`` depend on its family.
-
-    Raises:
-        ConfigError: an entry that is missing, wrong or not supported, named.
-    """
+    """Read a configuration, or raise ConfigError; all but ``fields`` depend on its family."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", fallback="num_attention_heads")
     if heads % kv_heads:
@@ -153,11 +149,7 @@ def decoder_config(
 
 
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
-    """The windows of families in which only some layers slide, or none.
-
-    Raises:
-        ConfigError: a kind of layer that is not supported.
-    """
+    """The windows of families in which only some layers slide, or none."""
     layers = fields.size("num_hidden_layers")
     window = fields.size("sliding_window") if fields.flag("use_sliding_window") else None
     kinds = fields.get("layer_types")

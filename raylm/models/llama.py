@@ -55,11 +55,7 @@ class LlamaForCausalLM(CausalLM):
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
-        """Read config.json with the defaults of this family.
-
-        Raises:
-            ConfigError: an entry that is missing, wrong or not supported, named.
-        """
+        """Read config.json with the defaults of this family, or raise ConfigError."""
         fields = Fields(checkpoint, {**_DEFAULTS, "attention_bias": False, "mlp_bias": False})
         windows = (None,) * fields.size("num_hidden_layers")
         bias = fields.flag("attention_bias")

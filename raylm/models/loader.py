@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models.causal_lm import CausalLM
-from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers
-from raylm.models.linear_kernels import select_kernels
+from raylm.models.causal_lm import CausalLM, Shard
+from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers, select_kernels
 from raylm.models.ranks import SINGLE_RANK, Ranks
 from raylm.models.registry import QUANTIZATION, model_class
-from raylm.models.weight_files import tensors, weight_files, weight_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INDEX = "model.safetensors.index.json"
 _NAMES_SHOWN = 6
 
 
@@ -61,9 +63,7 @@ def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torc
     if asked is None and stored is None:
         return Quantization()
     if not QUANTIZATION:
-        what = (
-            f"quantization: {asked} is" if stored is None else f"model: the quantized weights of {checkpoint.path} are"
-        )
+        what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint.path} are"
         raise ConfigError(f"{what} not served: raylm.models.quantization was taken out of this installation.")
     return QUANTIZATION["select"](checkpoint, asked, device, ranks)
 
@@ -84,7 +84,8 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
     Raises:
         ConfigError: float16 is asked for on a CPU, or the checkpoint's dtype is not supported.
     """
-    name = str(_declared_dtype(checkpoint) if asked == "auto" else asked).removeprefix("torch.")
+    declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+    name = str(declared if asked == "auto" else asked).removeprefix("torch.")
     if name not in _DTYPES:
         raise ConfigError(f"model: the dtype {name!r} of {checkpoint.path} is not supported; set dtype.")
     if name == "float16" and device.type == "cpu":
@@ -94,20 +95,16 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
     return _DTYPES[name]
 
 
-def _declared_dtype(checkpoint: Checkpoint) -> Any:
-    return checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
-
-
 def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
-    files = weight_files(checkpoint.path)
-    found = frozenset(name for file in files for name in weight_names(file))
+    files = _weight_files(checkpoint.path)
+    found = frozenset(name for file in files for name in _weight_names(file))
     places = model.places(found)
     unexpected = {name for name in found - places.keys() if not model.ignores(name)}
     _refuse(checkpoint, "lacks weights that the model needs", places.keys() - found)
     _refuse(checkpoint, "holds weights that the model does not know", unexpected)
     wanted = {name for name in found if name in places}
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
-        for name, tensor in tensors(files, wanted, model.shards):
+        for name, tensor in _tensors(files, wanted, model.shards):
             _copy(name, tensor, places[name])
             bar.update()
 
@@ -131,3 +128,56 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
     if target.is_floating_point() and not tensor.is_floating_point():
         raise ConfigError(f"model: the weight {name} holds integers ({tensor.dtype}), where numbers are expected.")
     target.copy_(tensor)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The checkpoint's safetensors files; ConfigError where one is missing, or their index is not readable."""
+    if (path / _INDEX).exists():
+        files = sorted({path / file for file in _read_index(path / _INDEX).values()})
+    else:
+        files = [path / "model.safetensors"]
+    for file in files:
+        if not file.exists():
+            pickled = any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
+            hint = "; PyTorch .bin files are never read, convert them to safetensors" if pickled else ""
+            raise ConfigError(f"model: {path} has no {file.name}{hint}.")
+    return files
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(file.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model: {file} is no index of safetensors files.") from error
+
+
+def _weight_names(file: Path) -> list[str]:
+    """The names of what ``file`` holds; ConfigError where it is no safetensors file, or torn."""
+    try:
+        with safe_open(file, framework="pt") as weights:
+            return list(weights.keys())
+    except Exception as error:  # safetensors' own error class is not stable across versions
+        raise ConfigError(f"model: {file} is not a readable safetensors file: {error}") from error
+
+
+def _tensors(files: list[Path], wanted: set[str], shards: Mapping[str, Shard]) -> Iterator[tuple[str, Tensor]]:
+    """The ``wanted`` tensors one by one, in the order of the files; of those in ``shards`` only that part."""
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                if name in wanted:
+                    shard = shards.get(name)
+                    yield name, weights.get_tensor(name) if shard is None else _read_shard(weights, name, shard)
+
+
+def _read_shard(weights: Any, name: str, shard: Shard) -> Tensor:
+    """Read one rank's part from an open safetensors file, and nothing else of the tensor."""
+    stored, entries = weights.get_slice(name), slice(shard.part.start, shard.part.stop)
+    shape = tuple(stored.get_shape())
+    if len(shape) <= shard.dim or shape[shard.dim] != shard.count:
+        raise ConfigError(
+            f"model: the weight {name} has the shape {shape}, config.json asks for {shard.count} along the "
+            f"{('first', 'second')[shard.dim]} dimension."
+        )
+    found: Tensor = stored[entries] if shard.dim == 0 else stored[:, entries]
+    return found

@@ -94,7 +94,7 @@ def _layer(layer: DecoderLayer, kept: list[Tensor]) -> layout.Layer:
 
 def _packed(linear: Linear) -> layout.Linear:
     assert isinstance(linear.kernel, NativeLinear), "the model was not loaded with native linear layers"
-    return linear.kernel.packed.struct
+    return linear.kernel.struct
 
 
 def _floats(weight: Tensor) -> Tensor:

@@ -30,11 +30,7 @@ QUANTIZATION: Family[Callable[[Checkpoint, str | None, torch.device, Ranks], Qua
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
-    """Find the class for a checkpoint.
-
-    Raises:
-        ConfigError: its architecture is not supported.
-    """
+    """The class for a checkpoint; ConfigError where its architecture is not supported."""
     named = checkpoint.config.get("architectures") or []
     if len(named) != 1 or named[0] not in ARCHITECTURES:
         raise ConfigError(

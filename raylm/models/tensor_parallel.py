@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Literal
 
 from raylm.errors import ConfigError
+from raylm.models.causal_lm import Shard
 from raylm.models.decoder_config import DecoderConfig
 from raylm.models.ranks import Ranks
-from raylm.models.weight_files import Shard
 
 Style = Literal["colwise", "rowwise"]
 
@@ -36,9 +36,7 @@ _KNOB = "engine.tensor_parallel_size"
 
 
 def share(whole: DecoderConfig, ranks: Ranks) -> DecoderConfig:
-    """The part of a decoder that is one rank's.
-
-    Where there are more ranks than KV heads, neighbouring ranks hold the same one.
+    """One rank's part of a decoder; with more ranks than KV heads, neighbouring ranks hold the same one.
 
     Raises:
         ConfigError: the decoder cannot be divided by so many.

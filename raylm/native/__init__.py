@@ -2,7 +2,7 @@
 
 from raylm.native import library as layout
 from raylm.native.build import NativeError
-from raylm.native.decoder import BatchTensors, NativeAttention, NativeDecoder
+from raylm.native.decoder import NativeAttention, NativeDecoder, batch_struct
 from raylm.native.kernels import Kernels, kernels, use_threads
 from raylm.native.linear import Int4Weight, Int8Weight, NativeLinear, Weight, round_int4
 from raylm.native.memory import huge_empty
@@ -10,7 +10,6 @@ from raylm.native.packed_adapter import AdapterRun, PackedAdapter
 
 __all__ = [
     "AdapterRun",
-    "BatchTensors",
     "Int4Weight",
     "Int8Weight",
     "Kernels",
@@ -20,6 +19,7 @@ __all__ = [
     "NativeLinear",
     "PackedAdapter",
     "Weight",
+    "batch_struct",
     "huge_empty",
     "kernels",
     "layout",

@@ -6,47 +6,38 @@ import ctypes
 import time
 from collections.abc import Sequence
 from ctypes import byref
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from raylm.native import library as lib
+import raylm.native.library as lib
 from raylm.native.kernels import Kernels
 from raylm.native.linear import KINDS
 from raylm.native.packed_adapter import AdapterRun, PackedAdapter
 from raylm.native.team_size import TeamSize
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTensors:
-    """One step's sequences, those with one token first, as contiguous tensors on the CPU.
+def batch_struct(
+    positions: Tensor, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, starts: Tensor, block_size: int
+) -> lib.Batch:
+    """One step's sequences, those with one token first, as the kernels read them.
 
-    ``positions`` and ``slots`` (tokens,) int64, ``block_tables`` (seqs, width) int32, ``seq_lens`` (seqs,) int32 and
-    ``starts`` (seqs + 1,) int32.
+    Contiguous tensors on the CPU, which it keeps alive: ``positions`` and ``slots`` (tokens,) int64, ``block_tables``
+    (seqs, width) int32, ``seq_lens`` (seqs,) int32 and ``starts`` (seqs + 1,) int32.
     """
-
-    positions: Tensor
-    slots: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    starts: Tensor
-
-    def struct(self, block_size: int) -> lib.Batch:
-        """As the kernels read it; it keeps the tensors alive."""
-        struct = lib.Batch(
-            tokens=len(self.slots),
-            seqs=len(self.seq_lens),
-            table_width=self.block_tables.stride(0),
-            block_size=block_size,
-            positions=self.positions.data_ptr(),
-            slots=self.slots.data_ptr(),
-            block_tables=self.block_tables.data_ptr(),
-            seq_lens=self.seq_lens.data_ptr(),
-            starts=self.starts.data_ptr(),
-        )
-        struct.kept = self
-        return struct
+    struct = lib.Batch(
+        tokens=len(slots),
+        seqs=len(seq_lens),
+        table_width=block_tables.stride(0),
+        block_size=block_size,
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        block_tables=block_tables.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        starts=starts.data_ptr(),
+    )
+    struct.kept = (positions, slots, block_tables, seq_lens, starts)
+    return struct
 
 
 class NativeAttention:

@@ -46,11 +46,7 @@ class Kernels:
 
 @cache
 def kernels(instructions: str | None = None) -> Kernels:
-    """The kernels for this machine, compiled if need be; loaded once a process.
-
-    Raises:
-        NativeError: they cannot be built or loaded.
-    """
+    """The kernels for this machine, loaded once a process and compiled if need be, or NativeError."""
     return Kernels(instructions or instruction_set())
 
 

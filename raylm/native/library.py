@@ -110,11 +110,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load the compiled kernels.
-
-    Raises:
-        NativeError: the file is no such library.
-    """
+    """Load the compiled kernels; NativeError where the file is no such library."""
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _FUNCTIONS.items():

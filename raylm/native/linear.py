@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raylm.native import library as lib
+import raylm.native.library as lib
 from raylm.native.kernels import Kernels
 
 KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
@@ -71,8 +71,11 @@ def round_int4(native: Kernels, weight: Tensor, group: int) -> Int4Weight:
     return Int4Weight(values, scales, zeros)
 
 
-class PackedWeight:
-    """A linear layer's weight (out, in) in packed form, with its bias; the original is not kept.
+class NativeLinear:
+    """``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type.
+
+    ``struct`` is the packed weight (out, in) with its bias, as the kernels read it; the original is not kept. ``dtype``
+    is None where the weight is quantized.
 
     Raises:
         ValueError: the inputs do not fill whole 32-bit units, or a group of them does not.
@@ -82,6 +85,7 @@ class PackedWeight:
         self._native = native
         self._kept: list[Tensor] = []
         self.struct = lib.Linear()
+        self.dtype = weight.dtype if isinstance(weight, Tensor) else None
         if isinstance(weight, Int4Weight):
             self._pack_int4(weight)
         elif isinstance(weight, Int8Weight):
@@ -90,18 +94,35 @@ class PackedWeight:
             self._pack(weight, KINDS[weight.dtype], per_unit=4 // weight.itemsize)
         self.struct.bias = self._keep(_padded(bias, self.struct.columns)) if bias is not None else None
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` (n,) of a plain weight -> (n, in): the embedding of a model that ties it to its head."""
+        assert self.dtype is not None, "a quantized weight is no embedding"
+        return self._words[ids // lib.LANES, :, ids % lib.LANES].view(self.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        struct, native = self.struct, self._native
+        x = x.contiguous()
+        out = torch.empty((len(x), struct.columns), dtype=x.dtype)
+        with native.lock:
+            native.library.raylm_linear(
+                native.team.handle, KINDS[x.dtype], byref(struct), x.data_ptr(), len(x), out.data_ptr(), struct.columns
+            )
+        return out[:, : self._out_features]
+
     def _pack(self, weight: Tensor, kind: int, per_unit: int) -> None:
         """``weight`` (out, in) in 32-bit units of ``per_unit`` neighbours each."""
-        self.out_features, units = weight.shape[0], weight[:1].nbytes // 4
+        self._out_features, units = weight.shape[0], weight[:1].nbytes // 4
         if weight[:1].nbytes % 4:
             raise ValueError(f"{weight.shape[1]} inputs are no multiple of {per_unit}")
-        groups = -(-self.out_features // lib.LANES)
+        groups = -(-self._out_features // lib.LANES)
         native, words = self._native, weight.contiguous().view(torch.int32)
-        self.words = native.arena.empty((groups, units, lib.LANES), torch.int32)
-        native.library.raylm_pack(native.team.handle, words.data_ptr(), self.out_features, units, self.words.data_ptr())
+        self._words = native.arena.empty((groups, units, lib.LANES), torch.int32)
+        native.library.raylm_pack(
+            native.team.handle, words.data_ptr(), self._out_features, units, self._words.data_ptr()
+        )
         self.struct.kind, self.struct.columns = kind, groups * lib.LANES
         self.struct.depth, self.struct.units = units * per_unit, units
-        self.struct.packed = self._keep(self.words)
+        self.struct.packed = self._keep(self._words)
 
     def _pack_int8(self, weight: Int8Weight) -> None:
         self._pack(weight.values, lib.INT8, per_unit=4)
@@ -129,32 +150,6 @@ class PackedWeight:
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
-
-
-class NativeLinear:
-    """A linear layer by itself: ``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type."""
-
-    def __init__(self, native: Kernels, weight: Weight, bias: Tensor | None) -> None:
-        self.packed = PackedWeight(native, weight, bias)
-        self.dtype = weight.dtype if isinstance(weight, Tensor) else None  # None where it is quantized
-        self._native = native
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (n,) of a plain weight -> (n, in): the embedding of a model that ties it to its head."""
-        assert self.dtype is not None, "a quantized weight is no embedding"
-        words = self.packed.words[ids // lib.LANES, :, ids % lib.LANES]
-        return words.view(self.dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        struct = self.packed.struct
-        x = x.contiguous()
-        out = torch.empty((len(x), struct.columns), dtype=x.dtype)
-        native = self._native
-        with native.lock:
-            native.library.raylm_linear(
-                native.team.handle, KINDS[x.dtype], byref(struct), x.data_ptr(), len(x), out.data_ptr(), struct.columns
-            )
-        return out[:, : self.packed.out_features]
 
 
 def _nibbles(values: Tensor) -> Tensor:

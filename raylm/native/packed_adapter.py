@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.native import library as lib
+import raylm.native.library as lib
 from raylm.native.linear import KINDS
 from raylm.native.memory import Arena
 

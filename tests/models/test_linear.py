@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raylm.models import linear_kernels
-from raylm.models.linear import Linear
-from raylm.models.linear_kernels import dense, prepacked, probe, select_kernels
+from raylm.models import linear
+from raylm.models.linear import Linear, dense, prepacked, probe, select_kernels
 from raylm.native import NativeError, NativeLinear, kernels
 
 CPU = torch.device("cpu")
@@ -25,7 +24,7 @@ def native(weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear:
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
 @pytest.mark.parametrize("biased", [False, True])
 def test_kernels_equal_a_float64_product(
-    kernel: linear_kernels.KernelFactory, dtype: torch.dtype, limit: float, rows: int, biased: bool
+    kernel: linear.KernelFactory, dtype: torch.dtype, limit: float, rows: int, biased: bool
 ) -> None:
     if kernel is prepacked and (reason := probe(dtype)):
         pytest.skip(reason)
@@ -60,7 +59,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise NativeError("there is no C++ compiler")
 
-    monkeypatch.setattr(linear_kernels, "kernels", refuse)
+    monkeypatch.setattr(linear, "kernels", refuse)
 
 
 def test_native_on_a_cpu_dense_elsewhere() -> None:
@@ -90,7 +89,7 @@ def test_without_a_working_kernel_it_falls_back_and_says_so(
         _linear_pointwise=op,
         _is_mkldnn_bf16_supported=lambda: False,
     )
-    monkeypatch.setattr(linear_kernels.torch, "ops", SimpleNamespace(mkldnn=ops))
+    monkeypatch.setattr(linear.torch, "ops", SimpleNamespace(mkldnn=ops))
     with caplog.at_level(logging.WARNING):
         assert select_kernels(CPU, torch.float32) is dense
     assert reason in caplog.text

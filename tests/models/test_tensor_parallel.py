@@ -19,7 +19,7 @@ from torch import Tensor
 from raylm import models
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import SINGLE_RANK, Ranks, weight_files
+from raylm.models import SINGLE_RANK, Ranks, loader
 from raylm.models.llama import LlamaForCausalLM
 from raylm.models.registry import model_class
 from raylm.models.tensor_parallel import PLAN
@@ -150,7 +150,7 @@ def test_a_rank_reads_its_part_of_the_checkpoint_alone(tmp_path: Path, monkeypat
 
             return Slice()
 
-    monkeypatch.setattr(weight_files, "safe_open", Spy)
+    monkeypatch.setattr(loader, "safe_open", Spy)
     load(Checkpoint(tmp_path))
     whole, read = read, {}
     totals = dict.fromkeys(whole, 0)
@@ -208,6 +208,7 @@ def test_weights_are_counted_by_rank(tmp_path: Path) -> None:
     assert 0.5 * whole < half < 0.52 * whole
 
 
+@pytest.mark.uses("quantization")
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_ranks_round_their_own_weights(tmp_path: Path, asked: str) -> None:
     make_checkpoint(tmp_path, "qwen3", tokenizer=False, hidden_size=128, intermediate_size=128, head_dim=32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from raylm.errors import InvalidRequestError
 
-MAX_RANK = 64
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# What changes nothing about how a saved adapter is applied, whatever it says.
+# Entries that change nothing about how a saved adapter is applied.
 _INERT = {
     "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
     "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "rank_pattern",
@@ -28,6 +27,10 @@ _INERT = {
 _READ = {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"}
 # Ways to begin training that take something out of the base model's weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class _UnservedError(Exception):
+    """Why an adapter cannot be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,90 +49,85 @@ def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: in
     Raises:
         InvalidRequestError: it is no adapter, not one for this model, or asks for what is not served; named.
     """
-    config = _read_config(path)
+    try:
+        config = _read_config(path / _CONFIG)
+        pairs = _read_pairs(path / _WEIGHTS, shapes)
+        return {name: _low_rank(name, pair, shapes[name], config, max_rank) for name, pair in pairs.items()}
+    except _UnservedError as error:
+        raise InvalidRequestError(
+            f"The adapter {path.name!r} cannot be served: {error}.", param="lora_path"
+        ) from error.__cause__
+
+
+def _read_pairs(file: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:
+    """By module {"A": lora_A, "B": lora_B}, or one of the two."""
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _tensors(path):
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise _refusal(path, f"the weight {name} is none of a LoRA's low-rank products")
-        if match["module"] not in shapes:
-            raise _refusal(path, f"it changes {match['module']}; only q, k, v, o, gate, up and down are served")
-        found.setdefault(match["module"], {})[match["side"]] = tensor
+    try:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a mapping
+                match = _NAME.fullmatch(name)
+                if match is None:
+                    raise _UnservedError(f"the weight {name} is none of a LoRA's low-rank products")
+                if match["module"] not in shapes:
+                    raise _UnservedError(f"it changes {match['module']}; only q, k, v, o, gate, up and down are served")
+                found.setdefault(match["module"], {})[match["side"]] = weights.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise _UnservedError(f"its {_WEIGHTS} cannot be read") from error
     if not found:
-        raise _refusal(path, "it holds no weights")
-    return {module: _low_rank(path, module, pair, shapes[module], config, max_rank) for module, pair in found.items()}
+        raise _UnservedError("it holds no weights")
+    return found
 
 
 def _low_rank(
-    path: Path,
-    module: str,
-    pair: dict[str, Tensor],
-    shape: tuple[int, int],
-    config: dict[str, Any],
-    max_rank: int,
+    module: str, pair: dict[str, Tensor], shape: tuple[int, int], config: dict[str, Any], max_rank: int
 ) -> LowRank:
     if pair.keys() != {"A", "B"}:
-        raise _refusal(path, f"{module} has only one of lora_A and lora_B")
+        raise _UnservedError(f"{module} has only one of lora_A and lora_B")
     down, up = pair["A"], pair["B"]
     if down.ndim != 2 or up.ndim != 2 or not down.is_floating_point() or not up.is_floating_point():
-        raise _refusal(path, f"the weights of {module} are no matrices of numbers")
+        raise _UnservedError(f"the weights of {module} are no matrices of numbers")
     rank, (rows, inputs) = len(down), shape
     if down.shape != (rank, inputs) or up.shape != (rows, rank) or not rank:
-        raise _refusal(
-            path,
+        raise _UnservedError(
             f"{module} has lora_A {tuple(down.shape)} and lora_B {tuple(up.shape)}; "
             f"this model's module is ({rows}, {inputs})",
         )
     if rank > max_rank:
-        raise _refusal(path, f"{module} has the rank {rank}; lora.max_rank is {max_rank}")
+        raise _UnservedError(f"{module} has the rank {rank}; lora.max_rank is {max_rank}")
     if not (down.isfinite().all() and up.isfinite().all()):
-        raise _refusal(path, f"the weights of {module} are not finite")
+        raise _UnservedError(f"the weights of {module} are not finite")
     # As peft has it; with the root it is rank-stabilized scaling (Kalajdzievski 2023).
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRank(down, up.float() * scale)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / _CONFIG
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MAX_CONFIG_BYTES:
-            raise _refusal(path, f"its {_CONFIG} is longer than {_MAX_CONFIG_BYTES} bytes")
+            raise _UnservedError(f"its {_CONFIG} is longer than {_MAX_CONFIG_BYTES} bytes")
         config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise _refusal(path, f"its {_CONFIG} cannot be read") from error
+        raise _UnservedError(f"its {_CONFIG} cannot be read") from error
     if not isinstance(config, dict):
-        raise _refusal(path, f"its {_CONFIG} is no object")
-    _check_config(path, config)
+        raise _UnservedError(f"its {_CONFIG} is no object")
+    _check_config(config)
     return config
 
 
-def _check_config(path: Path, config: dict[str, Any]) -> None:
-    """Whatever is set beyond what is known, and not off, may change how the adapter is applied."""
+def _check_config(config: dict[str, Any]) -> None:
+    """An unknown entry that is set, and not off, may change how the adapter is applied."""
     if config.get("peft_type") != "LORA":
-        raise _refusal(path, f"its peft_type is {str(config.get('peft_type'))[:40]!r}; LORA is served")
+        raise _UnservedError(f"its peft_type is {str(config.get('peft_type'))[:40]!r}; LORA is served")
     if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise _refusal(path, f"its task_type is {str(config['task_type'])[:40]!r}; CAUSAL_LM is served")
+        raise _UnservedError(f"its task_type is {str(config['task_type'])[:40]!r}; CAUSAL_LM is served")
     if config.get("bias", "none") != "none":
-        raise _refusal(path, f"bias is {str(config['bias'])[:40]!r}; adapters with biases are not served")
+        raise _UnservedError(f"bias is {str(config['bias'])[:40]!r}; adapters with biases are not served")
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise _refusal(path, "lora_alpha is no number")
+        raise _UnservedError("lora_alpha is no number")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        raise _refusal(path, f"init_lora_weights {start[:40]!r} changes the weights of the base model too")
+        raise _UnservedError(f"init_lora_weights {start[:40]!r} changes the weights of the base model too")
     for key in sorted(config.keys() - _INERT - _READ):
         if config[key]:
-            raise _refusal(path, f"{key[:40]} is set, which is not served")
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(path / _WEIGHTS, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise _refusal(path, f"its {_WEIGHTS} cannot be read") from error
-
-
-def _refusal(path: Path, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"The adapter {path.name!r} cannot be served: {what}.", param="lora_path")
+            raise _UnservedError(f"{key[:40]} is set, which is not served")

@@ -1,4 +1,4 @@
-"""Adapters in the forms that a forward pass reads: for torch modules, and packed for the native decoder."""
+"""LoRA adapters as a forward pass reads them: for torch modules, and packed for the native decoder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Weights = Mapping[str, LowRank]
 
 @dataclass(frozen=True, slots=True)
 class ModuleAdapter:
-    """For each linear layer (down, up): a fused layer has the concatenated adapters of its parts, None without one."""
+    """(down, up) of each linear layer, None where it has no adapter; of a fused layer those of its parts as one."""
 
     pairs: list[tuple[Tensor, Tensor] | None]
 
 
 def adaptable_layers(model: CausalLM) -> list[tuple[str, Linear]]:
-    """The linear layers that adapters may change, in the model's order: all but the head."""
+    """All but the head, in the model's order."""
     return [(prefix, layer) for prefix, layer in linear_layers(model) if HEAD not in layer.parts]
 
 
@@ -86,7 +86,6 @@ def _fused(prefix: str, layer: Linear, weights: Weights) -> tuple[Tensor, Tensor
 
 
 def pack_native(model: CausalLM, dtype: torch.dtype, weights: Weights) -> PackedAdapter:
-    """An adapter as the native decoder reads it."""
     layers: list[list[tuple[int, Tensor, Tensor]]] = []
     for prefix, layer in adaptable_layers(model):
         parts, column = [], 0

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.linear import WeightFormat
+from raylm.models.quantization.formats import Awq, Gptq, Int8Channels, PackQuantized
 from raylm.models.quantization.fp8 import Fp8Tensors
-from raylm.models.quantization.packed_formats import Awq, Gptq, Int8Channels, PackQuantized
 
-# Says what the weights are, which format they have, and whether a module is left as floats.
+# A description of the weights, their format, and whether a module is left as floats.
 Found = tuple[str, WeightFormat, Callable[[str], bool]]
 
 _MADE_BY = frozenset({"quantization_status", "global_compression_ratio", "version", "provider", "quant_method"})
 _OBSERVED = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
+_INPUTS = frozenset({"num_bits", "type", "symmetric", "strategy", "dynamic"})
+_WEIGHTS = _INPUTS | {"group_size", "actorder"}
+_INT8 = {"num_bits": (8,), "type": ("int",), "symmetric": (True,)}
+# Scales that were fixed by calibration, one a tensor: others couple the rows of a batch, or need other kernels.
+_FP8 = {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ("tensor",), "dynamic": (False,)}
 
 
 class Section:
@@ -34,24 +39,19 @@ class Section:
         return default if value is None else value
 
     def section(self, name: str) -> Section:
-        """An object within it."""
         return Section(self.checkpoint, f"{self.where}.{name}", self.values.get(name))
 
     def choice(self, name: str, served: Collection[Any], default: Any = None) -> Any:
-        """An entry of which only some values are served.
-
-        Raises:
-            ConfigError: it has another one.
-        """
+        """An entry of which only some values are served; ConfigError names any other."""
         value = self.get(name, default)
         if not any(value == one and type(value) is type(one) for one in served):
             raise self.error(name, value, f"supported: {', '.join(map(repr, served))}")
         return value
 
-    def group(self, *names: str, default: int) -> int | None:
-        """How many inputs share a scale: the first of ``names`` that is given; -1 is all of them, as None."""
+    def group(self, *names: str) -> int | None:
+        """How many inputs share a scale: the first of ``names`` that is given, else 128; None is all of them (-1)."""
         name = next((name for name in names if self.get(name) is not None), names[0])
-        size = self.get(name, default)
+        size = self.get(name, 128)
         if size == -1:
             return None
         if not isinstance(size, int) or isinstance(size, bool) or size < 8 or size % 8:
@@ -65,17 +65,12 @@ class Section:
                 raise self.error(name, self.values[name], "it is not supported")
 
     def error(self, name: str, value: object, supported: str) -> ConfigError:
-        """What to raise about an entry."""
         where = f"config.json of {self.checkpoint.path}: {self.where}.{name}"
         return ConfigError(f"{where} is {value!r}; {supported}.")
 
 
 def read_quantization_config(checkpoint: Checkpoint) -> Found:
-    """What the quantization_config of ``checkpoint`` says.
-
-    Raises:
-        ConfigError: a method, or a choice within one, that is not supported.
-    """
+    """What the quantization_config of ``checkpoint`` says; ConfigError names what is not supported."""
     section = Section(checkpoint, "quantization_config", checkpoint.config["quantization_config"])
     return _METHODS[section.choice("quant_method", _METHODS)](section)
 
@@ -91,50 +86,36 @@ def _compressed_tensors(section: Section) -> Found:
     scheme.choice("targets", (["Linear"],))
     scheme.choice("format", (layout,), default=layout)
     weights = scheme.section("weights")
-    weights.only({*_OBSERVED, "num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"})
-    weights.choice("type", ("float" if layout == "float-quantized" else "int",))
+    weights.only(_OBSERVED | _WEIGHTS)
     weights.choice("dynamic", (False,), default=False)
     ignored = _ignored(section)
+    if layout == "pack-quantized":
+        return "compressed-tensors W4A16", _pack_quantized(scheme, weights), ignored
+    inputs = scheme.section("input_activations")
+    inputs.only(_OBSERVED | _INPUTS)
     if layout == "float-quantized":
-        return "compressed-tensors W8A8, fp8", _float_quantized(scheme, weights), ignored
-    if layout == "int-quantized":
-        return "compressed-tensors W8A8", _int_quantized(scheme, weights), ignored
-    return "compressed-tensors W4A16", _pack_quantized(scheme, weights), ignored
+        _check(weights, _FP8, dynamic=False)
+        _check(inputs, _FP8, dynamic=False)
+        return "compressed-tensors W8A8, fp8", Fp8Tensors(), ignored
+    _check(weights, _INT8 | {"strategy": ("channel",)})
+    _check(inputs, _INT8 | {"strategy": ("token",), "dynamic": (True,)})
+    return "compressed-tensors W8A8", Int8Channels(), ignored
 
 
-def _int_quantized(scheme: Section, weights: Section) -> WeightFormat:
-    inputs = scheme.section("input_activations")
-    inputs.only({*_OBSERVED, "num_bits", "type", "symmetric", "strategy", "dynamic"})
-    for section, strategy in ((weights, "channel"), (inputs, "token")):
-        section.choice("num_bits", (8,))
-        section.choice("type", ("int",))
-        section.choice("symmetric", (True,), default=True)
-        section.choice("strategy", (strategy,))
-    inputs.choice("dynamic", (True,))
-    return Int8Channels()
-
-
-def _float_quantized(scheme: Section, weights: Section) -> WeightFormat:
-    """Scales that were fixed by calibration, one a tensor: others couple the rows of a batch, or need other kernels."""
-    inputs = scheme.section("input_activations")
-    inputs.only({*_OBSERVED, "num_bits", "type", "symmetric", "strategy", "dynamic"})
-    for section in (weights, inputs):
-        section.choice("num_bits", (8,))
-        section.choice("type", ("float",))
-        section.choice("symmetric", (True,), default=True)
-        section.choice("strategy", ("tensor",))
-        section.choice("dynamic", (False,), default=False)
-    return Fp8Tensors()
+def _check(section: Section, served: Mapping[str, Collection[Any]], dynamic: bool | None = None) -> None:
+    """``dynamic`` is what it means to leave that entry out."""
+    for name, values in served.items():
+        section.choice(name, values, {"symmetric": True, "dynamic": dynamic}.get(name))
 
 
 def _pack_quantized(scheme: Section, weights: Section) -> WeightFormat:
     scheme.choice("input_activations", (None,))
     weights.choice("num_bits", (4,))
+    weights.choice("type", ("int",))
     weights.choice("actorder", (None, "weight", "static"))  # "group" and true leave the groups of neighbours
     symmetric = weights.choice("symmetric", (True, False), default=True)
-    if weights.choice("strategy", ("group", "channel")) == "channel":
-        return PackQuantized(None, symmetric=symmetric)
-    return PackQuantized(weights.group("group_size", default=128), symmetric=symmetric)
+    by_group = weights.choice("strategy", ("group", "channel")) == "group"
+    return PackQuantized(weights.group("group_size") if by_group else None, symmetric=symmetric)
 
 
 def _ignored(section: Section) -> Callable[[str], bool]:
@@ -155,7 +136,7 @@ def _gptq(section: Section) -> Found:
         section.choice(name, (False,), default=False)
     for name in ("dynamic", "modules_in_block_to_quantize", "rotation"):
         section.choice(name, (None, {}, [], ""))
-    group = section.group("group_size", default=128)
+    group = section.group("group_size")
     return "GPTQ, 4 bits", Gptq(group, zero_shift=0 if "gptq_v2" in layouts else 1), _is_head
 
 
@@ -167,7 +148,7 @@ def _awq(section: Section) -> Found:
             raise section.error(name, section.get(name), "supported: 'gemm'")
     section.choice("backend", ("autoawq", "auto"), default="autoawq")
     skipped = section.get("modules_to_not_convert", [])
-    group = section.group("group_size", "q_group_size", default=128)
+    group = section.group("group_size", "q_group_size")
     return "AWQ, 4 bits", Awq(group), lambda name: _is_head(name) or any(part in name for part in skipped)
 
 

@@ -22,15 +22,11 @@ class Fp8Tensors(WeightFormat):
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         if rows % _MULTIPLE or inputs % _MULTIPLE:
             raise ValueError(f"fp8 weights are served where both sides are a multiple of 16, not {rows} and {inputs}")
-        return {
-            "weight": torch.empty((rows, inputs), dtype=FP8),
-            "weight_scale": torch.empty(1),
-            "input_scale": torch.empty(1),
-        }
+        weight = torch.empty((rows, inputs), dtype=FP8)
+        return {"weight": weight, "weight_scale": torch.empty(1), "input_scale": torch.empty(1)}
 
     def freeze(self, layer: Linear, kernels: KernelFactory) -> tuple[LinearKernel, int]:
-        """A kernel of its own: no other one multiplies fp8."""
-        parts = [Fp8Part(held["weight"], held["weight_scale"], held["input_scale"]) for held in layer.stored.values()]
+        parts = [Fp8Part(**stored) for stored in layer.stored.values()]
         for name, part in zip(layer.parts, parts, strict=True):
             scales = torch.cat([part.weight_scale, part.input_scale])
             if not bool((scales.isfinite() & (scales > 0)).all()):
@@ -61,16 +57,11 @@ class Fp8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         shared = round_inputs(x, self._parts[0].input_scale) if self._alike else None
-        products = [
-            torch._scaled_mm(
-                round_inputs(x, part.input_scale) if shared is None else shared,
-                part.weight.t(),
-                scale_a=part.input_scale,
-                scale_b=part.weight_scale,
-                out_dtype=x.dtype,
-            )
-            for part in self._parts
-        ]
+        products = []
+        for part in self._parts:
+            rounded = round_inputs(x, part.input_scale) if shared is None else shared
+            a, b = part.input_scale, part.weight_scale
+            products.append(torch._scaled_mm(rounded, part.weight.t(), scale_a=a, scale_b=b, out_dtype=x.dtype))
         out = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         return out if self._bias is None else out + self._bias
 
@@ -81,11 +72,7 @@ def round_inputs(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def check_fp8(what: str, device: torch.device) -> None:
-    """Refuse a device that does not multiply fp8.
-
-    Raises:
-        ConfigError: it is no GPU, or one that is too old.
-    """
+    """Refuse a device that does not multiply fp8: one that is no GPU, or too old."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
         raise ConfigError(
             f"{what} served on NVIDIA GPUs of compute capability 8.9 (Ada, Hopper) or higher only; this worker's "

@@ -11,8 +11,8 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.linear import HEAD, PLAIN, Quantization, WeightFormat, linear_layers
 from raylm.models.quantization.config import read_quantization_config
+from raylm.models.quantization.formats import RoundedInt4, RoundedInt8
 from raylm.models.quantization.fp8 import Fp8Tensors, check_fp8
-from raylm.models.quantization.rounding import RoundedInt4, RoundedInt8
 from raylm.models.ranks import Ranks
 from raylm.native import NativeError, kernels
 

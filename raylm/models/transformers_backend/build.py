@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from raylm.models.causal_lm import AttentionSpec
 from raylm.models.linear import HEAD
 from raylm.models.transformers_backend.inspection import Mask, UnservedError, inspect, is_experts
 from raylm.models.transformers_backend.module_replacement import Experts, split_experts, stack_linears
-from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, AttentionCall, CurrentAttention
+from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, CurrentAttention
 
 
 @dataclass
@@ -69,11 +68,7 @@ class Modeling:
 
 
 def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
-    """What config.json describes as the class ``name`` of transformers: weights on the meta device, buffers on the CPU.
-
-    Raises:
-        UnservedError: it does what paged attention cannot serve.
-    """
+    """What config.json describes as the class ``name``, or UnservedError; weights stay on the meta device."""
     causal = _build(checkpoint, name)
     names, tied = frozenset(causal.state_dict()), frozenset(causal.all_tied_weights_keys)
     if tied - {f"{HEAD}.weight"} or type(getattr(causal, HEAD, None)) is not nn.Linear:
@@ -81,7 +76,7 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
     attention = CurrentAttention()
     attention.attach(causal)
     try:
-        found = inspect(causal, partial(_run, causal, attention))
+        found = inspect(causal, attention)
     except UnservedError:
         raise
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -100,9 +95,8 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
 
 def _build(checkpoint: Checkpoint, name: str) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            checkpoint.path, local_files_only=True, trust_remote_code=False
-        )
+        load = transformers.AutoConfig.from_pretrained
+        config = load(checkpoint.path, local_files_only=True, trust_remote_code=False)
         config._attn_implementation = PROBED
         with torch.device("meta"), initialization.no_tie_weights():
             model = getattr(transformers, name)(config).eval()
@@ -129,12 +123,6 @@ def _fill_buffers(model: Any) -> None:
             module.rope_type = "default"
         elif isinstance(kinds, dict):
             module.rope_type = dict.fromkeys(kinds, "default")
-
-
-def _run(causal: Any, attention: CurrentAttention, ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
-    attention.call = call
-    getattr(causal, causal.base_model_prefix)(input_ids=ids, position_ids=positions, use_cache=False)
-    attention.call = None
 
 
 def _replace_modules(causal: Any, groups: list[list[str]]) -> None:

@@ -24,10 +24,12 @@ _SERVED = ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate], [Tr
 
 
 class Conversion:
-    """transformers' own rules for one model, applied to names and to memory in place: no weight is made beside it."""
+    """transformers' own rules for one model, applied to names and to memory in place: no weight is made beside it.
+
+    ``known`` are the names of the weights of ``model``, as its modeling code has them.
+    """
 
     def __init__(self, model: Any, known: Collection[str]) -> None:
-        """``known`` are the names of the weights of ``model``, as its modeling code has them."""
         rules = get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -42,11 +44,7 @@ class Conversion:
         return found, pattern
 
     def places(self, found: Collection[str], targets: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Memory for each name of ``found`` that belongs somewhere, and for each of ``targets`` that they do not fill.
-
-        Raises:
-            UnservedError: a weight is converted in a way that is not served.
-        """
+        """Memory for each of ``found`` that belongs somewhere, and for each of ``targets`` that they do not fill."""
         placed: dict[str, Tensor] = {}
         filled: set[str] = set()
         parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -70,17 +68,21 @@ def _views(rule: WeightConverter, target: str, by_pattern: dict[str, list[str]],
     steps = [type(operation) for operation in rule.operations]
     if len(rule.target_patterns) != 1 or steps not in _SERVED:
         raise UnservedError(f"its checkpoint holds {target} in a form that is not served ({rule.operations})")
-    count = len(rule.source_patterns)
     views: dict[str, Tensor] = {}
     for part, pattern in enumerate(rule.source_patterns):
         for index, name in enumerate(by_pattern.get(pattern, [])):
-            view = memory
-            for operation in rule.operations:
-                if isinstance(operation, MergeModulelist):
-                    view = view.select(operation.dim, index)
-                elif isinstance(operation, Concatenate):
-                    view = view.chunk(count, operation.dim - len(memory.shape) + len(view.shape))[part]
-                else:
-                    view = view.transpose(operation.dim0, operation.dim1)
-            views[name] = view
+            views[name] = _view(rule, memory, part, index)
     return views
+
+
+def _view(rule: WeightConverter, memory: Tensor, part: int, index: int) -> Tensor:
+    """What the ``index``-th name of the ``part``-th pattern fills."""
+    view = memory
+    for operation in rule.operations:
+        if isinstance(operation, MergeModulelist):
+            view = view.select(operation.dim, index)
+        elif isinstance(operation, Concatenate):
+            view = view.chunk(len(rule.source_patterns), operation.dim - memory.ndim + view.ndim)[part]
+        else:
+            view = view.transpose(operation.dim0, operation.dim1)
+    return view

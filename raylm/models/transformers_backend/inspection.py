@@ -14,17 +14,15 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from raylm.models.causal_lm import AttentionSpec
-from raylm.models.transformers_backend.paged_attention import AttentionCall, register
+from raylm.models.transformers_backend.paged_attention import CurrentAttention, register
 
 _TOKENS = 3
 _FARTHEST = 1 << 18  # positions up to which masks are inspected
 # Keywords of a layer that mean nothing to paged attention, which neither drops out, nor caches, nor returns weights.
-_WITHOUT_MEANING = frozenset(
-    {
-        "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
-        "output_router_logits", "return_dict", "past_key_values", "sliding_window",
-    }
-)  # fmt: skip
+_WITHOUT_MEANING = {
+    "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "past_key_values", "sliding_window",
+}  # fmt: skip
 
 
 class UnservedError(ValueError):
@@ -71,13 +69,12 @@ class IdleExperts(nn.Module):
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer, torch's or GPT-2's."""
-    weight = layer.get_parameter("weight")
-    rows, columns = weight.shape
+    rows, columns = layer.get_parameter("weight").shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` is one of transformers' stacked experts."""
+    """Whether these are transformers' stacked experts."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
@@ -93,7 +90,6 @@ class AttentionProbe:
         if module in self.specs:
             raise UnservedError("one of its layers attends twice")
         _check_options(options)
-        window = _window(mask)
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
         if k.shape != v.shape or k.shape[2:] != q.shape[2:] or heads % kv_heads or q.shape[2] != _TOKENS:
             raise UnservedError(
@@ -106,7 +102,7 @@ class AttentionProbe:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             scale=float(head_dim**-0.5 if scale is None else scale),
-            sliding_window=window,
+            sliding_window=_window(mask),
             softcap=options.get("softcap"),
         )
         return q.transpose(1, 2)
@@ -163,10 +159,10 @@ class Inspection:
     groups: list[list[str]]
 
 
-def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], None]) -> Inspection:
-    """Run ``model`` (parameters on the meta device, buffers on the CPU) over three tokens, on zeros without memory.
+def inspect(model: Any, attention: CurrentAttention) -> Inspection:
+    """Run the decoder of ``model`` over three tokens, on zeros without memory, with a probe as its attention.
 
-    ``run`` calls it with input ids and positions, each (1, tokens), and that attention.
+    Its parameters are on the meta device, its buffers on the CPU.
 
     Raises:
         UnservedError: it does what paged attention cannot serve.
@@ -179,27 +175,19 @@ def inspect(model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], Non
         model.set_submodule(path, recorder)
     for path in experts:
         model.set_submodule(path, IdleExperts())
-    probe = AttentionProbe()
+    probe = attention.call = AttentionProbe()
+    decoder = getattr(model, model.base_model_prefix)
     with torch.device("cpu"):
-        zeros = {f"model.{name}": torch.zeros(()).expand(weight.shape) for name, weight in model.named_parameters()}
+        zeros = {name: torch.zeros(()).expand(weight.shape) for name, weight in decoder.named_parameters()}
         positions = torch.arange(_TOKENS)[None]
-        functional_call(_Runner(model, run), zeros, (positions.clone(), positions, probe))
+        inputs = {"input_ids": positions.clone(), "position_ids": positions, "use_cache": False}
+        functional_call(decoder, zeros, kwargs=inputs)
+    attention.call = None
     if not probe.specs:
         raise UnservedError("its layers do not call transformers' attention interface")
     for path, module in (replaced | experts).items():
         model.set_submodule(path, module)
     return Inspection(probe.specs, list(_groups(seen, recorders)))
-
-
-class _Runner(nn.Module):
-    """Gives functional_call a module whose forward is any function beside the model."""
-
-    def __init__(self, model: nn.Module, run: Callable[[Tensor, Tensor, AttentionCall], None]) -> None:
-        super().__init__()
-        self.model, self._run = model, run
-
-    def forward(self, ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
-        self._run(ids, positions, call)
 
 
 def _groups(seen: list[tuple[Recorder, Tensor]], recorders: dict[Recorder, str]) -> Iterator[list[str]]:

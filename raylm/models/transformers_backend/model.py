@@ -68,11 +68,7 @@ class TransformersForCausalLM(CausalLM):
                 module.stack()
 
     def _check_quantization(self) -> None:
-        """Nothing large may stay as it is where a quantized model was asked for.
-
-        Raises:
-            ConfigError: something would, named.
-        """
+        """Refuse to leave large weights as they are where a quantized model was asked for."""
         name = next(self._left_to_torch(), None)
         self.torch_multiplies = name is not None
         if name is not None and self.quantization is not None:
@@ -140,11 +136,7 @@ class TransformersForCausalLM(CausalLM):
 
     @torch.inference_mode()
     def _check_tokens_apart(self, device: torch.device) -> None:
-        """With attention out of the way a token's state may depend on the token and its position alone.
-
-        Raises:
-            ConfigError: it depends on the tokens beside it, which with pages are other sequences'.
-        """
+        """Without attention a token's state must not depend on the tokens beside it, which may be other sequences'."""
         ids, positions = torch.tensor([[1, 2, 3], [7, 0, 2]], device=device) % self.vocab_size
         order = torch.tensor([2, 0, 1], device=device)
         hidden = self(ids, positions, lambda spec, q, k, v: q)[order]

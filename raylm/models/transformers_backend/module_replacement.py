@@ -139,11 +139,7 @@ class Experts(nn.ModuleList):
 
 
 def split_experts(module: nn.Module) -> Experts:
-    """What replaces transformers' stacked experts ``module``.
-
-    Raises:
-        UnservedError: they are not plain gated ones.
-    """
+    """What replaces transformers' stacked experts; UnservedError where they are not plain gated ones."""
     plain = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", False)
     if not plain or any(getattr(module, name) for name in ("has_bias", "is_transposed", "has_post_expert_norm")):
         raise UnservedError("its experts have biases, a norm, or another layout of weights")

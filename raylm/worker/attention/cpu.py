@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from raylm.models import AttentionSpec, heads_struct
-from raylm.native import BatchTensors, NativeAttention, NativeError, kernels, layout
+from raylm.native import NativeAttention, NativeError, batch_struct, kernels, layout
 from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
 
 
@@ -48,10 +48,8 @@ class CpuBackend(AttentionBackend[layout.Batch]):
 
     def batch(self, metadata: AttentionMetadata, positions: Tensor) -> layout.Batch:
         """The step as the kernels read it; ``positions`` (tokens,) int64 of its tokens."""
-        tensors = BatchTensors(
-            positions, metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
-        )
-        return tensors.struct(self._block_size)
+        m = metadata
+        return batch_struct(positions, m.slot_mapping, m.block_tables, m.seq_lens, m.query_start_loc, self._block_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: layout.Batch, layer: AttentionSpec) -> Tensor:
         return self._attention(q, k, v, kv, plan, heads_struct(layer))

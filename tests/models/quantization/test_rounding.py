@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raylm.models.quantization.rounding import group_of, round_int8
+from raylm.models.quantization.formats import group_of, round_int8
 from raylm.native import Int4Weight, kernels, round_int4
 from raylm.native.build import INSTRUCTION_SETS, offered
 

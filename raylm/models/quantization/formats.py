@@ -1,4 +1,4 @@
-"""Weight formats of quantized checkpoints: the tensors of a linear layer, and the exact weights that these say."""
+"""Weight formats of 8-bit and 4-bit integers: as checkpoints hold them, exactly, or rounded from floats."""
 
 from __future__ import annotations
 
@@ -9,20 +9,33 @@ import torch
 from torch import Tensor
 
 from raylm.errors import ConfigError
-from raylm.models.linear import Linear, StackedFormat
-from raylm.native import Int4Weight, Int8Weight, Weight
+from raylm.models.linear import Linear, WeightFormat
+from raylm.native import Int4Weight, Int8Weight, Weight, kernels, round_int4
 
 _MIDDLE = 8
 # The column that each 4 bits of an AWQ word hold, from its low end on; see AutoAWQ's GEMM layer.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_ROUNDED_GROUPS = (64, 32)  # a ninth less error than 128; 32 has twice the scales to read
 
 
-class Int8Channels(StackedFormat):
-    """compressed-tensors int-quantized: ``weight`` (out, in) int8 and ``weight_scale`` (out, 1)."""
+class RoundedInt8(WeightFormat):
+    """Floats rounded to 8 bits, symmetric, with one scale for each output."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         if inputs % 4:
-            raise ValueError(f"8-bit weights are served where the inputs are a multiple of 4, not {inputs}")
+            raise ValueError(f"8-bit weights need inputs that are a multiple of 4, not {inputs}")
+        return {}
+
+    def weight(self, layer: Linear) -> Weight:
+        assert layer.weight is not None
+        return round_int8(layer.weight.data)
+
+
+class Int8Channels(RoundedInt8):
+    """compressed-tensors int-quantized: ``weight`` (out, in) int8 and ``weight_scale`` (out, 1)."""
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        super().tensors(rows, inputs)
         return {"weight": torch.empty((rows, inputs), dtype=torch.int8), "weight_scale": torch.empty((rows, 1))}
 
     def weight(self, layer: Linear) -> Weight:
@@ -31,18 +44,14 @@ class Int8Channels(StackedFormat):
         return Int8Weight(torch.cat([part["weight"] for part in parts]), scales.squeeze(1))
 
 
-class GroupedInt4(StackedFormat):
+class GroupedInt4(WeightFormat):
     """4-bit weights with a scale and a zero for each ``group`` of inputs; ``None`` is one group for all."""
 
     def __init__(self, group: int | None) -> None:
         self.group = group
 
     def groups(self, inputs: int) -> int:
-        """How many groups so many inputs make.
-
-        Raises:
-            ValueError: they are not divided evenly, or no kernel takes such groups.
-        """
+        """How many groups the inputs make; ValueError where no kernel takes such groups."""
         size = self.group or inputs
         if inputs % size or size % 8:
             raise ValueError(f"4-bit weights are served where {inputs} inputs divide into groups of a multiple of 8")
@@ -78,10 +87,10 @@ class PackQuantized(GroupedInt4):
 
     def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         values, scales = unpacked(stored["weight_packed"]), stored["weight_scale"]
-        if stored["weight_shape"].tolist() != list(values.shape):
-            said = stored["weight_shape"].tolist()
+        shape = stored["weight_shape"].tolist()
+        if shape != list(values.shape):
             raise ConfigError(
-                f"model: the weight_shape of {name} is {said}, config.json asks for {list(values.shape)}."
+                f"model: the weight_shape of {name} is {shape}, config.json asks for {list(values.shape)}."
             )
         if self.symmetric:
             return values, scales, torch.full_like(scales, _MIDDLE)
@@ -97,12 +106,8 @@ class Gptq(GroupedInt4):
         self.zero_shift = zero_shift
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
-        groups = self.groups(inputs)
-        _check_rows(rows)
-        return {
+        return _zeros_and_scales(rows, self.groups(inputs)) | {
             "qweight": torch.empty((inputs // 8, rows), dtype=torch.int32),
-            "qzeros": torch.empty((groups, rows // 8), dtype=torch.int32),
-            "scales": torch.empty((groups, rows)),
             "g_idx": torch.empty(inputs, dtype=torch.int32),
         }
 
@@ -120,17 +125,39 @@ class Awq(GroupedInt4):
     """AWQ, 4 bits, gemm layout: 8 neighbours along the output in a word, in the order of its kernel."""
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
-        groups = self.groups(inputs)
-        _check_rows(rows)
-        return {
-            "qweight": torch.empty((inputs, rows // 8), dtype=torch.int32),
-            "qzeros": torch.empty((groups, rows // 8), dtype=torch.int32),
-            "scales": torch.empty((groups, rows)),
-        }
+        weight = torch.empty((inputs, rows // 8), dtype=torch.int32)
+        return _zeros_and_scales(rows, self.groups(inputs)) | {"qweight": weight}
 
     def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         values, zeros = (_awq_columns(unpacked(stored[kind])) for kind in ("qweight", "qzeros"))
         return values.T, stored["scales"].T, zeros.T.float()
+
+
+class RoundedInt4(WeightFormat):
+    """Floats rounded to 4 bits, each group of inputs with a scale and a zero."""
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
+        group_of(inputs)
+        return {}
+
+    def weight(self, layer: Linear) -> Weight:
+        assert layer.weight is not None
+        return round_int4(kernels(), layer.weight.data, group_of(layer.in_features))
+
+
+def group_of(inputs: int) -> int:
+    """The size of the groups that the inputs are divided into; ValueError where there is none."""
+    for group in _ROUNDED_GROUPS:
+        if inputs % group == 0:
+            return group
+    raise ValueError(f"4-bit weights need inputs that are a multiple of {_ROUNDED_GROUPS[-1]}, not {inputs}")
+
+
+def round_int8(weight: Tensor) -> Int8Weight:
+    """(out, in) to the nearest of 255 steps, of which the largest is the output's largest weight."""
+    wide = weight.float()
+    scales = wide.abs().amax(1).clamp_(min=1e-12) / 127
+    return Int8Weight((wide / scales[:, None]).round_().to(torch.int8), scales)
 
 
 def unpacked(words: Tensor) -> Tensor:
@@ -146,6 +173,10 @@ def _awq_columns(values: Tensor) -> Tensor:
     return ordered
 
 
-def _check_rows(rows: int) -> None:
+def _zeros_and_scales(rows: int, groups: int) -> dict[str, Tensor]:
     if rows % 8:
         raise ValueError(f"weights packed along {rows} outputs need a multiple of 8")
+    return {
+        "qzeros": torch.empty((groups, rows // 8), dtype=torch.int32),
+        "scales": torch.empty((groups, rows)),
+    }
