@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
 from raylm.worker.arrays import Ints
-from raylm.worker.features import Adapters, AsyncDecode, Speculator
+from raylm.worker.features import Adapters, AsyncDecode, Pending, Speculator
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
@@ -54,7 +54,7 @@ class ModelRunner:
         return self.launch(plan)()
 
     @torch.inference_mode()
-    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, plan: SchedulerOutput) -> Pending:
         """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output.
 
         Raises:
@@ -81,11 +81,15 @@ class ModelRunner:
         hidden = self.forward.hidden(inputs)
         draws = DrawRows.of(step)
         logits = self.forward.logits(_rows(hidden, draws.tokens))
-        _synchronize(logits.device)
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)  # the time is the forward pass's, and the buffers may be written anew
         forward_s = time.perf_counter() - forward_started
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
         pooled, lost = self.pooler.pool(step, hidden, self.batch)
         drawn, kept = self._draw(logits, step, draws)
+        logprobs = drawn.logprobs
+        if logprobs is not None and len(kept) < len(logprobs.counts):
+            logprobs = logprob_columns.select(logprobs, kept.tolist())
         token_counts = np.bincount(draws.places[kept], minlength=len(step.seq_ids))
         step_s = time.perf_counter() - started
         self.speculator.observe(step, step_s)
@@ -94,7 +98,7 @@ class ModelRunner:
             seq_ids=[step.seq_ids[place] for place in np.flatnonzero(token_counts).tolist()],
             token_counts=token_counts[token_counts > 0].tolist(),
             token_ids=drawn.token_ids[kept].tolist(),
-            logprobs=drawn.logprobs and logprob_columns.select(drawn.logprobs, kept.tolist()),
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             failed=[*((step.seq_ids[place], reason) for place, reason in drawn.failed), *lost],
             forward_s=forward_s,
@@ -165,9 +169,3 @@ class ModelRunner:
 def _rows(hidden: Tensor, tokens: Ints) -> Tensor:
     """Some rows of ``hidden``, in order; all of them where every token draws, and then nothing is copied."""
     return hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens).to(hidden.device)]
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for a GPU: then the time is the forward pass's, and the buffers may be laid out anew."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
