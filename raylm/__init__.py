@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raylm.lazy import front_door
+from raylm.version import VERSION
 
 if TYPE_CHECKING:
     from raylm.app import build_app
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from raylm.llm import LLM
     from raylm.params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "LLM",
     "CacheConfig",
