@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from raylm.errors import EngineUnavailableError, ModelNotFoundError
-from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.errors import clip
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def model_routes(llm: AsyncLLM) -> list[Route]:
         return shown
 
     async def list_models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in (llm.model_name, *llm.adapters.known)]})
+        return _json({"object": "list", "data": [card(name) for name in (llm.model_name, *llm.adapters.known)]})
 
     async def retrieve_model(request: Request) -> Response:
         check_model(name := request.path_params["model_id"], llm)
-        return json_response(card(name))
+        return _json(card(name))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{model_id:path}", retrieve_model)]
 
@@ -65,3 +65,7 @@ def _max_model_len(llm: AsyncLLM) -> int | None:
         return llm.max_model_len
     except EngineUnavailableError:
         return None
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
