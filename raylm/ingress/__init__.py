@@ -1,4 +1,4 @@
-"""The HTTP side over an AsyncLLM: OpenAI's API, Anthropic's, and what operators ask."""
+"""Front door of the ingress: the HTTP side over an AsyncLLM, and the Serve deployment that it runs in."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.ingress.http.api_keys import read_keys
-    from raylm.ingress.http.middleware import serve_middlewares
-    from raylm.ingress.ingress import SHARED_ACTORS, Ingress
-    from raylm.ingress.routes import build_asgi_app
+    from raylm.ingress.http.api_keys import read_keys as read_keys
+    from raylm.ingress.http.middleware import serve_middlewares as serve_middlewares
+    from raylm.ingress.ingress import SHARED_ACTORS as SHARED_ACTORS
+    from raylm.ingress.ingress import Ingress as Ingress
+    from raylm.ingress.routes import build_asgi_app as build_asgi_app
 
-__all__ = ["SHARED_ACTORS", "Ingress", "build_asgi_app", "read_keys", "serve_middlewares"]
-
-_HOMES = {
-    "SHARED_ACTORS": "raylm.ingress.ingress",
-    "Ingress": "raylm.ingress.ingress",
-    "build_asgi_app": "raylm.ingress.routes",
-    "read_keys": "raylm.ingress.http.api_keys",
-    "serve_middlewares": "raylm.ingress.http.middleware",
+_MODULES = {
+    "http.api_keys": ("read_keys",),
+    "http.middleware": ("serve_middlewares",),
+    "ingress": ("SHARED_ACTORS", "Ingress"),
+    "routes": ("build_asgi_app",),
 }
 
-__getattr__ = front_door(__name__, _HOMES)
+__getattr__ = front_door(__name__, _MODULES)
