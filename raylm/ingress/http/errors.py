@@ -66,7 +66,7 @@ def clip(text: str, limit: int) -> str:
 
 def error_event(error: RayLMError, path: str) -> bytes:
     """``error`` as the last event of a stream whose head said 200 already."""
-    return error_format(path).event + b"data: " + _envelope(error, path) + b"\n\n"
+    return error_format(path).event + b"data: " + envelope(error, path) + b"\n\n"
 
 
 def error_response(error: RayLMError, path: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -76,10 +76,11 @@ def error_response(error: RayLMError, path: str, headers: Mapping[str, str] | No
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(_envelope(error, path), error.status, headers, media_type="application/json")
+    return Response(envelope(error, path), error.status, headers, media_type="application/json")
 
 
-def _envelope(error: RayLMError, path: str) -> bytes:
+def envelope(error: RayLMError, path: str = "") -> bytes:
+    """The JSON body of ``error``, as clients of ``path`` read it."""
     return orjson.dumps(error_format(path).body(error, clip(error.message, _MAX_MESSAGE)))
 
 
