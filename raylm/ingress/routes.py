@@ -15,7 +15,7 @@ from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
 from raylm.ingress.http.endpoint import Handler, JSONEndpoint
-from raylm.ingress.http.middleware import RequestContextMiddleware, cors_middleware
+from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
 from raylm.ingress.openai.chat import ChatCompletions, Conversations
@@ -93,7 +93,7 @@ def build_asgi_app(
 
 def _middleware(config: IngressConfig, http_metrics: HTTPMetrics) -> list[Middleware]:
     """From the outside in."""
-    layers = [cors_middleware(config.cors_origins)] if config.cors_origins else []
+    layers = [Middleware(ConfiguredOriginsMiddleware, config.cors_origins)] if config.cors_origins else []
     layers.append(Middleware(RequestContextMiddleware, http_metrics))
     if (keys := read_keys(config)) is not None:
         layers.append(Middleware(APIKeyMiddleware, APIKeys(keys), frozenset(config.open_paths)))

@@ -1,10 +1,10 @@
 """What bounds requests between a client's socket and an engine's queue, in the order in which a request meets it.
 
 1. ThrottleMiddleware (ingress/http/middleware.py), outermost in a replica's server: a Throttle lets PER_TURN requests
-   into Ray Serve's handling in each turn of the event loop, so that a crowd does not hold up probes. It bounds the
+   into Ray Serve's handling in each turn of the event loop, so that many of them do not hold up probes. It bounds the
    pace and refuses nothing: the client waits.
 2. Serve's ``max_ongoing_requests`` (app.py): twice ``ingress.max_ongoing_requests`` a replica, so that Lifecycle, which
-   can say why, refuses first. Where every replica is full, requests wait in Serve's proxy.
+   can say why, refuses first. Requests beyond it wait: behind HAProxy in the replica, otherwise in Serve's proxy.
 3. The app's own Throttle (ingress/http/endpoint.py): the same pace for reading, checking and rendering bodies.
 4. Lifecycle: ``ingress.max_ongoing_requests`` requests a replica that are not answered to the end; 429 with Retry-After
    beyond, 503 ``shutting_down`` once the replica drains.

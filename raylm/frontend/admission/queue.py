@@ -24,7 +24,7 @@ class Admission:
     are known. A request that finds no other one waiting is let in whatever its size, for waiting would not help it.
 
     Raises:
-        OverloadedError: from all methods but ``begun`` and ``rest``: the queue is full; it says when to come back.
+        OverloadedError: from all methods: the queue is full; it says when to come back.
     """
 
     def __init__(self, max_requests: float = math.inf, max_tokens: float = math.inf) -> None:
@@ -34,7 +34,7 @@ class Admission:
         self._max_tokens = max_tokens
         self._seen_bytes = _INITIAL_TOKENS_PER_BYTE**-1
         self._seen_tokens = 1.0
-        self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)
+        self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)  # when the last sequences got their first token
 
     def check(self, num_bytes: int) -> None:
         """Refuse a prompt of so many bytes before work is done on it, unless its request was let in already."""
@@ -64,14 +64,6 @@ class Admission:
             self._learn(given, num_tokens)
         reservation.set(num_sequences, num_tokens)
         return reservation
-
-    def begun(self, count: int) -> None:
-        """So many sequences got their first token."""
-        self._begun.extend([time.monotonic()] * count)
-
-    def rest(self) -> None:
-        """Nothing waits any more: the pace so far says nothing about the requests to come."""
-        self._begun.clear()
 
     def _check(self, requests: int, tokens: int, own: Reservation) -> None:
         others = self.requests - own.requests
@@ -118,7 +110,7 @@ class Reservation:
         self._admission.tokens += tokens - self.tokens
         self.requests, self.tokens = requests, tokens
         if not self._admission.requests:
-            self._admission.rest()
+            self._admission._begun.clear()  # the pace so far says nothing about the requests to come
 
     def grow(self, requests: int, num_bytes: int) -> None:
         """Count for more than it was let in for.
@@ -143,7 +135,7 @@ class Reservation:
         """These sequences have their first token: they, and the prompt that all share, wait no more."""
         fresh = set(indexes) - self._started
         self._started |= fresh
-        self._admission.begun(len(fresh))
+        self._admission._begun.extend([time.monotonic()] * len(fresh))
         self.set(max(0, self.requests - len(fresh)), 0)
 
     def release(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -14,11 +15,11 @@ from raylm.frontend import LARGE, offload
 _PIECE_BYTES = 2**20
 
 
+@dataclass
 class Pieces:
     """A JSON array that may be long. ``values`` are its elements, read once: best an iterator that makes them."""
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values = values
+    values: Iterable[Any]
 
 
 async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:

@@ -79,7 +79,8 @@ def error_response(error: RayLMError, path: str, headers: Mapping[str, str] | No
     return Response(envelope(error, path), error.status, headers, media_type="application/json")
 
 
-def envelope(error: RayLMError, path: str) -> bytes:
+def envelope(error: RayLMError, path: str = "") -> bytes:
+    """The JSON body of ``error``, as clients of ``path`` read it."""
     return orjson.dumps(error_format(path).body(error, clip(error.message, _MAX_MESSAGE)))
 
 

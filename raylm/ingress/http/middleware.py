@@ -29,22 +29,16 @@ TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-
 _Headers = Iterable[tuple[bytes, bytes]]
 
 
-def cors_middleware(origins: tuple[str, ...]) -> Middleware:
-    """For pages of ``origins``; outermost, so that pages can read refusals and preflights, which carry no key, pass."""
-    return Middleware(
-        ConfiguredOriginsMiddleware,
-        allow_origins=origins,
-        allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
-        allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after"),
-    )
-
-
 class ConfiguredOriginsMiddleware(CORSMiddleware):
-    """Starlette's, but other origins get the app's own answers, and no preflight gets a refusal in plain text.
+    """Lets pages of ``origins`` call from a browser; outermost, so that they can read refusals too.
 
-    The browser compares an answer's headers with what the page wants to do; a refusal would tell it nothing more.
+    Pages of other origins get the app's own answers, and a preflight, which carries no key, is always answered by 204:
+    the browser itself compares the headers with what the page wants to do.
     """
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
+        methods, exposed = ("GET", "POST", "DELETE", "OPTIONS"), ("x-request-id", "retry-after")
+        super().__init__(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-import raylm
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import JSONEndpoint
 from raylm.ingress.http.errors import error_format
+from raylm.version import VERSION
 
 _REFERENCE = "#/components/schemas/{model}"
 _LIST_QUERY: dict[str, JSONObject] = {
@@ -64,7 +64,7 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
     }
     return orjson.dumps({
         "openapi": "3.1.0",
-        "info": {"title": "RayLM", "version": raylm.__version__},
+        "info": {"title": "RayLM", "version": VERSION},
         "security": [{}, {"bearer": []}, {"key": []}],
         "paths": paths,
         "components": {"schemas": schemas["$defs"] | errors, "securitySchemes": keys},

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import raylm
 from raylm import metrics
 from raylm.errors import EngineUnavailableError, ShuttingDownError
 from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.openapi import endpoints
+from raylm.version import VERSION
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, Lifecycle
@@ -77,10 +77,10 @@ def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -
         return Response(llm.metrics_text() + http_metrics.text(), headers={"content-type": _PROMETHEUS_TEXT})
 
     async def version(request: Request) -> Response:
-        return json_response({"version": raylm.__version__})
+        return json_response({"version": VERSION})
 
     async def index(request: Request) -> Response:
-        about = {"name": "RayLM", "version": raylm.__version__, "model": llm.model_name}
+        about = {"name": "RayLM", "version": VERSION, "model": llm.model_name}
         return json_response(about | {"endpoints": endpoints(request.app.routes)})
 
     served = {"/health": health, "/ready": health, "/metrics": series, "/version": version, "/": index}
