@@ -36,12 +36,10 @@ class Usage:
         self.cached_tokens += output.num_cached_tokens
 
     def count_delta(self, delta: CompletionDelta) -> None:
-        """Count what was generated."""
         self.completion_tokens += len(delta.token_ids)
         self.reasoning_tokens += delta.reasoning_tokens
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
