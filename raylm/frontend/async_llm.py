@@ -84,7 +84,7 @@ class AsyncLLM:
         """Longest sequence in tokens that every ready engine takes; without one, what configuration and model say.
 
         Raises:
-            EngineUnavailableError: no engine is ready, and neither of them says.
+            EngineUnavailableError: no engine is ready, and neither of them limits it.
         """
         if self._router.is_ready:
             return self._router.limits.max_model_len

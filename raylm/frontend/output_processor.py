@@ -40,7 +40,7 @@ class OutputQueue:
         self._wake = asyncio.Event()
 
     def put(self, delta: CompletionDelta, *, finished: bool) -> None:
-        """Add news of one sequence; ``finished`` if it is the last news of the whole request."""
+        """Add what is new of one sequence; ``finished`` if nothing else of the request will come."""
         waiting = self._deltas.get(delta.index)
         if waiting is None:
             self._deltas[delta.index] = delta
@@ -64,7 +64,7 @@ class OutputQueue:
         self._wake.set()
 
     async def get(self) -> RequestOutput:
-        """All news since the last call, waiting for some if there are none.
+        """Everything since the last call; waits until there is something.
 
         Raises:
             RayLMError: what ``fail`` was called with.
@@ -109,7 +109,7 @@ class OpenRequest:
 class OutputProcessor:
     """One for all engines; a request is known by its key, unique in this process.
 
-    A sequence that a stop string ends still runs in the engine, until that is told: its further tokens are dropped.
+    A sequence that a stop string ends runs on in the engine until the stop reaches it; its further tokens are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, telemetry: Telemetry) -> None:
@@ -118,7 +118,7 @@ class OutputProcessor:
         self._open: dict[int, OpenRequest] = {}
 
     def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OutputQueue:
-        """Expect outputs of ``request``, in which ``form`` says what to find; its caller reads the queue."""
+        """Expect outputs of ``request``, to be read as ``form`` describes; its caller reads the queue."""
         opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form)
         return opened.queue
 
@@ -178,7 +178,7 @@ class OutputProcessor:
     def _advance(
         self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None, now: float
     ) -> Iterable[int]:
-        """Take in the news of one sequence; returns the indexes of those that the engine need not go on with."""
+        """Take in what is new of one sequence; returns the indexes of those that the engine need not go on with."""
         try:
             self._read(opened, delta, ended)
         except Exception:

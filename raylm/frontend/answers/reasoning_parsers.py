@@ -1,4 +1,4 @@
-"""Reasoning parsers: tell the reasoning of one sequence from its answer, as the text comes."""
+"""Reasoning parsers: separate the reasoning of one sequence from its answer, as the text comes."""
 
 from __future__ import annotations
 
