@@ -68,7 +68,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def default_max_tokens(checkpoint: Checkpoint) -> int | None:
-    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers where requests leave it open.
+    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers that requests leave open.
 
     Raises:
         ConfigError: it is no positive integer.
