@@ -312,7 +312,7 @@ def _head(*, param: str = "prompt", adapter: str | None = None) -> RequestHead:
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: _LocalEngine) -> None:
-    # At the interpreter's end the worker's thread has been joined already and can take no farewell.
+    # At the interpreter's end the worker's thread has been joined already and takes no more calls.
     with suppress(RuntimeError):
         asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)

@@ -48,7 +48,9 @@ async def api(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://raylm/v1", api_key="none", max_retries=0, http_client=client)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[USES_TOOLS] * (kind in ("required", "named"))) for kind in KINDS]
+)
 async def test_answers_have_the_form_that_was_asked_for(client: httpx.AsyncClient, kind: str) -> None:
     found, faults = await grade(client, MODEL, kind, 40)
     assert faults == []

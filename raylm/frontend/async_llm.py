@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raylm.checkpoint import resolve
@@ -15,10 +16,9 @@ from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.defaults import PoolingDefaults, default_max_tokens, pooling_defaults, sampling_defaults
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.frontend.engines.router import RoutedEngine, Router
+from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits
-from raylm.frontend.output_processor import OutputProcessor
-from raylm.frontend.output_queue import OutputQueue
+from raylm.frontend.output_processor import OutputProcessor, OutputQueue
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
@@ -84,7 +84,7 @@ class AsyncLLM:
         """Longest sequence in tokens that every ready engine takes; without one, what configuration and model say.
 
         Raises:
-            EngineUnavailableError: no engine is ready, and neither of them says.
+            EngineUnavailableError: no engine is ready, and neither of them limits it.
         """
         if self._router.is_ready:
             return self._router.limits.max_model_len
@@ -132,8 +132,7 @@ class AsyncLLM:
             grammar=grammar,
             thinking=thinking,
         )
-        engine, queue, reservation = self._send(request, answer_format)
-        try:
+        with self._sent(request, answer_format) as (queue, reservation):
             while True:
                 output = await queue.get()
                 if reservation.requests:
@@ -141,8 +140,6 @@ class AsyncLLM:
                 yield output
                 if output.finished:
                     return
-        finally:
-            self._leave(engine, request, reservation)
 
     async def embed(
         self, prompt: str | list[int], params: PoolingParams, head: RequestHead
@@ -152,11 +149,8 @@ class AsyncLLM:
         self.pooling_defaults.check(params)
         token_ids = await self._token_ids(prompt, limits, head.param)
         request = self._input.build_pooling(token_ids, params, limits, head)
-        engine, queue, reservation = self._send(request)
-        try:
+        with self._sent(request) as (queue, _):
             yield await queue.get()
-        finally:
-            self._leave(engine, request, reservation)
 
     async def _token_ids(self, prompt: str | list[int], limits: Limits, param: str) -> list[int]:
         if isinstance(prompt, list):
@@ -165,22 +159,23 @@ class AsyncLLM:
         self.admission.check(len(prompt))
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=param)
 
-    def _send(
+    @contextmanager
+    def _sent(
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
-    ) -> tuple[RoutedEngine, OutputQueue, Reservation]:
+    ) -> Iterator[tuple[OutputQueue, Reservation]]:
+        """Send ``request`` to an engine, and abort it there unless it has ended by then."""
         engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
         queue = self._outputs.open(request, form)
         engine.open_keys.add(request.key)
         engine.client.add(request)
-        return engine, queue, reservation
-
-    def _leave(self, engine: RoutedEngine, request: EngineCoreRequest, reservation: Reservation) -> None:
-        # No await may stand here: a cancelled task must not lose the abort.
-        reservation.release()
-        engine.open_keys.discard(request.key)
-        if self._outputs.close(request.key):
-            engine.client.abort([request.key])
+        try:
+            yield queue, reservation
+        finally:  # no await may stand here: a cancelled task must not lose the abort
+            reservation.release()
+            engine.open_keys.discard(request.key)
+            if self._outputs.close(request.key):
+                engine.client.abort([request.key])
 
     @property
     def chat_description(self) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint wants where a request does not say: sampling, the length of answers, pooling."""
+"""A checkpoint's defaults for what a request leaves open: sampling, the length of answers, pooling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POOLING_MODES: dict[str, PoolingType] = {
 
 @dataclass(frozen=True, slots=True)
 class PoolingDefaults:
-    """``pooling`` where a request does not say; a vector has ``size`` numbers, None if unknown."""
+    """``pooling`` where a request leaves it open; a vector has ``size`` numbers, None if unknown."""
 
     pooling: PoolingType
     size: int | None
@@ -38,7 +38,7 @@ class PoolingDefaults:
 
 
 def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
-    """What the checkpoint says of pooling; one that says nothing, as generating ones do, has the last token pooled.
+    """The checkpoint's own pooling; without one, as with models that generate, the last token is pooled.
 
     Raises:
         ConfigError: it asks for a way of pooling that is not served.
@@ -68,7 +68,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def default_max_tokens(checkpoint: Checkpoint) -> int | None:
-    """``max_new_tokens`` of the checkpoint's generation_config.json: how long answers get where a request does not say.
+    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers that requests leave open.
 
     Raises:
         ConfigError: it is no positive integer.

@@ -61,7 +61,7 @@ class InputProcessor:
         """Check and complete one request.
 
         ``bad_words`` are those of ``params``, tokenized; ``grammar`` is what ``params.structured_outputs`` come to;
-        ``thinking`` tells how answers may begin.
+        ``thinking`` describes how answers may begin.
 
         Raises:
             ContextLengthError: prompt and max_tokens do not fit.

@@ -2,21 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from raylm.errors import RayLMError
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
-from raylm.frontend.output_queue import OutputQueue
-from raylm.frontend.outputs import CompletionDelta, TokenLogprob, read_logprobs
+from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.threads import offload
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
 
 logger = logging.getLogger("raylm.frontend")
+
+PromptLogprobs = list[TokenLogprob | None]
+
+
+class OutputQueue:
+    """What one caller has not read yet, at most one output: a slow caller's deltas merge.
+
+    One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop.
+    """
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.num_cached_tokens = 0
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._unread: tuple[Callable[[], PromptLogprobs], int] | None = None
+        self._request = request
+        self._deltas: dict[int, CompletionDelta] = {}
+        self._error: RayLMError | None = None
+        self._finished = False
+        self._vector: bytes | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, delta: CompletionDelta, *, finished: bool) -> None:
+        """Add what is new of one sequence; ``finished`` if nothing else of the request will come."""
+        waiting = self._deltas.get(delta.index)
+        if waiting is None:
+            self._deltas[delta.index] = delta
+        else:
+            waiting.add(delta)
+        self._finished = self._finished or finished
+        self._wake.set()
+
+    def finish(self, vector: bytes) -> None:
+        """The prompt has come to a vector."""
+        self._vector, self._finished = vector, True
+        self._wake.set()
+
+    def put_prompt_logprobs(self, read: Callable[[], PromptLogprobs], size: int) -> None:
+        """The prompt's logprobs, ``size`` numbers to be read when the caller takes them."""
+        self._unread = (read, size)
+
+    def fail(self, error: RayLMError) -> None:
+        """End the request: the reader gets ``error`` at once, in place of what it has not read."""
+        self._error = error
+        self._wake.set()
+
+    async def get(self) -> RequestOutput:
+        """Everything since the last call; waits until there is something.
+
+        Raises:
+            RayLMError: what ``fail`` was called with.
+        """
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        if self._unread is not None:
+            self._prompt_logprobs, self._unread = await offload(*self._unread), None
+        deltas, self._deltas = list(self._deltas.values()), {}
+        return RequestOutput(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            deltas=deltas,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+            finished=self._finished,
+            vector=self._vector,
+        )
 
 
 class OpenRequest:
@@ -41,7 +109,7 @@ class OpenRequest:
 class OutputProcessor:
     """One for all engines; a request is known by its key, unique in this process.
 
-    A sequence that a stop string ends still runs in the engine, until that is told: its further tokens are dropped.
+    A sequence that a stop string ends runs on in the engine until the stop reaches it; its further tokens are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, telemetry: Telemetry) -> None:
@@ -50,7 +118,7 @@ class OutputProcessor:
         self._open: dict[int, OpenRequest] = {}
 
     def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OutputQueue:
-        """Expect outputs of ``request``, in which ``form`` says what to find; its caller reads the queue."""
+        """Expect outputs of ``request``, to be read as ``form`` describes; its caller reads the queue."""
         opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form)
         return opened.queue
 
@@ -110,7 +178,7 @@ class OutputProcessor:
     def _advance(
         self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None, now: float
     ) -> Iterable[int]:
-        """Take in the news of one sequence; returns the indexes of those that the engine need not go on with."""
+        """Take in what is new of one sequence; returns the indexes of those that the engine need not go on with."""
         try:
             self._read(opened, delta, ended)
         except Exception:
@@ -155,7 +223,7 @@ class OutputProcessor:
         """They come once, with the first token; nothing comes before the prompt's first token, so it has none."""
         missing = len(opened.request.prompt_token_ids) - len(logprobs.counts)
 
-        def read() -> list[TokenLogprob | None]:
+        def read() -> PromptLogprobs:
             return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(logprobs))]
 
         opened.queue.put_prompt_logprobs(read, len(logprobs.token_ids))

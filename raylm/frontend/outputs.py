@@ -22,7 +22,7 @@ class TokenLogprob:
 
 
 def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
-    """Each token's entry; one that nobody asked about has the token id -1 and the rank 0."""
+    """Each token's entry; where none was asked for, it has the token id -1 and the rank 0."""
     offset = 0
     for count, rank in zip(columns.counts, columns.ranks, strict=True):
         ids, values = columns.token_ids[offset : offset + count], columns.logprobs[offset : offset + count]
@@ -60,8 +60,8 @@ class CompletionDelta:
     ``text``. ``logprobs`` is aligned with ``token_ids`` or None. ``finish_reason`` is set on the last delta only;
     ``stop_reason`` is then the stop string or stop token id that matched, None for EOS.
 
-    Where the request has an AnswerFormat, thoughts and tool calls are no part of ``text``: they are in ``reasoning``
-    and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are thoughts.
+    Where the request has an AnswerFormat, reasoning and tool calls are no part of ``text``: they are in ``reasoning``
+    and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are reasoning.
     A sequence that made calls and ended by itself has the finish reason "tool_calls".
     """
 
@@ -76,7 +76,7 @@ class CompletionDelta:
     tool_calls: list[ToolCallDelta] | None = None
 
     def add(self, later: CompletionDelta) -> None:
-        """Take in what the sequence said next; the lists of ``later`` may become this one's own."""
+        """Take in the sequence's next delta; the lists of ``later`` may become this one's own."""
         # A text that only a local name holds grows in place; otherwise all of a long answer is copied for each token.
         text, self.text = self.text, ""
         text += later.text
@@ -106,7 +106,7 @@ def join_calls(first: list[ToolCallDelta] | None, later: list[ToolCallDelta] | N
 
 @dataclass(slots=True)
 class RequestOutput:
-    """News of one request: the deltas of its sequences, at most one a sequence; ``finished`` on the last one.
+    """What is new of one request: the deltas of its sequences, at most one a sequence; ``finished`` on the last one.
 
     ``prompt_logprobs`` (None if not asked for) has one entry a prompt token, None for the first; it is complete in
     the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served. ``vector`` is what a

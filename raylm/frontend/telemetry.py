@@ -1,4 +1,4 @@
-"""Telemetry: owns the Prometheus series of one AsyncLLM: latencies seen here, and what its engines last said."""
+"""Telemetry: owns the Prometheus series of one AsyncLLM: latencies seen here, and its engines' newest stats."""
 
 from __future__ import annotations
 

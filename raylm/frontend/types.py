@@ -13,7 +13,7 @@ MAX_CACHE_SALT_CHARS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
-    """Who asks, and how the request is treated, whether it asks for text or for a vector.
+    """A request's id and how it is treated, whether it asks for text or for a vector.
 
     A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raylm.frontend.answers.reasoning_parsers import ReasoningParser, ReasoningTokenCounter
+from raylm.frontend.answers.reasoning_parsers import ReasoningMarkers, ReasoningParser, ReasoningTokenCounter
 from raylm.frontend.answers.tool_calls import ToolParser, Tools
 from raylm.frontend.outputs import CompletionDelta, join_calls
 from raylm.messages import Thinking
@@ -18,7 +18,7 @@ class AnswerFormat:
     ``reasoning`` and ``thinking`` are None together. With ``one_call`` a sequence ends with its first call.
     """
 
-    reasoning: type[ReasoningParser] | None = None
+    reasoning: ReasoningMarkers | None = None
     thinking: Thinking | None = None
     tool_parser: type[ToolParser] | None = None
     tools: Tools | None = None
@@ -46,7 +46,7 @@ class AnswerReader:
     def __init__(self, form: AnswerFormat) -> None:
         self._reasoning = self._tokens = self._tools = None
         if form.reasoning is not None and form.thinking is not None:
-            self._reasoning = form.reasoning(thinking=form.thinking.begun)
+            self._reasoning = ReasoningParser(form.reasoning, thinking=form.thinking.begun)
             self._tokens = ReasoningTokenCounter(form.thinking)
         if form.tool_parser is not None:
             self._tools = form.tool_parser(form.tools or {}, one_call=form.one_call)

@@ -9,7 +9,7 @@ from raylm.config import Config
 from raylm.errors import ConfigError, UnsupportedFieldError
 from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
-from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningParser, detect_reasoning_parser
+from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningMarkers, detect_reasoning_parser
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class ChatProcessor:
             return replace(params, skip_special_tokens=False)
         return params
 
-    def _find_reasoning_parser(self, asked: str) -> type[ReasoningParser] | None:
+    def _find_reasoning_parser(self, asked: str) -> ReasoningMarkers | None:
         if self.reasoning_parser_name == "none":
             return None
         parser = REASONING_PARSERS[self.reasoning_parser_name]

@@ -1,41 +1,64 @@
-"""Reasoning parsers: tell the reasoning of one sequence from its answer, as the text comes."""
+"""Reasoning parsers: separate the reasoning of one sequence from its answer, as the text comes."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
 
 from raylm.frontend.text.stop_strings import MarkerSearch
 from raylm.messages import Thinking
 
 
-class ReasoningParser:
-    """Reasoning stands between two markers, each a single token, before the answer.
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """What stands before and behind the reasoning; each is a single token.
 
-    A sequence reasons from its beginning if the prompt has opened the reasoning already (``thinking``), else if its
-    own text begins with ``start``. White space around reasoning, and before an answer that follows some, belongs to
-    neither.
+    ``closing`` is what the model is made to write when its budget for thinking is used up; it holds ``end``.
     """
 
-    start: ClassVar[str]
-    end: ClassVar[str]
-    closing: ClassVar[str]
-    """What the model is made to write when its budget for thinking is used up; holds ``end``."""
+    start: str
+    end: str
+    closing: str
 
-    def __init__(self, *, thinking: bool) -> None:
-        self._beginning = "" if not thinking else None  # of the text, while it may still become ``start``
+
+REASONING_PARSERS = {
+    # DeepSeek-R1 and its distillates, Qwen3, QwQ, and the embedded model
+    "think": ReasoningMarkers("<think>", "</think>", "\n</think>\n\n"),
+    # Mistral's reasoning models (Magistral), whose markers are special tokens
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]", "[/THINK]"),
+    # ByteDance's Seed-OSS
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>", "</seed:think>"),
+}
+
+
+def detect_reasoning_parser(template: str) -> str | None:
+    """The name of the first parser whose end marker stands in a chat template."""
+    return next((name for name, markers in REASONING_PARSERS.items() if markers.end in template), None)
+
+
+class ReasoningParser:
+    """Reasoning stands between two markers, before the answer.
+
+    A sequence reasons from its beginning if the prompt has opened the reasoning already (``thinking``), else if its
+    own text begins with the start marker. White space around reasoning, and before an answer that follows some,
+    belongs to neither.
+    """
+
+    def __init__(self, markers: ReasoningMarkers, *, thinking: bool) -> None:
+        self._beginning = "" if not thinking else None  # of the text, while it may still become the start marker
         self._thinking = thinking
         self._fresh = thinking  # nothing but white space has come since the last marker
-        self._search = MarkerSearch(self.end)
+        self._start = markers.start
+        self._search = MarkerSearch(markers.end)
 
     def push(self, text: str) -> tuple[str, str]:
         """Take in the next piece; return what is final of (reasoning, answer)."""
         if self._beginning is not None:
             self._beginning += text
             begun = self._beginning.lstrip()
-            if self.start.startswith(begun) and begun != self.start:
+            if self._start.startswith(begun) and begun != self._start:
                 return "", ""
-            self._thinking = self._fresh = begun.startswith(self.start)
-            text, self._beginning = begun[len(self.start) :] if self._thinking else self._beginning, None
+            self._thinking = self._fresh = begun.startswith(self._start)
+            text, self._beginning = begun[len(self._start) :] if self._thinking else self._beginning, None
         if not self._thinking:
             return "", self._without_first_space(text)
         reasoning, answer = self._search.push(text)
@@ -58,42 +81,6 @@ class ReasoningParser:
             text = text.lstrip()
             self._fresh = not text
         return text
-
-
-class ThinkParser(ReasoningParser):
-    """DeepSeek-R1 and its distillates, Qwen3, QwQ, and the embedded model."""
-
-    start = "<think>"
-    end = "</think>"
-    closing = "\n</think>\n\n"
-
-
-class MistralReasoningParser(ReasoningParser):
-    """Mistral's reasoning models (Magistral), whose markers are special tokens."""
-
-    start = "[THINK]"
-    end = "[/THINK]"
-    closing = "[/THINK]"
-
-
-class SeedOssParser(ReasoningParser):
-    """ByteDance's Seed-OSS."""
-
-    start = "<seed:think>"
-    end = "</seed:think>"
-    closing = "</seed:think>"
-
-
-REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
-    "think": ThinkParser,
-    "mistral": MistralReasoningParser,
-    "seed_oss": SeedOssParser,
-}
-
-
-def detect_reasoning_parser(template: str) -> str | None:
-    """The name of the first parser whose end marker stands in a chat template."""
-    return next((name for name, parser in REASONING_PARSERS.items() if parser.end in template), None)
 
 
 class ReasoningTokenCounter:

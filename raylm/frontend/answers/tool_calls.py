@@ -19,7 +19,7 @@ Parsed = tuple[str, list[ToolCallDelta]]
 
 
 class ToolParser(ABC):
-    """The interface of the members: an object reads one sequence, the class says how a model writes calls.
+    """The interface of the members: an object reads one sequence, the class knows how a model writes calls.
 
     Args:
         tools: the parameters' schema of each function by its name.

@@ -36,12 +36,10 @@ class Usage:
         self.cached_tokens += output.num_cached_tokens
 
     def count_delta(self, delta: CompletionDelta) -> None:
-        """Count what was generated."""
         self.completion_tokens += len(delta.token_ids)
         self.reasoning_tokens += delta.reasoning_tokens
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -70,11 +68,11 @@ class Generation:
 
 
 def num_details(sequences: Sequence[CompletionDelta]) -> int:
-    """Roughly how many things the JSON of so much news has: one a token, and one for each alternative to it."""
+    """Roughly how many things the JSON of these deltas has: one a token, and one for each alternative to it."""
     details = 0
-    for news in sequences:
-        alternatives = len(news.logprobs[0].top) + 1 if news.logprobs else 0
-        details += 1 + len(news.token_ids) * (1 + alternatives)
+    for delta in sequences:
+        alternatives = len(delta.logprobs[0].top) + 1 if delta.logprobs else 0
+        details += 1 + len(delta.token_ids) * (1 + alternatives)
     return details
 
 

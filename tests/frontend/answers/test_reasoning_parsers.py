@@ -6,13 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningTokenCounter, detect_reasoning_parser
+from raylm.frontend.answers.reasoning_parsers import (
+    REASONING_PARSERS,
+    ReasoningParser,
+    ReasoningTokenCounter,
+    detect_reasoning_parser,
+)
 from raylm.messages import Thinking
 from tests.frontend.pieces import cut
 
 
 def read(name: str, pieces: list[str], *, thinking: bool) -> tuple[str, str]:
-    parser = REASONING_PARSERS[name](thinking=thinking)
+    parser = ReasoningParser(REASONING_PARSERS[name], thinking=thinking)
     found = [*(parser.push(piece) for piece in pieces), parser.flush()]
     return "".join(thoughts for thoughts, _ in found), "".join(answer for _, answer in found)
 
@@ -52,7 +57,7 @@ def test_the_cuts_do_not_matter(text: list[str], seed: int) -> None:
 
 
 def test_thoughts_come_as_they_are_thought() -> None:
-    parser = REASONING_PARSERS["think"](thinking=True)
+    parser = ReasoningParser(REASONING_PARSERS["think"], thinking=True)
     assert parser.push("one two ") == ("one two", "")
     assert parser.push("three") == (" three", "")
 

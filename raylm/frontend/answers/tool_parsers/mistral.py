@@ -8,8 +8,7 @@ import string
 from collections.abc import Sequence
 
 from raylm.frontend.answers.tool_calls import Mark, Tools
-from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser
-from raylm.frontend.answers.tool_parsers.json_scanner import ValueScanner
+from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser, ValueScanner
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
