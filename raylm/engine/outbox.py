@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from raylm.engine.sequence import Sequence
 from raylm.errors import RayLMError
@@ -14,40 +14,45 @@ from raylm.messages import EngineCoreOutputs, EngineStats, FinishReason, Logprob
 class ClientOutputs:
     """What one step means for one client, while the Scheduler finds it out.
 
-    ``sequences[i]`` got the next ``counts[i]`` of ``positions``, which are tokens of the step's result; without
-    ``counts`` it is one each. ``finished`` maps such an entry to its reasons.
+    ``sequences[i]`` drew the token at ``positions[i]`` of the step's result; the tokens of one sequence stand
+    together. ``finished`` maps an i to its reasons where that token is the last one of its sequence.
     """
 
-    __slots__ = ("counts", "errors", "finished", "pooled", "positions", "prompt_logprobs", "sequences")
+    __slots__ = ("errors", "finished", "pooled", "positions", "prompt_logprobs", "sequences")
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         self.positions: list[int] = []
-        self.counts: list[int] = []
         self.finished: dict[int, tuple[FinishReason, int | None]] = {}
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
         self.errors: list[tuple[int, RayLMError]] = []
         self.pooled: list[tuple[int, bytes]] = []
 
     def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
-        """The newest entry is the last one of its sequence."""
+        """The newest token is the last one of its sequence."""
         self.finished[len(self.sequences) - 1] = (reason, stop_reason)
 
     def columns(self, result: ModelRunnerOutput, stats: EngineStats, created: float) -> EngineCoreOutputs:
-        """The news as the client gets them."""
-        count, drawn = len(self.sequences), result.token_ids
-        finish_reasons: list[FinishReason | None] = [None] * count
-        stop_reasons: list[int | None] = [None] * count
-        for entry, (reason, stop_reason) in self.finished.items():
+        """The message to the client."""
+        sequences, finished, drawn = self.sequences, self.finished, result.token_ids
+        token_counts = [1] * len(sequences)
+        if len(drawn) > len(result.seq_ids):  # the tokens that a sequence drew in a step are one entry
+            runs = [(seq, len(list(run))) for seq, run in groupby(sequences)]
+            sequences, token_counts = [seq for seq, _ in runs], [count for _, count in runs]
+            entry_of = {end - 1: entry for entry, end in enumerate(accumulate(token_counts))}
+            finished = {entry_of[token]: reasons for token, reasons in finished.items()}
+        finish_reasons: list[FinishReason | None] = [None] * len(sequences)
+        stop_reasons: list[int | None] = [None] * len(sequences)
+        for entry, (reason, stop_reason) in finished.items():
             finish_reasons[entry], stop_reasons[entry] = reason, stop_reason
         return EngineCoreOutputs(
-            keys=[seq.key for seq in self.sequences],
-            indexes=[seq.index for seq in self.sequences],
-            token_counts=self.counts or [1] * count,
+            keys=[seq.key for seq in sequences],
+            indexes=[seq.index for seq in sequences],
+            token_counts=token_counts,
             token_ids=[drawn[position] for position in self.positions],
             finish_reasons=finish_reasons,
             stop_reasons=stop_reasons,
-            cached_tokens=[seq.num_cached for seq in self.sequences],
+            cached_tokens=[seq.num_cached for seq in sequences],
             stats=stats,
             logprobs=select_logprobs(result.logprobs, self.positions) if result.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,

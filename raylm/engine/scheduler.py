@@ -11,6 +11,7 @@ from itertools import count
 
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.lookahead import create_lookahead
 from raylm.engine.outbox import ClientOutputs, join_logprobs
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
@@ -51,12 +52,11 @@ class Scheduler:
         self.counters = Counters()
         self._max_num_seqs = config.max_num_seqs
         self._budget = create_budget(config)
-        self._drafts = config.speculative_tokens
+        self._lookahead = create_lookahead(kv, config.speculative_tokens)
         self._requests: dict[tuple[str, int], RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
-        self._ids: Iterator[int] = count()
-        self._arrivals: Iterator[int] = count()
+        self._ids: Iterator[int] = count()  # in the order of arrival
         self._step = 0
         self._seen = 0
 
@@ -77,10 +77,10 @@ class Scheduler:
         """
         if (client_id, request.key) in self._requests:
             raise RayLMError(f"A request with the key {request.key} is open already.")
-        state = RequestState.create(client_id, request, next(self._arrivals), self.max_model_len, adapter)
-        first = state.sequence(next(self._ids), 0)
+        seq_id = next(self._ids)
+        state = RequestState.create(client_id, request, seq_id, self.max_model_len, adapter)
         self._requests[client_id, request.key] = state
-        self._enqueue(first)
+        self._enqueue(state.sequence(seq_id, 0))
 
     def abort(self, client_id: str, key: int) -> None:
         """End a request at once, whatever state its sequences are in; unknown and finished ones are ignored."""
@@ -111,29 +111,14 @@ class Scheduler:
         plan = StepPlan(self._budget.tokens(self.running), self._max_num_seqs - len(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan)
-        if not plan.ids and not plan.chunks:
+        if plan.empty:
             return None
         self._step += 1
         finished, self._finished = self._finished, []
         return plan.columns(self._step, finished)
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Every running sequence in the order of its rank; a long one leaves a token for each that comes behind it."""
-        block_size, ids, computed_column = self.kv.block_size, plan.ids, plan.computed
-        speculating = self._drafts > 0
-        for place, seq in enumerate(self.running):  # preemption takes sequences out behind ``place`` only
-            computed, known = seq.num_computed, seq.num_tokens
-            if known >= seq.limit or plan.tokens <= 0:
-                continue
-            if known - computed > 1:
-                behind = len(self.running) - place - 1
-                plan.add(seq, min(known - computed, max(1, plan.tokens - behind)))
-            elif (computed % block_size and not speculating) or self._make_room(seq, place, plan):
-                ids.append(seq.id)
-                computed_column.append(computed)
-                seq.num_computed = known
-                seq.num_tokens = known + 1
-                plan.tokens -= 1
+        plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Strict head of line: whoever is first waits until there is room, and all others behind it."""
@@ -159,33 +144,22 @@ class Scheduler:
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs = []
         seq.num_computed = cached
-        plan.seats -= 1
-        plan.new.append(seq.as_new(self.kv.block_ids(seq)))
-        plan.add(seq, min(len(seq.token_ids) - cached, plan.tokens))
+        plan.add_new(seq, self.kv.block_ids(seq))
 
-    def _make_room(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
-        """Let the block table of ``seq``, the plan's next row, hold a token more; preempt who is behind it if need be.
+    def _reserve_blocks(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
+        """Let the block table of ``seq``, the plan's next to decode, grow; preempt sequences behind it if need be.
 
-        With speculation it is one more than the worker may have by then, and if blocks abound, the guesses too.
         Without success the sequence keeps its blocks and sits this step out: it loses no work, and those before it
         may still preempt it.
         """
-        wanted = self._wanted(seq) if self._drafts else seq.num_tokens
-        while (blocks := self.kv.extend(seq, wanted)) is None:
+        num_tokens = self._lookahead.tokens_to_reserve(seq, len(self.running))
+        while (blocks := self.kv.extend(seq, num_tokens)) is None:
             if place + 1 == len(self.running):
                 return False
             self._preempt(min(self.running[place + 1 :], key=self._cost_of_preemption))
             plan.close()
-        if blocks:
-            plan.grown[len(plan.ids)] = blocks
+        plan.grow(blocks)
         return True
-
-    def _wanted(self, seq: Sequence) -> int:
-        """Tokens that the block table of ``seq`` should hold in the next step; the limit's own is never computed."""
-        drafts, capacity = self._drafts, self.kv.capacity(seq)
-        longest = min(seq.longest(drafts), capacity + 1)  # the worker makes no guess that it has no block for
-        abundant = self.kv.pool.num_free > len(self.running) + drafts // self.kv.block_size + 1
-        return min(longest + drafts * abundant, seq.limit - 1)
 
     def _cost_of_preemption(self, seq: Sequence) -> tuple[int, int, int]:
         """Who is preempted first: the lowest class, then the one with the least wasted work, then the newest.
@@ -223,10 +197,7 @@ class Scheduler:
             seq = self._sequences.get(seq_id)
             if seq is not None and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)
-        if len(result.token_ids) == len(result.seq_ids):
-            self._take_tokens(result, news)
-        else:
-            self._take_runs(result, news)
+        self._append_tokens(result, news)
         self._take_vectors(result, news)
         self.counters.drafted_tokens += result.drafted_tokens
         stats, now = self.stats(), time.time()
@@ -242,45 +213,35 @@ class Scheduler:
             counters=replace(self.counters),
         )
 
-    def _take_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
-        """Append each drawn token to its sequence; those of sequences that are gone are the wasted step at an end."""
-        sequences, taken = self._sequences, 0
-        for position, (seq_id, token) in enumerate(zip(result.seq_ids, result.token_ids, strict=True)):
+    def _append_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
+        """Append each token to the sequence that drew it.
+
+        Tokens of sequences that are gone are dropped: the wasted step at an end, and what was drawn behind a token
+        that ended its sequence in this step.
+        """
+        sequences = self._sequences
+        for position, (seq_id, token) in enumerate(zip(self._drawn_by(result), result.token_ids, strict=True)):
             seq = sequences.get(seq_id)
             if seq is None:
                 continue
-            taken += 1
             seq.token_ids.append(token)
             entry = news[seq.client_id]
             entry.sequences.append(seq)
             entry.positions.append(position)
             if token in seq.stop_ids or len(seq.token_ids) >= seq.milestone:
                 self._reach_milestone(seq, token, entry)
-        self.counters.generation_tokens += taken
+        self.counters.generation_tokens += sum(len(entry.positions) for entry in news.values())
 
-    def _take_runs(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
-        """Append several tokens to a sequence, until one of them ends it: what was drawn behind that is dropped."""
-        end = 0
+    def _drawn_by(self, result: ModelRunnerOutput) -> list[int]:
+        """The sequence of each token; one that drew several is let know, as every step counts on one."""
+        if len(result.token_ids) == len(result.seq_ids):
+            return result.seq_ids
         for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True):
-            start, end = end, end + drawn
             seq = self._sequences.get(seq_id)
-            if seq is None:
-                continue
-            seq.catch_up(drawn - 1)
-            before = len(seq.token_ids)
-            entry = news[seq.client_id]
-            entry.sequences.append(seq)
-            for token in result.token_ids[start:end]:
-                seq.token_ids.append(token)
-                if token in seq.stop_ids or len(seq.token_ids) >= seq.milestone:
-                    self._reach_milestone(seq, token, entry)
-                if seq.status is Status.FINISHED:
-                    break
-            taken = len(seq.token_ids) - before
-            entry.counts.append(taken)
-            entry.positions.extend(range(start, start + taken))
-            self.counters.generation_tokens += taken
-            self.counters.accepted_tokens += drawn - 1
+            if seq is not None:
+                seq.accept_drafts(drawn - 1)
+                self.counters.accepted_tokens += drawn - 1
+        return [seq_id for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True) for _ in range(drawn)]
 
     def _take_vectors(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
         """A prompt that came to a vector is at its end."""

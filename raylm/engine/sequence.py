@@ -140,15 +140,10 @@ class Sequence:
         pooling = self.state.request.pooling
         return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
 
-    def catch_up(self, extra: int) -> None:
-        """A step drew ``extra`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
-        self.num_tokens += extra
-        self.num_computed = min(self.num_computed + extra, self.limit - 1)
-
-    def longest(self, drafts: int) -> int:
-        """The most tokens it may have in the worker when the steps in flight, of up to ``drafts`` guesses, have run."""
-        known = len(self.token_ids)
-        return min(known + (self.num_tokens - known) * (1 + drafts), self.limit)
+    def accept_drafts(self, count: int) -> None:
+        """A step drew ``count`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
+        self.num_tokens += count
+        self.num_computed = min(self.num_computed + count, self.limit - 1)
 
     def as_new(self, block_ids: list[int]) -> NewSequence:
         """The sequence in full, for a worker that has no row of it; prompt logprobs are asked for only once."""

@@ -138,7 +138,7 @@ def the_new_block_comes_one_token_late(patch: Patch) -> None:
 
 def new_blocks_are_not_sent(patch: Patch) -> None:
     def columns(original: Any, self: StepPlan, step: int, finished: list[int]) -> SchedulerOutput:
-        self.grown.clear()
+        self._grown.clear()
         plan: SchedulerOutput = original(self, step, finished)
         return plan
 
@@ -164,7 +164,7 @@ def one_sequence_too_many_in_a_step(patch: Patch) -> None:
 
 def waiting_before_running(patch: Patch) -> None:
     def schedule_running(original: Any, self: Scheduler, plan: StepPlan) -> None:
-        if not getattr(plan, "ids", None):
+        if not plan.new:
             running = list(self.running)
             self._schedule_waiting(plan)
             started, self.running = [seq for seq in self.running if seq not in running], running
@@ -200,7 +200,7 @@ def the_highest_class_is_preempted(patch: Patch) -> None:
 
 
 def a_scheduled_sequence_is_preempted(patch: Patch) -> None:
-    wrap(patch, Scheduler, "_make_room", lambda original, self, seq, place, plan: original(self, seq, -1, plan))
+    wrap(patch, Scheduler, "_reserve_blocks", lambda original, self, seq, place, plan: original(self, seq, -1, plan))
 
 
 def a_sequence_resumes_with_an_unseen_token(patch: Patch) -> None:
