@@ -1,4 +1,4 @@
-"""Lookahead: how far the block tables of sequences that decode must reach; one member for plain decoding, one for drafts."""
+"""Lookahead: how many tokens the block tables of decoding sequences must hold, without and with draft tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Lookahead:
         self.reserve_every = kv.block_size
 
     def tokens_to_reserve(self, seq: Sequence, num_running: int) -> int:
-        """Tokens that the block table of ``seq`` should hold in the next step; the one at its limit is never computed."""
+        """Tokens that the block table of ``seq`` should hold in the next step."""
         return seq.num_tokens
 
 
@@ -30,6 +30,7 @@ class DraftLookahead(Lookahead):
         self._drafts = drafts
 
     def tokens_to_reserve(self, seq: Sequence, num_running: int) -> int:
+        """As above; the token at the limit of a sequence is never computed."""
         drafts, kv = self._drafts, self._kv
         abundant = kv.pool.num_free > num_running + drafts // kv.block_size + 1
         longest = min(self._longest(seq), kv.capacity(seq) + 1)

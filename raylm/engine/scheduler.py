@@ -62,7 +62,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open."""
         return bool(self._requests)
 
     # ---------------------------------------------------------------- requests
@@ -71,7 +70,7 @@ class Scheduler:
         """Let the first sequence of a request wait; the others start when it has computed the prompt they share.
 
         Raises:
-            ContextLengthError: the prompt leaves no room for a token.
+            ContextLengthError: the prompt leaves no position for a token.
             InvalidRequestError: the prompt is empty.
             RayLMError: the key is taken.
         """
@@ -83,7 +82,7 @@ class Scheduler:
         self._enqueue(state.sequence(seq_id, 0))
 
     def abort(self, client_id: str, key: int) -> None:
-        """End a request at once, whatever state its sequences are in; unknown and finished ones are ignored."""
+        """End a request at once; unknown and finished ones are ignored."""
         state = self._requests.get((client_id, key))
         if state is not None:
             self._abort(state)
@@ -121,8 +120,8 @@ class Scheduler:
         plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Strict head of line: whoever is first waits until there is room, and all others behind it."""
-        while plan.seats > 0 and plan.tokens > 0 and self.waiting:
+        """Strict head of line: the first one waits until the pool can hold it, and all others behind it."""
+        while plan.max_new > 0 and plan.tokens > 0 and self.waiting:
             seq = self.waiting.peek()
             if seq.resume_after > self._seen:
                 return
@@ -162,7 +161,7 @@ class Scheduler:
         return True
 
     def _cost_of_preemption(self, seq: Sequence) -> tuple[int, int, int]:
-        """Who is preempted first: the lowest class, then the one with the least wasted work, then the newest.
+        """Preempted first is the lowest class, then the sequence with the least wasted work, then the newest.
 
         Wasted are the tokens that have to be computed again. Those that other sequences hold too are not, nor
         anything of a sequence whose last token is on its way.
@@ -183,28 +182,27 @@ class Scheduler:
     # ---------------------------------------------------------------- update
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, EngineCoreOutputs]:
-        """Take in what a step drew, in the order of the steps; returns what it means for each client."""
+        """Take in what a step drew, in the order of the steps; returns the message to each client."""
         assert result.step == plan.step == self._seen + 1, (
             f"result {result.step} of step {plan.step} after {self._seen}"
         )
         self._seen = plan.step
         self._budget.observe(plan, result)
-        news: defaultdict[str, ClientOutputs] = defaultdict(ClientOutputs)
+        outputs: defaultdict[str, ClientOutputs] = defaultdict(ClientOutputs)
         for seq_id, reason in result.failed:
-            self._fail(seq_id, reason, news)
+            self._fail(seq_id, reason, outputs)
         self._publish_chunks(plan)
         for seq_id, logprobs in result.prompt_logprobs:
             seq = self._sequences.get(seq_id)
             if seq is not None and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)
-        self._append_tokens(result, news)
-        self._take_vectors(result, news)
+        self._append_tokens(result, outputs)
+        self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
         stats, now = self.stats(), time.time()
-        return {client_id: entry.columns(result, stats, now) for client_id, entry in news.items()}
+        return {client_id: entry.columns(result, stats, now) for client_id, entry in outputs.items()}
 
     def stats(self) -> EngineStats:
-        """The state as it is now."""
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -213,7 +211,7 @@ class Scheduler:
             counters=replace(self.counters),
         )
 
-    def _append_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
+    def _append_tokens(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
         """Append each token to the sequence that drew it.
 
         Tokens of sequences that are gone are dropped: the wasted step at an end, and what was drawn behind a token
@@ -225,15 +223,15 @@ class Scheduler:
             if seq is None:
                 continue
             seq.token_ids.append(token)
-            entry = news[seq.client_id]
+            entry = outputs[seq.client_id]
             entry.sequences.append(seq)
             entry.positions.append(position)
-            if token in seq.stop_ids or len(seq.token_ids) >= seq.milestone:
-                self._reach_milestone(seq, token, entry)
-        self.counters.generation_tokens += sum(len(entry.positions) for entry in news.values())
+            if token in seq.stop_ids or len(seq.token_ids) >= seq.next_check:
+                self._check_token(seq, token, entry)
+        self.counters.generation_tokens += sum(len(entry.positions) for entry in outputs.values())
 
     def _drawn_by(self, result: ModelRunnerOutput) -> list[int]:
-        """The sequence of each token; one that drew several is let know, as every step counts on one."""
+        """The sequence of each token; several of one sequence are accepted drafts, as a step counts on one."""
         if len(result.token_ids) == len(result.seq_ids):
             return result.seq_ids
         for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True):
@@ -243,33 +241,33 @@ class Scheduler:
                 self.counters.accepted_tokens += drawn - 1
         return [seq_id for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True) for _ in range(drawn)]
 
-    def _take_vectors(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
-        """A prompt that came to a vector is at its end."""
+    def _take_vectors(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
+        """A pooled prompt ends its sequence."""
         for seq_id, vector in result.pooled:
             seq = self._sequences.get(seq_id)
             if seq is not None:
                 self.counters.prompt_tokens += seq.num_prompt_tokens
-                news[seq.client_id].pooled.append((seq.key, vector))
+                outputs[seq.client_id].pooled.append((seq.key, vector))
                 self._close(seq)
 
-    def _reach_milestone(self, seq: Sequence, token: int, news: ClientOutputs) -> None:
+    def _check_token(self, seq: Sequence, token: int, outputs: ClientOutputs) -> None:
         """The token just appended is the first one, or the last one, or might end the sequence."""
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
-            self._complete_prompt(seq, news)
-        seq.milestone = seq.limit
+            self._complete_prompt(seq, outputs)
+        seq.next_check = seq.limit
         params = seq.state.request.params
         if token in seq.stop_ids and seq.num_generated > params.min_tokens:
             by_eos = token in seq.state.request.eos_token_ids and not params.ignore_eos
-            self._finish(seq, "stop", None if by_eos else token, news)
+            self._finish(seq, "stop", None if by_eos else token, outputs)
         elif len(seq.token_ids) >= seq.limit:
-            self._finish(seq, "length", None, news)
+            self._finish(seq, "length", None, outputs)
 
-    def _complete_prompt(self, seq: Sequence, news: ClientOutputs) -> None:
+    def _complete_prompt(self, seq: Sequence, outputs: ClientOutputs) -> None:
         """The first token has come: the prompt's logprobs are whole, and the sequences that share it may start."""
         if seq.index == 0:
             self.counters.prompt_tokens += seq.num_prompt_tokens
         if seq.prompt_logprobs is not None:
-            news.prompt_logprobs.append((seq.key, join_logprobs(seq.prompt_logprobs)))
+            outputs.prompt_logprobs.append((seq.key, join_logprobs(seq.prompt_logprobs)))
             seq.prompt_logprobs = None
         for sibling in seq.state.fork(self._ids):
             self._enqueue(sibling)
@@ -287,23 +285,23 @@ class Scheduler:
         self._sequences[seq.id] = seq
         self.waiting.push(seq)
 
-    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, news: ClientOutputs) -> None:
-        news.finish(reason, stop_reason)
+    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, outputs: ClientOutputs) -> None:
+        outputs.finish(reason, stop_reason)
         self._close(seq)
 
     def _close(self, seq: Sequence) -> None:
-        """A sequence has come to its end, and its request with the last one."""
+        """End a sequence, and with the last one its request."""
         self._remove(seq)
         if not seq.state.open:
             del self._requests[seq.client_id, seq.key]
 
-    def _fail(self, seq_id: int, reason: str, news: defaultdict[str, ClientOutputs]) -> None:
+    def _fail(self, seq_id: int, reason: str, outputs: defaultdict[str, ClientOutputs]) -> None:
         """End the whole request of a sequence with an error; what the sequence computed is not to be reused."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
             self._abort(seq.state)
-            self.kv.distrust(seq)
-            news[seq.client_id].errors.append((seq.key, RayLMError(reason)))
+            self.kv.unpublish(seq)
+            outputs[seq.client_id].errors.append((seq.key, RayLMError(reason)))
 
     def _abort(self, state: RequestState) -> None:
         for seq in list(state.open):
@@ -311,7 +309,6 @@ class Scheduler:
         del self._requests[state.client_id, state.request.key]
 
     def _remove(self, seq: Sequence) -> None:
-        """Take a sequence out of every table, whatever its status."""
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:

@@ -7,23 +7,22 @@ from collections.abc import Callable
 from raylm.engine.sequence import Sequence
 from raylm.messages import NewSequence, SchedulerOutput
 
-
 Reserve = Callable[[Sequence, int, "StepPlan"], bool]
 
 
 class StepPlan:
-    """The budget that is left of a step, ``tokens`` to compute and ``seats`` for sequences to join, and its rows.
+    """The budget that is left of a step, ``tokens`` to compute and at most ``max_new`` sequences to join, and its rows.
 
     Rows of one token stand before longer ones, as nearly all are of sequences that decode: they compute the last known
     token and draw the next one. The few that draw nothing are in ``_silent``, the blocks by which they grow in
     ``_grown``, both by row.
     """
 
-    __slots__ = ("_chunks", "_computed", "_grown", "_ids", "_silent", "new", "seats", "tokens")
+    __slots__ = ("_chunks", "_computed", "_grown", "_ids", "_silent", "max_new", "new", "tokens")
 
-    def __init__(self, tokens: int, seats: int) -> None:
+    def __init__(self, tokens: int, max_new: int) -> None:
         self.tokens = tokens
-        self.seats = seats
+        self.max_new = max_new
         self.new: list[NewSequence] = []
         self._ids: list[int] = []
         self._computed: list[int] = []
@@ -58,7 +57,7 @@ class StepPlan:
 
     def add_new(self, seq: Sequence, block_ids: list[int]) -> None:
         """Let a sequence join that the worker has no row of, and compute as much of it as the budget allows."""
-        self.seats -= 1
+        self.max_new -= 1
         self.new.append(seq.as_new(block_ids))
         self.tokens -= self._add_chunk(seq, min(seq.num_tokens - seq.num_computed, self.tokens))
 
@@ -69,7 +68,7 @@ class StepPlan:
 
     def close(self) -> None:
         """Let no sequence join this step any more."""
-        self.seats = 0
+        self.max_new = 0
 
     def columns(self, step: int, finished: list[int]) -> SchedulerOutput:
         """The step as the workers get it."""

@@ -122,7 +122,7 @@ def test_distrusted_content_is_not_found_again() -> None:
     kv = KVCacheManager(8, BLOCK)
     bad, good = computed(kv, sequence([1] * 9, 0)), computed(kv, sequence([2] * 9, 1))
     kv.free(bad)
-    kv.distrust(bad)
+    kv.unpublish(bad)
     kv.free(good)
     assert kv.admit(sequence([1] * 9, 2), spare=0) == 0
     assert kv.admit(sequence([2] * 9, 3), spare=0) == 8

@@ -149,15 +149,15 @@ def new_blocks_are_not_sent(patch: Patch) -> None:
 
 
 def one_token_too_many_in_a_step(patch: Patch) -> None:
-    def init(original: Any, self: StepPlan, tokens: int, seats: int) -> None:
-        original(self, tokens + 1, seats)
+    def init(original: Any, self: StepPlan, tokens: int, max_new: int) -> None:
+        original(self, tokens + 1, max_new)
 
     wrap(patch, StepPlan, "__init__", init)
 
 
 def one_sequence_too_many_in_a_step(patch: Patch) -> None:
-    def init(original: Any, self: StepPlan, tokens: int, seats: int) -> None:
-        original(self, tokens, seats + 1)
+    def init(original: Any, self: StepPlan, tokens: int, max_new: int) -> None:
+        original(self, tokens, max_new + 1)
 
     wrap(patch, StepPlan, "__init__", init)
 
@@ -177,7 +177,7 @@ def waiting_before_running(patch: Patch) -> None:
 def whoever_fits_is_served(patch: Patch) -> None:
     def schedule_waiting(original: Any, self: Scheduler, plan: StepPlan) -> None:
         original(self, plan)
-        if len(self.waiting) > 1 and plan.seats > 0:
+        if len(self.waiting) > 1 and plan.max_new > 0:
             head = self.waiting.peek()
             if head.resume_after <= self._seen:
                 self.waiting.remove(head)
