@@ -46,7 +46,7 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block; those without any become free, to be evicted in the order given.
 
-        A block that nobody can find again goes to the head of the free list: handing it out costs no cached token.
+        A block that cannot be found again goes to the head of the free list: handing it out costs no cached token.
         """
         end = self.num_blocks
         for block in blocks:
@@ -64,7 +64,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let the blocks not be found any more; whoever holds them keeps them."""
+        """Let the blocks not be found any more; sequences that hold them keep them."""
         for block in blocks:
             self._forget(block)
 
@@ -73,7 +73,6 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def reset(self) -> None:
-        """Forget every published hash."""
         self._by_hash.clear()
         self._hash_of = [None] * self.num_blocks
 

@@ -1,4 +1,4 @@
-"""Outbox: owns what one client has not taken yet; and ClientOutputs, the columns of one step for one client."""
+"""Outbox: owns what one client has not taken yet; ClientOutputs: the columns of one step for one client."""
 
 from __future__ import annotations
 
@@ -63,33 +63,33 @@ class ClientOutputs:
 
 
 class Outbox:
-    """One client's mail: everything that it has not taken yet, merged into one message.
+    """What one client has not taken yet, merged into one message.
 
-    ``put`` never waits, so that a client who is slow, or gone, does not stall the engine.
+    ``put`` never waits, so that a slow or lost client does not stall the engine.
     """
 
     def __init__(self) -> None:
         self._held: EngineCoreOutputs | None = None
         self._stats = EngineStats()
         self._closed_by: RayLMError | None = None
-        self._news = asyncio.Event()
+        self._ready = asyncio.Event()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
         """Add to what is held; its lists become the outbox's own."""
         self._held = outputs if self._held is None else merge(self._held, outputs)
         self._stats = outputs.stats
-        self._news.set()
+        self._ready.set()
 
-    def tell(self, outputs: EngineCoreOutputs) -> None:
+    def put_stats(self, outputs: EngineCoreOutputs) -> None:
         """Put a message that is about the stats alone, if those that say how busy the engine is have changed."""
-        told, now = self._stats, outputs.stats
-        if (told.running, told.waiting, told.kv_usage) != (now.running, now.waiting, now.kv_usage):
+        last, now = self._stats, outputs.stats
+        if (last.running, last.waiting, last.kv_usage) != (now.running, now.waiting, now.kv_usage):
             self.put(outputs)
 
     def close(self, error: RayLMError) -> None:
-        """Nothing will come any more; ``get`` raises ``error`` once the rest is taken."""
+        """Let ``get`` raise ``error`` once the rest is taken."""
         self._closed_by = error
-        self._news.set()
+        self._ready.set()
 
     async def get(self) -> EngineCoreOutputs:
         """Everything since the last call; waits until there is something.
@@ -97,13 +97,13 @@ class Outbox:
         Raises:
             RayLMError: what the outbox was closed by, EngineDiedError when the engine died.
         """
-        await self._news.wait()
+        await self._ready.wait()
         held, self._held = self._held, None
         if held is None:
             assert self._closed_by is not None
             raise self._closed_by
         if self._closed_by is None:
-            self._news.clear()
+            self._ready.clear()
         return held
 
 
@@ -139,7 +139,6 @@ def select_logprobs(logprobs: Logprobs, positions: list[int]) -> Logprobs | None
 
 
 def join_logprobs(parts: list[Logprobs]) -> Logprobs:
-    """Consecutive parts as one."""
     whole = Logprobs([], [], [], [])
     for part in parts:
         _extend_logprobs(whole, part)

@@ -1,7 +1,4 @@
-"""RayExecutor: workers as Ray actors, one process and one device each; steps travel as diffs.
-
-Steps go over a StepChannel to workers on the EngineCore's own node, elsewhere as Ray calls.
-"""
+"""RayExecutor: workers as Ray actors, one process and one device each; steps go over a StepChannel or as Ray calls."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
-WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one says it is alive, one loads adapters
+WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one answers pings, one loads adapters
 
 
 def prepare_process() -> None:
@@ -44,7 +41,7 @@ class Turns:
 
     @contextmanager
     def wait_for(self, step: int) -> Iterator[None]:
-        """Reservation the turn of ``step``; it passes on at the end, also after an error."""
+        """Hold the turn of ``step``; it passes on at the end, also after an error."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == step)
         try:
@@ -87,14 +84,12 @@ class WorkerActor:
         return StepServer(self._worker.launch, overlapped=self._overlapped).path
 
     def ping(self) -> None:
-        """Give a sign of life, between two steps."""
+        """Answered between two steps."""
 
     def load_adapter(self, adapter: int, path: str) -> None:
-        """Load a LoRA adapter, beside the steps."""
         self._worker.load_adapter(adapter, path)
 
     def unload_adapter(self, adapter: int) -> None:
-        """Let go of it."""
         self._worker.unload_adapter(adapter)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -113,7 +108,7 @@ def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:
 
 
 class RayExecutor(ModelExecutor):
-    """Drives worker actors that somebody else created, so that they start beside the EngineCore and not after it.
+    """Drives worker actors that the supervisor created, so that they start beside the EngineCore and not after it.
 
     Every worker is handed every step at once; only the first one's result is awaited.
     """
@@ -123,24 +118,22 @@ class RayExecutor(ModelExecutor):
         self._senders: list[SendStep] = []
 
     async def start(self) -> WorkerInfo:
-        """Start all ranks together; the first rank speaks for all."""
         try:
             infos = await asyncio.gather(*(worker.start.remote() for worker in self._workers))
         except RayError as error:
             raise as_raylm_error(error) from error
-        await self._open_ways()
+        await self._open_channels()
         info: WorkerInfo = infos[0]
         return info
 
-    async def _open_ways(self) -> None:
+    async def _open_channels(self) -> None:
         try:
             self._senders = [await step_sender(worker) for worker in self._workers]
         except RayError as error:
             raise as_raylm_error(error) from error
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """Submit the step before returning; the awaitable only waits."""
-        results = [way(plan) for way in self._senders]
+        results = [send(plan) for send in self._senders]
         return self._result(results[0])
 
     async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
@@ -157,14 +150,12 @@ class RayExecutor(ModelExecutor):
             raise as_raylm_error(error) from error
 
     async def unload_adapter(self, adapter: int) -> None:
-        """As ``load_adapter``."""
         try:
             await self._workers[0].unload_adapter.remote(adapter)
         except RayError as error:
             raise as_raylm_error(error) from error
 
     async def shutdown(self) -> None:
-        """Kill the workers' processes; they hold nothing that outlives them."""
         for worker in self._workers:
             ray.kill(worker)
 
@@ -174,7 +165,7 @@ SendStep = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]
 
 
 async def step_sender(worker: ActorHandle) -> SendStep:
-    """The shortest way of steps to a worker.
+    """How to send steps to a worker: by a StepChannel on this node, else by Ray.
 
     Raises:
         RayError: the worker is gone.
@@ -204,5 +195,5 @@ def as_raylm_error(error: RayError) -> RayLMError:
         return cause
     if isinstance(cause, RayError):
         return EngineDiedError("A process of the engine was lost.")
-    said = str(cause).strip().splitlines()
-    return EngineDiedError(f"{type(cause).__name__}: {said[-1] if said else 'no message'}")
+    lines = str(cause).strip().splitlines()
+    return EngineDiedError(f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}")

@@ -1,4 +1,4 @@
-"""StepBudget: how many tokens the Scheduler may put into a step, a fixed number or as many as a latency target allows."""
+"""StepBudget: how many tokens the Scheduler may put into a step: a fixed number, or by a latency target."""
 
 from __future__ import annotations
 

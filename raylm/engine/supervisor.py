@@ -23,7 +23,7 @@ from raylm.stages import say
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
-LAST_WORDS_S = 1.5
+DRAIN_MARGIN_S = 1.5
 PING_PERIOD_S = 0.5
 _SUPERVISOR_BUNDLE, _CORE_BUNDLE, _WORKER_BUNDLE = 0, 1, 2
 
@@ -40,7 +40,7 @@ def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
 class EngineProcesses:
     """One incarnation of an engine: its EngineCore and workers, from start to end; never started twice.
 
-    Workers start beside the EngineCore, not after it: importing torch is what takes longest.
+    Workers start beside the EngineCore, as importing torch takes longest.
     """
 
     def __init__(self, config: Config, name: str, engine_id: str, gpus: int) -> None:
@@ -76,7 +76,6 @@ class EngineProcesses:
             return as_raylm_error(error).message
 
     async def drain(self, limit_s: float) -> None:
-        """Let running requests end, for at most ``limit_s`` seconds."""
         with suppress(TimeoutError, RayError):
             async with asyncio.timeout(limit_s):
                 await self._core.drained.remote()
@@ -88,7 +87,7 @@ class EngineProcesses:
 
 
 async def _until_dead(worker: ActorHandle) -> str:
-    """Ask for a sign of life, again and again: nobody else would notice the death of a worker without work."""
+    """Ping a worker again and again: the death of one without work would not be noticed otherwise."""
     while True:
         await worker.ping.remote()
         await asyncio.sleep(PING_PERIOD_S)
@@ -159,12 +158,12 @@ class Engine:
         if self._watch is None:
             return  # the start failed
         self._watch.cancel()
-        await self._processes.drain(self._config.ingress.shutdown_grace_s + LAST_WORDS_S)
+        await self._processes.drain(self._config.ingress.shutdown_grace_s + DRAIN_MARGIN_S)
         self._processes.kill()
 
 
 def _report(info: EngineInfo) -> None:
-    """Tell the terminal what the worker found out, one line a stage."""
+    """Print what the worker found out, one line a stage."""
     worker = info.worker
     rounded = f" ({worker.quantization})" if worker.quantization else ""
     each = " each" if worker.tensor_parallel_size > 1 else ""
