@@ -68,8 +68,8 @@ class SamplingParams:
     Units: ``max_tokens`` and ``min_tokens`` count generated tokens; ``logit_bias`` adds to logits (clamped to ±100);
     penalties follow OpenAI (presence, frequency: subtracted from logits, counted over generated tokens) and
     CTRL (repetition: divides positive and multiplies negative logits, over prompt and generated tokens).
-    ``structured_outputs`` hold for the answer, behind any thoughts; ``thinking_token_budget`` is the most tokens that a
-    model which thinks may think before it is made to answer.
+    ``structured_outputs`` hold for the answer, behind any reasoning; ``thinking_token_budget`` is the most tokens that a
+    model may think before it is made to answer.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -126,7 +126,6 @@ class SamplingParams:
         self._check_lists()
 
     def _check_types(self) -> None:
-        """Python does not, and what an engine cannot compute with must not get there."""
         for name in _INTEGERS:
             _check(type(getattr(self, name)) is int, name, "must be an int")
         for name in _OPTIONAL_INTEGERS:
@@ -144,7 +143,6 @@ class SamplingParams:
         _check(isinstance(form, StructuredOutputs | None), "structured_outputs", "must be StructuredOutputs or None")
 
     def _make_tuple(self, name: str, kind: type) -> None:
-        """Lists are as good as tuples, and one stop string as a list of it."""
         given = getattr(self, name)
         if name == "stop" and isinstance(given, str):
             given = (given,)

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -18,6 +18,8 @@ from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+T = TypeVar("T")
 
 WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one answers pings, one loads adapters
 
@@ -118,42 +120,23 @@ class RayExecutor(ModelExecutor):
         self._senders: list[SendStep] = []
 
     async def start(self) -> WorkerInfo:
-        try:
-            infos = await asyncio.gather(*(worker.start.remote() for worker in self._workers))
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        infos: list[WorkerInfo] = await answer(asyncio.gather(*(worker.start.remote() for worker in self._workers)))
         await self._open_channels()
-        info: WorkerInfo = infos[0]
-        return info
+        return infos[0]
 
     async def _open_channels(self) -> None:
-        try:
-            self._senders = [await step_sender(worker) for worker in self._workers]
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        self._senders = [await answer(step_sender(worker)) for worker in self._workers]
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         results = [send(plan) for send in self._senders]
-        return self._result(results[0])
-
-    async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-        try:
-            return await ref
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        return answer(results[0])
 
     async def load_adapter(self, adapter: int, path: str) -> None:
         """On the one worker there is: with several, adapters are refused at the start."""
-        try:
-            await self._workers[0].load_adapter.remote(adapter, path)
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        await answer(self._workers[0].load_adapter.remote(adapter, path))
 
     async def unload_adapter(self, adapter: int) -> None:
-        try:
-            await self._workers[0].unload_adapter.remote(adapter)
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        await answer(self._workers[0].unload_adapter.remote(adapter))
 
     async def shutdown(self) -> None:
         for worker in self._workers:
@@ -186,6 +169,14 @@ async def step_sender(worker: ActorHandle) -> SendStep:
         return found
 
     return lambda plan: outcome(client.send(plan))
+
+
+async def answer(call: Awaitable[T]) -> T:
+    """What another actor answers; what it raises becomes a RayLMError."""
+    try:
+        return await call
+    except RayError as error:
+        raise as_raylm_error(error) from error
 
 
 def as_raylm_error(error: RayError) -> RayLMError:

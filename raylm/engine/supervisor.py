@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
 from raylm.engine.actor import create_engine_core, engine_core_prefix
-from raylm.engine.ray_executor import as_raylm_error, create_worker
+from raylm.engine.ray_executor import answer, as_raylm_error, create_worker
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
 from raylm.stages import say
@@ -57,10 +57,7 @@ class EngineProcesses:
         Raises:
             RayLMError: the configuration cannot be served, or a process died on the way.
         """
-        try:
-            info: EngineInfo = await self._core.start.remote()
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        info: EngineInfo = await answer(self._core.start.remote())
         return info
 
     async def run(self) -> str:
@@ -165,7 +162,7 @@ class Engine:
 def _report(info: EngineInfo) -> None:
     """Print what the worker found out, one line a stage."""
     worker = info.worker
-    rounded = f" ({worker.quantization})" if worker.quantization else ""
+    quantization = f" ({worker.quantization})" if worker.quantization else ""
     each = " each" if worker.tensor_parallel_size > 1 else ""
     if each:
         say("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
@@ -174,7 +171,7 @@ def _report(info: EngineInfo) -> None:
     say(
         "stage",
         "model",
-        f"{worker.dtype}{rounded} on {worker.device}, CPU threads {worker.threads}, "
+        f"{worker.dtype}{quantization} on {worker.device}, CPU threads {worker.threads}, "
         f"attention {worker.attention_backend}, "
         f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}",
     )

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayError
 
 from raylm.config import Config
 from raylm.engine.model_executor import ModelExecutor
-from raylm.engine.ray_executor import RayExecutor, as_raylm_error
+from raylm.engine.ray_executor import RayExecutor, answer, as_raylm_error
 from raylm.errors import EngineDiedError, PeerLostError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
@@ -27,22 +27,17 @@ class TensorParallelExecutor(RayExecutor):
     """
 
     async def start(self) -> WorkerInfo:
-        try:
-            port = await self._workers[0].open_rendezvous.remote()
-        except RayError as error:
-            raise as_raylm_error(error) from error
-        infos = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
+        port: int = await answer(self._workers[0].open_rendezvous.remote())
+        infos: list[WorkerInfo] = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
         await self._open_channels()
-        info: WorkerInfo = infos[0]
-        return info
+        return infos[0]
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         return self._first([send(plan) for send in self._senders])
 
     async def _first(self, refs: list[Awaitable[ModelRunnerOutput]]) -> ModelRunnerOutput:
-        results = await _all_or_cause(refs)
-        output: ModelRunnerOutput = results[0]
-        return output
+        results: list[ModelRunnerOutput] = await _all_or_cause(refs)
+        return results[0]
 
 
 async def _all_or_cause(refs: Sequence[Awaitable[Any]]) -> list[Any]:
