@@ -51,8 +51,8 @@ class EngineCoreRequest:
     ``bad_words_token_ids`` are the tokenized ``params.bad_words``. ``arrival_time`` is in seconds since the epoch.
     A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is
     ``params.structured_outputs`` in llguidance's form, for the answer; ``thinking`` delimits the reasoning before it.
-    With ``pooling`` the prompt is answered by a vector; no token is drawn, and of ``params`` only the defaults hold. ``adapter`` is the name
-    of a LoRA adapter, None for the base model.
+    With ``pooling`` the prompt is answered by a vector; no token is drawn, and of ``params`` only the defaults hold.
+    ``adapter`` is the name of a LoRA adapter, None for the base model.
     """
 
     key: int

@@ -76,24 +76,6 @@ class BlockPool:
         self._by_hash.clear()
         self._hash_of = [None] * self.num_blocks
 
-    def check(self) -> None:
-        """Walk the free list and compare it with the reference counts and the published hashes.
-
-        Raises:
-            AssertionError: a block is lost, free twice, or found by a hash that is not its own.
-        """
-        free, block = set(), self._next[self.num_blocks]
-        while block != self.num_blocks:
-            assert block not in free, f"block {block} is in the free list twice"
-            assert self._prev[self._next[block]] == block, f"the free list is torn at block {block}"
-            free.add(block)
-            block = self._next[block]
-        assert len(free) == self.num_free, f"{len(free)} blocks are in the free list, {self.num_free} are counted"
-        unheld = {block for block, refs in enumerate(self.refs) if refs == 0}
-        assert free == unheld, f"blocks neither free nor held, or both: {sorted(free ^ unheld)}"
-        published = {block_hash: block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        assert published == self._by_hash, "a published hash does not lead to its block"
-
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:

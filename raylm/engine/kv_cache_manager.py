@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import Struct
@@ -173,17 +172,6 @@ class KVCacheManager:
         assert not self._tables, f"sequences {sorted(self._tables)} are gone and left block tables behind"
         lost = self.pool.num_blocks - self.pool.num_free
         assert lost == 0, f"{lost} KV blocks are held by no sequence"
-
-    def check(self) -> None:
-        """Free and held blocks make up the pool, and every reference is one of a block table; walks everything.
-
-        Raises:
-            AssertionError: with what is wrong.
-        """
-        self.pool.check()
-        held = Counter(block for table in self._tables.values() for block in table.block_ids)
-        refs = {block: count for block, count in enumerate(self.pool.refs) if count}
-        assert refs == held, f"references {refs} are not those of the block tables {dict(held)}"
 
     def _find_prefix(self, seq: Sequence, table: BlockTable) -> list[int]:
         most = (len(seq.token_ids) - 1) // self.block_size
