@@ -18,8 +18,8 @@ from raylm.frontend import AsyncLLM, LocalEngineClient
 from raylm.ingress import build_asgi_app
 from raylm.messages import EngineInfo
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.reference import greedy, random_prompts
 from tests.engine.integrity import check_kv
+from tests.reference import greedy, random_prompts
 
 MAX_TOKENS = 20
 MODEL = "under-test"

@@ -70,7 +70,7 @@ class EngineCoreActor:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def info(self) -> EngineInfo:
-        """What clients need to know; waits until the engine is ready."""
+        """Waits until the engine is ready."""
         return await asyncio.shield(self._ready)
 
     async def stream(self, client_id: str) -> AsyncIterator[EngineCoreOutputs]:

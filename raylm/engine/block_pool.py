@@ -23,10 +23,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks, the longest unused first, with one reference each; their old content is forgotten.
-
-        The caller has made sure that ``count <= num_free``.
-        """
+        """Hand out ``count <= num_free`` blocks, the longest unused first, with one reference each."""
         blocks = []
         for _ in range(count):
             block = self._next[self.num_blocks]
@@ -69,7 +66,6 @@ class BlockPool:
             self._forget(block)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block published under this hash, held or free."""
         return self._by_hash.get(block_hash)
 
     def reset(self) -> None:

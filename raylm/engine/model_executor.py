@@ -47,7 +47,7 @@ class ModelExecutor(ABC):
 
     @abstractmethod
     async def unload_adapter(self, adapter: int) -> None:
-        """Let the workers forget an adapter that no step in flight uses."""
+        """The adapter must not be used by any step in flight."""
 
     @abstractmethod
     async def shutdown(self) -> None:

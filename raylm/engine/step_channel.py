@@ -38,6 +38,9 @@ class StepFailure:
     traceback: str
 
 
+Outcome = ModelRunnerOutput | StepFailure
+
+
 class StepServer:
     """The worker's end: takes steps from one EngineCore in order, and sends back what they drew.
 
@@ -98,7 +101,7 @@ class StepClient(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.WriteTransport | None = None
-        self._waiting: deque[asyncio.Future[ModelRunnerOutput | StepFailure]] = deque()
+        self._waiting: deque[asyncio.Future[Outcome]] = deque()
         self._received = bytearray()
 
     @classmethod
@@ -111,9 +114,9 @@ class StepClient(asyncio.Protocol):
         _, client = await asyncio.get_running_loop().create_unix_connection(cls, path)
         return client
 
-    def send(self, plan: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | StepFailure]:
+    def send(self, plan: SchedulerOutput) -> asyncio.Future[Outcome]:
         """Hand over a step at once; the future gives its outcome, or ConnectionError when the worker has gone."""
-        outcome: asyncio.Future[ModelRunnerOutput | StepFailure] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if self._transport is None or self._transport.is_closing():
             outcome.set_exception(ConnectionError("the worker has hung up"))
             return outcome
@@ -135,7 +138,7 @@ class StepClient(asyncio.Protocol):
             end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
                 return
-            outcome: ModelRunnerOutput | StepFailure = pickle.loads(self._received[_LENGTH.size : end])
+            outcome: Outcome = pickle.loads(self._received[_LENGTH.size : end])
             del self._received[:end]
             waiting = self._waiting.popleft()
             if not waiting.done():  # cancelled when the engine ends
@@ -148,7 +151,7 @@ class StepClient(asyncio.Protocol):
                 waiting.set_exception(ConnectionError("the worker has hung up"))
 
 
-def _outcome(output: Output) -> ModelRunnerOutput | StepFailure:
+def _outcome(output: Output) -> Outcome:
     try:
         return output()
     except Exception as error:

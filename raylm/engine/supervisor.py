@@ -52,16 +52,12 @@ class EngineProcesses:
         self._core = create_engine_core(config, name, engine_id, self._workers, **_options(bundles, _CORE_BUNDLE))
 
     async def start(self) -> EngineInfo:
-        """Wait until the engine is ready.
-
-        Raises:
-            RayLMError: the configuration cannot be served, or a process died on the way.
-        """
+        """Wait until it is ready; a RayLMError says why it cannot serve the configuration, or that a process died."""
         info: EngineInfo = await answer(self._core.start.remote())
         return info
 
     async def run(self) -> str:
-        """Let the engine run to its end, which only a fault brings; return what happened."""
+        """Let the engine run until a fault ends it; return what happened."""
         ends = [asyncio.create_task(_until_dead(worker)) for worker in self._workers]
         ends.append(asyncio.ensure_future(self._core.run.remote()))
         (ended, *_), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -142,11 +138,7 @@ class Engine:
             say("stage", "engine", f"back after {time.monotonic() - lost:.1f} s")
 
     async def check_health(self) -> None:
-        """Serve calls this; an error replaces the whole replica.
-
-        Raises:
-            EngineDiedError: the engine was lost and could not be started again here.
-        """
+        """Serve calls this; an error, that the engine could not be started again here, replaces the whole replica."""
         if self._watch is not None and self._watch.done():
             raise EngineDiedError(f"The engine cannot be started again: {self._watch.exception()}")
 
@@ -168,16 +160,9 @@ def _report(info: EngineInfo) -> None:
         say("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
     for name, seconds in worker.stages:
         say("stage", "worker", f"{name} {seconds:.1f} s")
-    say(
-        "stage",
-        "model",
-        f"{worker.dtype}{quantization} on {worker.device}, CPU threads {worker.threads}, "
-        f"attention {worker.attention_backend}, "
-        f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}",
-    )
-    say(
-        "stage",
-        "kv",
-        f"{worker.num_blocks:,} blocks of {worker.block_size} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB{each}), "
-        f"longest context {info.max_model_len:,} tokens",
-    )
+    model = f"{worker.dtype}{quantization} on {worker.device}, CPU threads {worker.threads}"
+    weights = f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}"
+    say("stage", "model", f"{model}, attention {worker.attention_backend}, {weights}")
+    blocks = f"{worker.num_blocks:,} blocks of {worker.block_size} tokens"
+    size = f"{worker.kv_cache_bytes / 2**30:.2f} GiB{each}"
+    say("stage", "kv", f"{blocks} ({size}), longest context {info.max_model_len:,} tokens")
