@@ -22,12 +22,10 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json."""
         return self._read("config.json")
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json, empty where there is none."""
         return self._read("generation_config.json", required=False)
 
     @cached_property
@@ -40,7 +38,7 @@ class Checkpoint:
 
     @cached_property
     def max_position_embeddings(self) -> int | None:
-        """Longest context in tokens the model was made for, None where the config does not say.
+        """Longest context in tokens the model was made for.
 
         Rotary embeddings of the longrope kind have other frequencies beyond the length that they were trained at first,
         also for the tokens before it, whose keys are in the cache by then: it is the longest for them.
@@ -54,7 +52,6 @@ class Checkpoint:
 
     @cached_property
     def hidden_size(self) -> int | None:
-        """Numbers in a hidden state, None where the config does not say."""
         for holder in (self.config, self.config.get("text_config") or {}):
             for name in ("hidden_size", "n_embd", "d_model"):
                 if holder.get(name) is not None:
@@ -63,7 +60,6 @@ class Checkpoint:
 
     @cached_property
     def pooling_config(self) -> dict[str, Any]:
-        """What sentence-transformers keep in 1_Pooling/config.json, empty where there is none."""
         return self._read("1_Pooling/config.json", required=False)
 
     def _read(self, name: str, *, required: bool = True) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class SchedulerConfig(Frozen):
         0,
         ge=0,
         le=64,
-        description="Most tokens guessed for a sequence in a step from what it repeats, and then verified; 0 is off.",
+        description="Most tokens drafted for a sequence in a step from what it repeats, and then verified; 0 is off.",
     )
 
 
@@ -162,7 +162,7 @@ class Config(Frozen):
         "auto", description="Form of tool calls: auto (by the chat template), none, or a parser's name."
     )
     reasoning_parser: str = Field(
-        "auto", description="Form of thoughts before an answer: auto (by the chat template), none, or a parser's name."
+        "auto", description="Form of reasoning before an answer: auto (by the chat template), none, or a parser's name."
     )
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -174,7 +174,7 @@ class Config(Frozen):
     def _ranks_do_the_same(self) -> Config:
         if self.engine.tensor_parallel_size > 1 and self.scheduler.speculative_tokens:
             raise ValueError(
-                "scheduler.speculative_tokens: how many tokens are guessed depends on how long a rank's steps take; "
+                "scheduler.speculative_tokens: how many tokens are drafted depends on how long a rank's steps take; "
                 "it must be 0 with engine.tensor_parallel_size over 1"
             )
         if self.engine.tensor_parallel_size > 1 and self.lora.root is not None:
@@ -183,7 +183,6 @@ class Config(Frozen):
 
     @property
     def model_name(self) -> str:
-        """The name that clients use."""
         return self.served_model_name or self.model
 
 

@@ -1,4 +1,4 @@
-"""What front end and worker both know of structured outputs: llguidance's form of a grammar, its bounds, its tokens."""
+"""What front end and worker share of structured outputs: llguidance's form of a grammar, its limits, its tokens."""
 
 from __future__ import annotations
 

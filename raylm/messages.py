@@ -26,8 +26,7 @@ class Thinking:
     """The tokens by which a sequence thinks before it answers.
 
     It thinks from its beginning if its prompt has ``begun`` to, else if the first token it draws is
-    ``start_token_id``; until ``end_token_id``. ``closing_token_ids`` are the end as a model writes it, with what
-    stands around it.
+    ``start_token_id``; until ``end_token_id``. ``closing_token_ids`` are the end as a model writes it.
     """
 
     start_token_id: int
@@ -50,11 +49,10 @@ class EngineCoreRequest:
 
     ``params.max_tokens`` and ``params.seed`` are set. ``eos_token_ids`` end the sequence unless ``params.ignore_eos``.
     ``bad_words_token_ids`` are the tokenized ``params.bad_words``. ``arrival_time`` is in seconds since the epoch.
-    A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is what
-    ``params.structured_outputs`` mean to llguidance; ``thinking`` says how thoughts, for which it does not hold, are
-    told from the answer. With ``pooling`` the prompt is computed and
-    answered by a vector; no token is drawn, and of ``params`` only the defaults mean anything. ``adapter`` is the name
-    of a LoRA adapter, None for the base model.
+    A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is
+    ``params.structured_outputs`` in llguidance's form, for the answer; ``thinking`` delimits the reasoning before it.
+    With ``pooling`` the prompt is answered by a vector; no token is drawn, and of ``params`` only the defaults hold.
+    ``adapter`` is the name of a LoRA adapter, None for the base model.
     """
 
     key: int
@@ -140,7 +138,6 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the forward pass of this step."""
         return sum(self.num_scheduled)
 
 
@@ -168,8 +165,8 @@ class ModelRunnerOutput:
     ``logprobs`` over token_ids, or None if nobody asked. ``prompt_logprobs`` holds (seq_id, Logprobs over the prompt
     positions this step computed; the entry for position p describes token p). ``failed`` holds (seq_id, reason) of
     sequences whose logits were not finite. ``step_s`` is the worker's own time for the step in seconds,
-    of which ``forward_s`` went into the model. ``drafted_tokens`` were guessed and verified in this step; a sequence
-    that got c tokens had c - 1 of its guesses accepted. ``pooled`` holds (seq_id, vector) of prompts that ended in a
+    of which ``forward_s`` went into the model. ``drafted_tokens`` were drafted and verified in this step; a sequence
+    that drew c tokens had c - 1 of its drafts accepted. ``pooled`` holds (seq_id, vector) of prompts that ended in a
     vector, its numbers as float32 bytes in the machine's order.
     """
 
@@ -201,8 +198,6 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's state after a step."""
-
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -219,7 +214,7 @@ class EngineCoreOutputs:
     stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens served by the prefix cache); ``logprobs``
     over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error), the request is over.
     ``pooled``: (key, vector as float32 bytes), the request is over too.
-    ``adapters`` are all that the engine has, None where that is no news.
+    ``adapters`` are all that the engine has, None where they have not changed.
     ``created`` is the time of the newest entry in seconds since the epoch.
     """
 

@@ -48,17 +48,12 @@ class StructuredOutputs:
     param: str = "structured_outputs"
 
     def __post_init__(self) -> None:
-        given = [self.json is not None, self.regex is not None, self.choice is not None, self.grammar is not None]
-        if sum(given) + self.json_object != 1:
-            message = f"{self.param} takes exactly one of json, regex, choice, grammar and json_object."
-            raise InvalidRequestError(message, param=self.param)
-        if self.choice is not None and not (0 < len(self.choice) <= MAX_CHOICES and all(self.choice)):
-            message = f"{self.param} takes 1 to {MAX_CHOICES} choices, none of them empty."
-            raise InvalidRequestError(message, param=self.param)
+        given = sum(form is not None for form in (self.json, self.regex, self.choice, self.grammar)) + self.json_object
+        _check(given == 1, self.param, "takes exactly one of json, regex, choice, grammar and json_object")
+        choices = self.choice is None or (0 < len(self.choice) <= MAX_CHOICES and all(self.choice))
+        _check(choices, self.param, f"takes 1 to {MAX_CHOICES} choices, none of them empty")
         longest = max(len(text) for text in (self.regex or "", self.grammar or "", *(self.choice or ())))
-        if longest > MAX_GRAMMAR_CHARS:
-            message = f"{self.param} takes at most {MAX_GRAMMAR_CHARS} characters."
-            raise InvalidRequestError(message, param=self.param)
+        _check(longest <= MAX_GRAMMAR_CHARS, self.param, f"takes at most {MAX_GRAMMAR_CHARS} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +63,8 @@ class SamplingParams:
     Units: ``max_tokens`` and ``min_tokens`` count generated tokens; ``logit_bias`` adds to logits (clamped to ±100);
     penalties follow OpenAI (presence, frequency: subtracted from logits, counted over generated tokens) and
     CTRL (repetition: divides positive and multiplies negative logits, over prompt and generated tokens).
-    ``structured_outputs`` hold for the answer, behind any thoughts; ``thinking_token_budget`` is the most tokens that a
-    model which thinks may think before it is made to answer.
+    ``structured_outputs`` hold for the answer, behind any reasoning; ``thinking_token_budget`` is the most tokens that
+    a model may think before it is made to answer.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -113,20 +108,15 @@ class SamplingParams:
         _check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must be a 64-bit integer")
         _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
         _check(self.min_tokens >= 0, "min_tokens", "must be at least 0")
-        _check(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens"
-        )
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        _check(fits, "min_tokens", "must not exceed max_tokens")
         budget = self.thinking_token_budget
         _check(budget is None or budget >= 0, "thinking_token_budget", "must be at least 0")
-        _check(
-            self.structured_outputs is None or not self.ignore_eos,
-            "ignore_eos",
-            "must be false where the form of the answer says when it ends",
-        )
+        ends = self.structured_outputs is None or not self.ignore_eos
+        _check(ends, "ignore_eos", "must be false where the form of the answer says when it ends")
         self._check_lists()
 
     def _check_types(self) -> None:
-        """Python does not, and what an engine cannot compute with must not get there."""
         for name in _INTEGERS:
             _check(type(getattr(self, name)) is int, name, "must be an int")
         for name in _OPTIONAL_INTEGERS:
@@ -136,15 +126,12 @@ class SamplingParams:
         for name, kind in _LISTS.items():
             self._make_tuple(name, kind)
         bias: Any = self.logit_bias
-        fits = (
-            isinstance(bias, Mapping) and all(type(key) is int for key in bias) and all(map(_is_number, bias.values()))
-        )
-        _check(fits, "logit_bias", "must be a dict of numbers by int")
+        keys_fit = isinstance(bias, Mapping) and all(type(key) is int for key in bias)
+        _check(keys_fit and all(map(_is_number, bias.values())), "logit_bias", "must be a dict of numbers by int")
         form = self.structured_outputs
         _check(isinstance(form, StructuredOutputs | None), "structured_outputs", "must be StructuredOutputs or None")
 
     def _make_tuple(self, name: str, kind: type) -> None:
-        """Lists are as good as tuples, and one stop string as a list of it."""
         given = getattr(self, name)
         if name == "stop" and isinstance(given, str):
             given = (given,)

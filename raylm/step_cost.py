@@ -23,9 +23,8 @@ class StepCost:
     does not count, and a lasting change does after four. Beyond the knots time is proportional to tokens, and the same
     for all up to 32.
 
-    Args:
-        lifetime: after so many steps without one of its size a knot of 7 is forgotten, so that a size that was slow
-            once is tried again, and sooner the fewer steps say so; None keeps all.
+    After ``lifetime`` steps without one of its size a knot of 7 is forgotten, so that a size that was slow once is
+    tried again, and sooner the fewer steps say so; None keeps all.
     """
 
     def __init__(self, lifetime: int | None = None) -> None:
@@ -37,7 +36,6 @@ class StepCost:
 
     @property
     def known(self) -> bool:
-        """Whether any step was seen."""
         return bool(self._steps)
 
     def times_seen(self, tokens: int) -> int:
@@ -52,7 +50,6 @@ class StepCost:
         return max(tokens for _, tokens in self._steps[max(self._steps)])
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
         self._seen += 1
         size = _size(tokens)
         self._steps.setdefault(size, deque(maxlen=_STEPS_A_KNOT)).append((seconds, tokens))
@@ -74,7 +71,6 @@ class StepCost:
         return self._curve
 
     def predict(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens."""
         return _interpolate(*self.curve(), tokens)
 
     def tokens_within(self, seconds: float) -> int:

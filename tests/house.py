@@ -30,7 +30,7 @@ ONLY_IN = {  # package -> prefixes of the files that may import it
     "xformers": ("worker/",),
     "safetensors": ("models/",),
     "starlette": ("ingress/",),
-    "ray": ("app.py", "cli/", "engine/", "frontend/", "ingress/"),
+    "ray": ("app.py", "ray_private.py", "cli/", "engine/", "frontend/", "ingress/"),
 }
 # What there is beside the core, by the beginnings of its paths. The core is the rest: engine, AsyncLLM with text,
 # ModelRunner with sampling, the decoder of the Llama families, chat and plain completions.

@@ -18,6 +18,7 @@ from raylm.frontend import AsyncLLM, LocalEngineClient
 from raylm.ingress import build_asgi_app
 from raylm.messages import EngineInfo
 from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.engine.integrity import check_kv
 from tests.reference import greedy, random_prompts
 
 MAX_TOKENS = 20
@@ -52,7 +53,7 @@ async def server(path: Path, cache: dict[str, Any], scheduler: dict[str, Any]) -
         transport = httpx.ASGITransport(build_asgi_app(llm, config))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
             yield client
-        core.scheduler.kv.check()
+        check_kv(core.scheduler.kv)
         assert not core.scheduler.has_work
     finally:
         await llm.stop()

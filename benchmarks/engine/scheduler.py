@@ -112,7 +112,6 @@ def main() -> None:
         bench.step()
     gc.collect()
     rates = [bench.measure() for _ in range(args.repeats)]
-    bench.scheduler.kv.check()
     report = Report("scheduler", {"best": "steps/s", "worst": "steps/s", "a step": "µs", "a sequence": "ns"}, args.out)
     report.add(
         f"{args.sequences} sequences, {args.blocks:,} blocks, {args.clients} clients",

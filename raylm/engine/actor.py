@@ -31,7 +31,7 @@ _DRAIN_POLL_S = 0.05
 def engine_core_prefix(app_name: str, config: Config) -> str:
     """What the names of all EngineCores of an application begin with.
 
-    It holds a digest of the configuration: during a rolling update an ingress sees only engines that run its own.
+    The digest of the configuration lets an ingress see only engines that run its own during a rolling update.
     """
     digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
     return f"EngineCore:{app_name}:{digest}:"
@@ -47,14 +47,14 @@ class EngineCoreActor:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_event_loop().create_future()
 
     async def start(self) -> EngineInfo:
-        """Start executor and core; called once, by the supervisor."""
+        """Called once, by the supervisor."""
         worker = await self._core.start()
         info = EngineInfo(self._engine_id, worker.max_model_len, worker)
         self._ready.set_result(info)
         return info
 
     async def run(self) -> str:
-        """Schedule steps until the engine is lost; called once, by the supervisor. Returns what happened."""
+        """Schedule steps until the engine is lost, and return why; called once, by the supervisor."""
         try:
             await self._core.run()
         except EngineDiedError as error:
@@ -65,12 +65,12 @@ class EngineCoreActor:
         return "The EngineCore has stopped."
 
     async def drained(self) -> None:
-        """Wait until nobody has a request open; the supervisor asks before it ends an engine that works."""
+        """Wait until no request is open; the supervisor asks before it ends an engine that works."""
         while self._core.scheduler.has_work:  # noqa: ASYNC110 - asked once in an engine's life
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def info(self) -> EngineInfo:
-        """What clients need to know; waits until the engine is ready."""
+        """Waits until the engine is ready."""
         return await asyncio.shield(self._ready)
 
     async def stream(self, client_id: str) -> AsyncIterator[EngineCoreOutputs]:
@@ -88,17 +88,14 @@ class EngineCoreActor:
             self._core.drop_client(client_id, outbox)
 
     async def submit(self, client_id: str, batch: ClientBatch) -> None:
-        """Take in new requests of one client, and what it gives up."""
         self._core.add(client_id, batch.adds)
         self._core.abort(client_id, batch.aborts)
         self._core.stop(client_id, batch.stops)
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
-        """Load a LoRA adapter; all clients hear of it."""
         await self._core.load_adapter(adapter)
 
     async def unload_adapter(self, name: str) -> None:
-        """Take a LoRA adapter out of use."""
         await self._core.unload_adapter(name)
 
 

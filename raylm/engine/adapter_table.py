@@ -13,7 +13,7 @@ BASE = 0  # the number of the base model
 
 
 class AdapterTable:
-    """A number belongs to one loading: another adapter under the same name shares nothing with the one before it."""
+    """Each loading has a number of its own: adapters that had the same name one after the other share nothing."""
 
     def __init__(self, config: LoRAConfig) -> None:
         self._most = config.max_adapters
@@ -24,15 +24,10 @@ class AdapterTable:
 
     @property
     def adapters(self) -> tuple[LoRAAdapter, ...]:
-        """All that may be used."""
         return tuple(self._numbers)
 
     def number(self, name: str | None) -> int:
-        """The number of an adapter, that of the base model without a name.
-
-        Raises:
-            ModelNotFoundError: there is none of this name.
-        """
+        """The number of an adapter, BASE without a name; raises ModelNotFoundError if there is none of this name."""
         if name is None:
             return BASE
         adapter = self.find(name)
@@ -41,7 +36,6 @@ class AdapterTable:
         return self._numbers[adapter]
 
     def find(self, name: str) -> LoRAAdapter | None:
-        """The adapter of this name, if it is loaded."""
         return next((adapter for adapter in self._numbers if adapter.name == name), None)
 
     async def until_not_loading(self, adapter: LoRAAdapter) -> None:
@@ -74,7 +68,7 @@ class AdapterTable:
         return next(self._next)
 
     def end(self, adapter: LoRAAdapter, number: int | None) -> None:
-        """The loading has ended: under this number, or without success."""
+        """The loading has ended; ``number`` is None if it failed."""
         self._loading.pop(adapter).set()
         if number is not None:
             self._numbers[adapter] = number

@@ -23,10 +23,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks, the longest unused first, with one reference each; their old content is forgotten.
-
-        The caller has made sure that ``count <= num_free``.
-        """
+        """Hand out ``count <= num_free`` blocks, the longest unused first, with one reference each."""
         blocks = []
         for _ in range(count):
             block = self._next[self.num_blocks]
@@ -46,7 +43,7 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block; those without any become free, to be evicted in the order given.
 
-        A block that nobody can find again goes to the head of the free list: handing it out costs no cached token.
+        A block that cannot be found again goes to the head of the free list: handing it out costs no cached token.
         """
         end = self.num_blocks
         for block in blocks:
@@ -64,36 +61,16 @@ class BlockPool:
             self._by_hash[block_hash] = block
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let the blocks not be found any more; whoever holds them keeps them."""
+        """Let the blocks not be found any more; sequences that hold them keep them."""
         for block in blocks:
             self._forget(block)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block published under this hash, held or free."""
         return self._by_hash.get(block_hash)
 
     def reset(self) -> None:
-        """Forget every published hash."""
         self._by_hash.clear()
         self._hash_of = [None] * self.num_blocks
-
-    def check(self) -> None:
-        """Walk the free list and compare it with the reference counts and the published hashes.
-
-        Raises:
-            AssertionError: a block is lost, free twice, or found by a hash that is not its own.
-        """
-        free, block = set(), self._next[self.num_blocks]
-        while block != self.num_blocks:
-            assert block not in free, f"block {block} is in the free list twice"
-            assert self._prev[self._next[block]] == block, f"the free list is torn at block {block}"
-            free.add(block)
-            block = self._next[block]
-        assert len(free) == self.num_free, f"{len(free)} blocks are in the free list, {self.num_free} are counted"
-        unheld = {block for block, refs in enumerate(self.refs) if refs == 0}
-        assert free == unheld, f"blocks neither free nor held, or both: {sorted(free ^ unheld)}"
-        published = {block_hash: block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        assert published == self._by_hash, "a published hash does not lead to its block"
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]

@@ -28,7 +28,7 @@ from raylm.messages import (
 class EngineCore:
     """The loop of one engine. ``start`` it, ``run`` it, talk to it by client id from the same event loop.
 
-    A client is known from ``connect`` to ``drop_client``; what others ask is ignored, as nobody would take the answer.
+    A client is known from ``connect`` to ``drop_client``; what others ask is ignored.
     """
 
     scheduler: Scheduler
@@ -72,7 +72,7 @@ class EngineCore:
         self._check_alive()
         self.drop_client(client_id)
         outbox = self._outboxes[client_id] = Outbox()
-        outbox.put(self._told_adapters())
+        outbox.put(self._adapter_outputs())
         return outbox
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
@@ -102,30 +102,30 @@ class EngineCore:
             except RayLMError as error:
                 errors.append((request.key, error))
             except Exception as error:  # it ends its request alone, whatever it is
-                told = RayLMError(f"The engine cannot take in this request: {type(error).__name__}: {error}")
-                errors.append((request.key, told))
+                message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
+                errors.append((request.key, RayLMError(message)))
         if errors:
-            self._outboxes[client_id].put(_only(self.scheduler.stats(), errors))
+            self._outboxes[client_id].put(_empty_outputs(self.scheduler.stats(), errors))
         self._work.set()
 
     def abort(self, client_id: str, keys: list[int]) -> None:
-        """Give up requests; unknown and finished keys are ignored. There is no answer but the new stats."""
+        """Give up requests; unknown and finished keys are ignored. The answer is the new stats alone."""
         for key in keys:
             self.scheduler.abort(client_id, key)
         if keys and client_id in self._outboxes:
-            self._outboxes[client_id].tell(_only(self.scheduler.stats()))
+            self._outboxes[client_id].put_stats(_empty_outputs(self.scheduler.stats()))
 
     def stop(self, client_id: str, sequences: list[tuple[int, int]]) -> None:
         """Give up single sequences, as (key, index); otherwise as ``abort``."""
         for key, index in sequences:
             self.scheduler.stop(client_id, key, index)
         if sequences and client_id in self._outboxes:
-            self._outboxes[client_id].tell(_only(self.scheduler.stats()))
+            self._outboxes[client_id].put_stats(_empty_outputs(self.scheduler.stats()))
 
     # ---------------------------------------------------------------- adapters
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
-        """Load a LoRA adapter, and tell every client; nothing happens if exactly this one is there.
+        """Load a LoRA adapter, and announce it to every client; nothing happens if exactly this one is there.
 
         Raises:
             InvalidRequestError: it cannot be served, or its name is taken; OverloadedError if all places are.
@@ -142,7 +142,7 @@ class EngineCore:
             self._adapters.end(adapter, None)
             raise
         self._adapters.end(adapter, number)
-        self._tell_adapters()
+        self._announce_adapters()
 
     async def unload_adapter(self, name: str) -> None:
         """Take a LoRA adapter out of use, which ends the requests that use it; nothing happens if there is none.
@@ -154,36 +154,36 @@ class EngineCore:
         number = self._adapters.remove(name)
         if number is None:
             return
-        self._tell_adapters()
+        self._announce_adapters()
         gone = ModelNotFoundError(
             f"The LoRA adapter '{name}' was unloaded while it served this request.", param="model"
         )
         for client_id, key in self.scheduler.requests_of(number):
             self.scheduler.abort(client_id, key)
-            self._outboxes[client_id].put(_only(self.scheduler.stats(), [(key, gone)]))
+            self._outboxes[client_id].put(_empty_outputs(self.scheduler.stats(), [(key, gone)]))
         if self._in_flight:
             await asyncio.wait([result for _, result in self._in_flight])
         await self._executor.unload_adapter(number)
 
-    def _tell_adapters(self) -> None:
+    def _announce_adapters(self) -> None:
         for outbox in self._outboxes.values():
-            outbox.put(self._told_adapters())
+            outbox.put(self._adapter_outputs())
 
-    def _told_adapters(self) -> EngineCoreOutputs:
-        return replace(_only(self.scheduler.stats()), adapters=self._adapters.adapters)
+    def _adapter_outputs(self) -> EngineCoreOutputs:
+        return replace(_empty_outputs(self.scheduler.stats()), adapters=self._adapters.adapters)
 
     # ---------------------------------------------------------------- steps
 
     async def step(self) -> None:
-        """The diagram: schedule, execute, update; further plans are handed over before the oldest one returns."""
+        """Schedule, execute, update; further plans are handed over before the oldest one returns."""
         while len(self._in_flight) < self._config.scheduler.steps_in_flight and (plan := self.scheduler.schedule()):
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         assert self._in_flight, "requests are open, nothing is in flight, and nothing can be scheduled"
         plan, result = self._in_flight[0]
-        self._deliver(self.scheduler.update(plan, await self._in_time(result)))
+        self._deliver(self.scheduler.update(plan, await self._result_in_time(result)))
         self._in_flight.popleft()
 
-    async def _in_time(self, result: asyncio.Future[ModelRunnerOutput]) -> ModelRunnerOutput:
+    async def _result_in_time(self, result: asyncio.Future[ModelRunnerOutput]) -> ModelRunnerOutput:
         """The result of the oldest step, which has the worker to itself; a worker that hangs gives no other sign."""
         limit_s = self._config.engine.step_timeout_s
         try:
@@ -220,12 +220,12 @@ class EngineCore:
     async def _idle(self) -> None:
         self.scheduler.kv.check_idle()
         for outbox in self._outboxes.values():
-            outbox.tell(_only(self.scheduler.stats()))
+            outbox.put_stats(_empty_outputs(self.scheduler.stats()))
         self._work.clear()
         await self._work.wait()
 
-    def _deliver(self, news: dict[str, EngineCoreOutputs]) -> None:
-        for client_id, outputs in news.items():
+    def _deliver(self, by_client: dict[str, EngineCoreOutputs]) -> None:
+        for client_id, outputs in by_client.items():
             if client_id in self._outboxes:
                 self._outboxes[client_id].put(outputs)
 
@@ -236,7 +236,6 @@ class EngineCore:
             raise self._died_of
 
     def _die(self, error: EngineDiedError) -> None:
-        """Let every client know by the end of its outbox; whoever reads it ends all requests that it has here."""
         self._died_of = error
         self._close(error)
 
@@ -244,10 +243,9 @@ class EngineCore:
         for outbox in self._outboxes.values():
             outbox.close(error)
         for _, result in self._in_flight:
-            result.cancel()  # also says that nobody will look at an exception it may hold
+            result.cancel()  # also drops an exception that it may hold
         self._in_flight.clear()
 
 
-def _only(stats: EngineStats, errors: list[tuple[int, RayLMError]] | None = None) -> EngineCoreOutputs:
-    """A message without entries."""
+def _empty_outputs(stats: EngineStats, errors: list[tuple[int, RayLMError]] | None = None) -> EngineCoreOutputs:
     return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], created=time.time())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import Struct
@@ -26,23 +24,7 @@ class BlockTable:
     num_published: int = 0
 
 
-class BlockHasher(ABC):
-    """Gives full blocks the hash under which they are found again."""
-
-    @abstractmethod
-    def root(self, seq: Sequence) -> bytes:
-        """Where the chain of a sequence begins."""
-
-    @abstractmethod
-    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
-        """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``token_ids``."""
-
-    @abstractmethod
-    def renew(self) -> None:
-        """From now on give new sequences hashes that no earlier one had."""
-
-
-class ChainedHasher(BlockHasher):
+class ChainedHasher:
     """SHA-256 over (parent's hash, tokens): equal hashes mean equal prefixes, and none can be forged.
 
     The chain begins with what else the content depends on: the request's cache salt, the loading of its LoRA adapter,
@@ -55,9 +37,11 @@ class ChainedHasher(BlockHasher):
         self._epoch = 0
 
     def root(self, seq: Sequence) -> bytes:
+        """Where the chain of a sequence begins."""
         return sha256(repr((self._epoch, seq.state.adapter, seq.state.request.cache_salt)).encode()).digest()
 
     def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
+        """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``token_ids``."""
         size = self._block_size
         parent = hashes[-1] if hashes else root
         for start in range(len(hashes) * size, num_blocks * size, size):
@@ -65,20 +49,15 @@ class ChainedHasher(BlockHasher):
             hashes.append(parent)
 
     def renew(self) -> None:
+        """From now on give new sequences hashes that no earlier one had."""
         self._epoch += 1
 
 
-class NoHasher(BlockHasher):
+class NoHasher(ChainedHasher):
     """Prefix caching off: no block has a hash, so none is ever found."""
 
-    def root(self, seq: Sequence) -> bytes:
-        return b""
-
     def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
-        """Know no hash."""
-
-    def renew(self) -> None:
-        """Nothing to renew."""
+        pass
 
 
 class KVCacheManager:
@@ -92,7 +71,7 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self._hasher: BlockHasher = ChainedHasher(block_size) if prefix_caching else NoHasher()
+        self._hasher = ChainedHasher(block_size) if prefix_caching else NoHasher(block_size)
         self._tables: dict[int, BlockTable] = {}
 
     @property
@@ -105,7 +84,7 @@ class KVCacheManager:
         return self._tables[seq.id].block_ids
 
     def capacity(self, seq: Sequence) -> int:
-        """Tokens that the block table of a sequence holds."""
+        """How many tokens the block table of a sequence can hold."""
         return len(self._tables[seq.id].block_ids) * self.block_size
 
     def admit(self, seq: Sequence, spare: int, *, use_cache: bool = True) -> int | None:
@@ -163,7 +142,7 @@ class KVCacheManager:
         """Drop what is known of a sequence that holds no blocks."""
         self._tables.pop(seq.id, None)
 
-    def distrust(self, seq: Sequence) -> None:
+    def unpublish(self, seq: Sequence) -> None:
         """Let no block with the content of a sequence that gave its blocks up be found again."""
         hashes: list[bytes] = []
         self._hasher.extend(hashes, self._hasher.root(seq), seq.token_ids, len(seq.token_ids) // self.block_size)
@@ -193,17 +172,6 @@ class KVCacheManager:
         assert not self._tables, f"sequences {sorted(self._tables)} are gone and left block tables behind"
         lost = self.pool.num_blocks - self.pool.num_free
         assert lost == 0, f"{lost} KV blocks are held by no sequence"
-
-    def check(self) -> None:
-        """Free and held blocks make up the pool, and every reference is one of a block table; walks everything.
-
-        Raises:
-            AssertionError: with what is wrong.
-        """
-        self.pool.check()
-        held = Counter(block for table in self._tables.values() for block in table.block_ids)
-        refs = {block: count for block, count in enumerate(self.pool.refs) if count}
-        assert refs == held, f"references {refs} are not those of the block tables {dict(held)}"
 
     def _find_prefix(self, seq: Sequence, table: BlockTable) -> list[int]:
         most = (len(seq.token_ids) - 1) // self.block_size

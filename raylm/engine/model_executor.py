@@ -47,7 +47,7 @@ class ModelExecutor(ABC):
 
     @abstractmethod
     async def unload_adapter(self, adapter: int) -> None:
-        """Let the workers forget an adapter that no step in flight uses."""
+        """The adapter must not be used by any step in flight."""
 
     @abstractmethod
     async def shutdown(self) -> None:
@@ -60,17 +60,13 @@ class WorkerInterface(Protocol):
     def start(self) -> WorkerInfo:
         """Load weights, profile, allocate the KV pool."""
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
 
-    def load_adapter(self, adapter: int, path: str) -> None:
-        """Load a LoRA adapter under a number."""
+    def load_adapter(self, adapter: int, path: str) -> None: ...
 
-    def unload_adapter(self, adapter: int) -> None:
-        """Let go of it."""
+    def unload_adapter(self, adapter: int) -> None: ...
 
-    def shutdown(self) -> None:
-        """Let go of what it holds."""
+    def shutdown(self) -> None: ...
 
 
 def _create_worker(config: Config) -> WorkerInterface:
@@ -90,23 +86,19 @@ class LocalExecutor(ModelExecutor):
         self._died_of: Exception | None = None
 
     async def start(self) -> WorkerInfo:
-        """Create and start the worker on its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """Queue the step on the worker's thread."""
         return asyncio.get_running_loop().run_in_executor(self._thread, self._execute, plan)
 
     async def load_adapter(self, adapter: int, path: str) -> None:
-        """Between two steps, as there is one thread."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._living.load_adapter, adapter, path)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._live_worker.load_adapter, adapter, path)
 
     async def unload_adapter(self, adapter: int) -> None:
-        """Between two steps."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._living.unload_adapter, adapter)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._live_worker.unload_adapter, adapter)
 
     @property
-    def _living(self) -> WorkerInterface:
+    def _live_worker(self) -> WorkerInterface:
         if self._died_of is not None or self._worker is None:
             raise EngineDiedError("The worker is gone.") from self._died_of
         return self._worker
@@ -123,7 +115,7 @@ class LocalExecutor(ModelExecutor):
         return self._worker.start()
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        worker = self._living
+        worker = self._live_worker
         try:
             return worker.execute(plan)
         except Exception as error:

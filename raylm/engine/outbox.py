@@ -1,9 +1,10 @@
-"""Outbox: owns what one client has not taken yet; and ClientOutputs, the columns of one step for one client."""
+"""Outbox: owns what one client has not taken yet; ClientOutputs: the columns of one step for one client."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import accumulate, groupby
 
 from raylm import logprob_columns
 from raylm.engine.sequence import Sequence
@@ -14,40 +15,45 @@ from raylm.messages import EngineCoreOutputs, EngineStats, FinishReason, Logprob
 class ClientOutputs:
     """What one step means for one client, while the Scheduler finds it out.
 
-    ``sequences[i]`` got the next ``counts[i]`` of ``positions``, which are tokens of the step's result; without
-    ``counts`` it is one each. ``finished`` maps such an entry to its reasons.
+    ``sequences[i]`` drew the token at ``positions[i]`` of the step's result; the tokens of one sequence stand
+    together. ``finished`` maps an i to its reasons where that token is the last one of its sequence.
     """
 
-    __slots__ = ("counts", "errors", "finished", "pooled", "positions", "prompt_logprobs", "sequences")
+    __slots__ = ("errors", "finished", "pooled", "positions", "prompt_logprobs", "sequences")
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         self.positions: list[int] = []
-        self.counts: list[int] = []
         self.finished: dict[int, tuple[FinishReason, int | None]] = {}
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
         self.errors: list[tuple[int, RayLMError]] = []
         self.pooled: list[tuple[int, bytes]] = []
 
     def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
-        """The newest entry is the last one of its sequence."""
+        """The newest token is the last one of its sequence."""
         self.finished[len(self.sequences) - 1] = (reason, stop_reason)
 
     def columns(self, result: ModelRunnerOutput, stats: EngineStats, created: float) -> EngineCoreOutputs:
-        """The news as the client gets them."""
-        count, drawn = len(self.sequences), result.token_ids
-        finish_reasons: list[FinishReason | None] = [None] * count
-        stop_reasons: list[int | None] = [None] * count
-        for entry, (reason, stop_reason) in self.finished.items():
+        """The message to the client."""
+        sequences, finished, drawn = self.sequences, self.finished, result.token_ids
+        token_counts = [1] * len(sequences)
+        if len(drawn) > len(result.seq_ids):  # the tokens that a sequence drew in a step are one entry
+            runs = [(seq, len(list(run))) for seq, run in groupby(sequences)]
+            sequences, token_counts = [seq for seq, _ in runs], [count for _, count in runs]
+            entry_of = {end - 1: entry for entry, end in enumerate(accumulate(token_counts))}
+            finished = {entry_of[token]: reasons for token, reasons in finished.items()}
+        finish_reasons: list[FinishReason | None] = [None] * len(sequences)
+        stop_reasons: list[int | None] = [None] * len(sequences)
+        for entry, (reason, stop_reason) in finished.items():
             finish_reasons[entry], stop_reasons[entry] = reason, stop_reason
         return EngineCoreOutputs(
-            keys=[seq.key for seq in self.sequences],
-            indexes=[seq.index for seq in self.sequences],
-            token_counts=self.counts or [1] * count,
+            keys=[seq.key for seq in sequences],
+            indexes=[seq.index for seq in sequences],
+            token_counts=token_counts,
             token_ids=[drawn[position] for position in self.positions],
             finish_reasons=finish_reasons,
             stop_reasons=stop_reasons,
-            cached_tokens=[seq.num_cached for seq in self.sequences],
+            cached_tokens=[seq.num_cached for seq in sequences],
             stats=stats,
             logprobs=logprob_columns.select(result.logprobs, self.positions) if result.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
@@ -58,33 +64,33 @@ class ClientOutputs:
 
 
 class Outbox:
-    """One client's mail: everything that it has not taken yet, merged into one message.
+    """What one client has not taken yet, merged into one message.
 
-    ``put`` never waits, so that a client who is slow, or gone, does not stall the engine.
+    ``put`` never waits, so that a slow or lost client does not stall the engine.
     """
 
     def __init__(self) -> None:
         self._held: EngineCoreOutputs | None = None
         self._stats = EngineStats()
         self._closed_by: RayLMError | None = None
-        self._news = asyncio.Event()
+        self._ready = asyncio.Event()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
         """Add to what is held; its lists become the outbox's own."""
         self._held = outputs if self._held is None else merge(self._held, outputs)
         self._stats = outputs.stats
-        self._news.set()
+        self._ready.set()
 
-    def tell(self, outputs: EngineCoreOutputs) -> None:
+    def put_stats(self, outputs: EngineCoreOutputs) -> None:
         """Put a message that is about the stats alone, if those that say how busy the engine is have changed."""
-        told, now = self._stats, outputs.stats
-        if (told.running, told.waiting, told.kv_usage) != (now.running, now.waiting, now.kv_usage):
+        last, now = self._stats, outputs.stats
+        if (last.running, last.waiting, last.kv_usage) != (now.running, now.waiting, now.kv_usage):
             self.put(outputs)
 
     def close(self, error: RayLMError) -> None:
-        """Nothing will come any more; ``get`` raises ``error`` once the rest is taken."""
+        """Let ``get`` raise ``error`` once the rest is taken."""
         self._closed_by = error
-        self._news.set()
+        self._ready.set()
 
     async def get(self) -> EngineCoreOutputs:
         """Everything since the last call; waits until there is something.
@@ -92,13 +98,13 @@ class Outbox:
         Raises:
             RayLMError: what the outbox was closed by, EngineDiedError when the engine died.
         """
-        await self._news.wait()
+        await self._ready.wait()
         held, self._held = self._held, None
         if held is None:
             assert self._closed_by is not None
             raise self._closed_by
         if self._closed_by is None:
-            self._news.clear()
+            self._ready.clear()
         return held
 
 

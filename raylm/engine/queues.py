@@ -1,4 +1,4 @@
-"""The waiting queues: one family, a member for each order in which sequences are served; owned by the Scheduler."""
+"""WaitingQueue: a family with a member for each scheduling policy; owned by the Scheduler."""
 
 from __future__ import annotations
 
@@ -31,18 +31,16 @@ class WaitingQueue(ABC):
         return len(self._waiting)
 
     def push(self, seq: Sequence) -> None:
-        """Let a sequence wait at the place of its rank."""
         self._waiting[seq.id] = seq
         heappush(self._heap, (self.rank(seq), seq.id))
 
     def peek(self) -> Sequence:
-        """The one to be served next; the queue must not be empty."""
+        """The sequence to be served next; the queue must not be empty."""
         while self._heap[0][1] not in self._waiting:
             heappop(self._heap)
         return self._waiting[self._heap[0][1]]
 
     def remove(self, seq: Sequence) -> None:
-        """Take a waiting sequence out, wherever it stands."""
         del self._waiting[seq.id]
         if len(self._heap) > 2 * len(self._waiting) + 64:
             self._heap = [(self.rank(waiting), waiting.id) for waiting in self._waiting.values()]
@@ -54,7 +52,6 @@ class FcfsQueue(WaitingQueue):
 
     @staticmethod
     def rank(seq: Sequence) -> Rank:
-        """One class; the order of arrival."""
         return (0, seq.state.arrival, seq.index)
 
 
@@ -63,7 +60,6 @@ class PriorityQueue(WaitingQueue):
 
     @staticmethod
     def rank(seq: Sequence) -> Rank:
-        """A class for each priority."""
         return (seq.state.request.priority, seq.state.arrival, seq.index)
 
 
@@ -71,5 +67,4 @@ _QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FcfsQueue, "priority": Priorit
 
 
 def create_queue(policy: str) -> WaitingQueue:
-    """The queue of a policy by its name in the configuration."""
     return _QUEUES[policy]()

@@ -1,7 +1,4 @@
-"""RayExecutor: workers as Ray actors, one process and one device each; steps travel as diffs.
-
-Steps go over a StepChannel to workers on the EngineCore's own node, elsewhere as Ray calls.
-"""
+"""RayExecutor: workers as Ray actors, one process and one device each; steps go over a StepChannel or as Ray calls."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -22,7 +19,9 @@ from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
-WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one says it is alive, one loads adapters
+T = TypeVar("T")
+
+WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one answers pings, one loads adapters
 
 
 def prepare_process() -> None:
@@ -44,7 +43,7 @@ class Turns:
 
     @contextmanager
     def wait_for(self, step: int) -> Iterator[None]:
-        """Reservation the turn of ``step``; it passes on at the end, also after an error."""
+        """Hold the turn of ``step``; it passes on at the end, also after an error."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == step)
         try:
@@ -87,14 +86,12 @@ class WorkerActor:
         return StepServer(self._worker.launch, overlapped=self._overlapped).path
 
     def ping(self) -> None:
-        """Give a sign of life, between two steps."""
+        """Answered between two steps."""
 
     def load_adapter(self, adapter: int, path: str) -> None:
-        """Load a LoRA adapter, beside the steps."""
         self._worker.load_adapter(adapter, path)
 
     def unload_adapter(self, adapter: int) -> None:
-        """Let go of it."""
         self._worker.unload_adapter(adapter)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -113,7 +110,7 @@ def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:
 
 
 class RayExecutor(ModelExecutor):
-    """Drives worker actors that somebody else created, so that they start beside the EngineCore and not after it.
+    """Drives worker actors that the supervisor created, so that they start beside the EngineCore and not after it.
 
     Every worker is handed every step at once; only the first one's result is awaited.
     """
@@ -123,48 +120,25 @@ class RayExecutor(ModelExecutor):
         self._senders: list[SendStep] = []
 
     async def start(self) -> WorkerInfo:
-        """Start all ranks together; the first rank speaks for all."""
-        try:
-            infos = await asyncio.gather(*(worker.start.remote() for worker in self._workers))
-        except RayError as error:
-            raise as_raylm_error(error) from error
-        await self._open_ways()
-        info: WorkerInfo = infos[0]
-        return info
+        infos: list[WorkerInfo] = await answer(asyncio.gather(*(worker.start.remote() for worker in self._workers)))
+        await self._open_channels()
+        return infos[0]
 
-    async def _open_ways(self) -> None:
-        try:
-            self._senders = [await step_sender(worker) for worker in self._workers]
-        except RayError as error:
-            raise as_raylm_error(error) from error
+    async def _open_channels(self) -> None:
+        self._senders = [await answer(step_sender(worker)) for worker in self._workers]
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """Submit the step before returning; the awaitable only waits."""
-        results = [way(plan) for way in self._senders]
-        return self._result(results[0])
-
-    async def _result(self, ref: Awaitable[ModelRunnerOutput]) -> ModelRunnerOutput:
-        try:
-            return await ref
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        results = [send(plan) for send in self._senders]
+        return answer(results[0])
 
     async def load_adapter(self, adapter: int, path: str) -> None:
         """On the one worker there is: with several, adapters are refused at the start."""
-        try:
-            await self._workers[0].load_adapter.remote(adapter, path)
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        await answer(self._workers[0].load_adapter.remote(adapter, path))
 
     async def unload_adapter(self, adapter: int) -> None:
-        """As ``load_adapter``."""
-        try:
-            await self._workers[0].unload_adapter.remote(adapter)
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        await answer(self._workers[0].unload_adapter.remote(adapter))
 
     async def shutdown(self) -> None:
-        """Kill the workers' processes; they hold nothing that outlives them."""
         for worker in self._workers:
             ray.kill(worker)
 
@@ -174,7 +148,7 @@ SendStep = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]
 
 
 async def step_sender(worker: ActorHandle) -> SendStep:
-    """The shortest way of steps to a worker.
+    """How to send steps to a worker: by a StepChannel on this node, else by Ray.
 
     Raises:
         RayError: the worker is gone.
@@ -197,6 +171,14 @@ async def step_sender(worker: ActorHandle) -> SendStep:
     return lambda plan: outcome(client.send(plan))
 
 
+async def answer(call: Awaitable[T]) -> T:
+    """What another actor answers; what it raises becomes a RayLMError."""
+    try:
+        return await call
+    except RayError as error:
+        raise as_raylm_error(error) from error
+
+
 def as_raylm_error(error: RayError) -> RayLMError:
     """What was raised in another actor as the error it is there; everything else as EngineDiedError, in one line."""
     cause: BaseException = getattr(error, "cause", None) or error
@@ -204,5 +186,5 @@ def as_raylm_error(error: RayError) -> RayLMError:
         return cause
     if isinstance(cause, RayError):
         return EngineDiedError("A process of the engine was lost.")
-    said = str(cause).strip().splitlines()
-    return EngineDiedError(f"{type(cause).__name__}: {said[-1] if said else 'no message'}")
+    lines = str(cause).strip().splitlines()
+    return EngineDiedError(f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}")

@@ -12,6 +12,7 @@ from itertools import count
 from raylm import logprob_columns
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.lookahead import create_lookahead
 from raylm.engine.outbox import ClientOutputs
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
@@ -52,18 +53,16 @@ class Scheduler:
         self.counters = Counters()
         self._max_num_seqs = config.max_num_seqs
         self._budget = create_budget(config)
-        self._drafts = config.speculative_tokens
+        self._lookahead = create_lookahead(kv, config.speculative_tokens)
         self._requests: dict[tuple[str, int], RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
-        self._ids: Iterator[int] = count()
-        self._arrivals: Iterator[int] = count()
+        self._ids: Iterator[int] = count()  # in the order of arrival
         self._step = 0
         self._seen = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open."""
         return bool(self._requests)
 
     # ---------------------------------------------------------------- requests
@@ -72,19 +71,19 @@ class Scheduler:
         """Let the first sequence of a request wait; the others start when it has computed the prompt they share.
 
         Raises:
-            ContextLengthError: the prompt leaves no room for a token.
+            ContextLengthError: the prompt leaves no position for a token.
             InvalidRequestError: the prompt is empty.
             RayLMError: the key is taken.
         """
         if (client_id, request.key) in self._requests:
             raise RayLMError(f"A request with the key {request.key} is open already.")
-        state = RequestState.create(client_id, request, next(self._arrivals), self.max_model_len, adapter)
-        first = state.sequence(next(self._ids), 0)
+        seq_id = next(self._ids)
+        state = RequestState.create(client_id, request, seq_id, self.max_model_len, adapter)
         self._requests[client_id, request.key] = state
-        self._enqueue(first)
+        self._enqueue(state.sequence(seq_id, 0))
 
     def abort(self, client_id: str, key: int) -> None:
-        """End a request at once, whatever state its sequences are in; unknown and finished ones are ignored."""
+        """End a request at once; unknown and finished ones are ignored."""
         state = self._requests.get((client_id, key))
         if state is not None:
             self._abort(state)
@@ -112,33 +111,18 @@ class Scheduler:
         plan = StepPlan(self._budget.tokens(self.running), self._max_num_seqs - len(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan)
-        if not plan.ids and not plan.chunks:
+        if plan.empty:
             return None
         self._step += 1
         finished, self._finished = self._finished, []
         return plan.columns(self._step, finished)
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Every running sequence in the order of its rank; a long one leaves a token for each that comes behind it."""
-        block_size, ids, computed_column = self.kv.block_size, plan.ids, plan.computed
-        speculating = self._drafts > 0
-        for place, seq in enumerate(self.running):  # preemption takes sequences out behind ``place`` only
-            computed, known = seq.num_computed, seq.num_tokens
-            if known >= seq.limit or plan.tokens <= 0:
-                continue
-            if known - computed > 1:
-                behind = len(self.running) - place - 1
-                plan.add(seq, min(known - computed, max(1, plan.tokens - behind)))
-            elif (computed % block_size and not speculating) or self._make_room(seq, place, plan):
-                ids.append(seq.id)
-                computed_column.append(computed)
-                seq.num_computed = known
-                seq.num_tokens = known + 1
-                plan.tokens -= 1
+        plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Strict head of line: whoever is first waits until there is room, and all others behind it."""
-        while plan.seats > 0 and plan.tokens > 0 and self.waiting:
+        """Strict head of line: the first one waits until the pool can hold it, and all others behind it."""
+        while plan.max_new > 0 and plan.tokens > 0 and self.waiting:
             seq = self.waiting.peek()
             if seq.resume_after > self._seen:
                 return
@@ -160,36 +144,25 @@ class Scheduler:
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs = []
         seq.num_computed = cached
-        plan.seats -= 1
-        plan.new.append(seq.as_new(self.kv.block_ids(seq)))
-        plan.add(seq, min(len(seq.token_ids) - cached, plan.tokens))
+        plan.add_new(seq, self.kv.block_ids(seq))
 
-    def _make_room(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
-        """Let the block table of ``seq``, the plan's next row, hold a token more; preempt who is behind it if need be.
+    def _reserve_blocks(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
+        """Let the block table of ``seq``, the plan's next to decode, grow; preempt sequences behind it if need be.
 
-        With speculation it is one more than the worker may have by then, and if blocks abound, the guesses too.
         Without success the sequence keeps its blocks and sits this step out: it loses no work, and those before it
         may still preempt it.
         """
-        wanted = self._wanted(seq) if self._drafts else seq.num_tokens
-        while (blocks := self.kv.extend(seq, wanted)) is None:
+        num_tokens = self._lookahead.tokens_to_reserve(seq, len(self.running))
+        while (blocks := self.kv.extend(seq, num_tokens)) is None:
             if place + 1 == len(self.running):
                 return False
             self._preempt(min(self.running[place + 1 :], key=self._cost_of_preemption))
             plan.close()
-        if blocks:
-            plan.grown[len(plan.ids)] = blocks
+        plan.grow(blocks)
         return True
 
-    def _wanted(self, seq: Sequence) -> int:
-        """Tokens that the block table of ``seq`` should hold in the next step; the limit's own is never computed."""
-        drafts, capacity = self._drafts, self.kv.capacity(seq)
-        longest = min(seq.longest(drafts), capacity + 1)  # the worker makes no guess that it has no block for
-        abundant = self.kv.pool.num_free > len(self.running) + drafts // self.kv.block_size + 1
-        return min(longest + drafts * abundant, seq.limit - 1)
-
     def _cost_of_preemption(self, seq: Sequence) -> tuple[int, int, int]:
-        """Who is preempted first: the lowest class, then the one with the least wasted work, then the newest.
+        """Preempted first is the lowest class, then the sequence with the least wasted work, then the newest.
 
         Wasted are the tokens that have to be computed again. Those that other sequences hold too are not, nor
         anything of a sequence whose last token is on its way.
@@ -210,31 +183,27 @@ class Scheduler:
     # ---------------------------------------------------------------- update
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, EngineCoreOutputs]:
-        """Take in what a step drew, in the order of the steps; returns what it means for each client."""
+        """Take in what a step drew, in the order of the steps; returns the message to each client."""
         assert result.step == plan.step == self._seen + 1, (
             f"result {result.step} of step {plan.step} after {self._seen}"
         )
         self._seen = plan.step
         self._budget.observe(plan, result)
-        news: defaultdict[str, ClientOutputs] = defaultdict(ClientOutputs)
+        outputs: defaultdict[str, ClientOutputs] = defaultdict(ClientOutputs)
         for seq_id, reason in result.failed:
-            self._fail(seq_id, reason, news)
+            self._fail(seq_id, reason, outputs)
         self._publish_chunks(plan)
         for seq_id, logprobs in result.prompt_logprobs:
             seq = self._sequences.get(seq_id)
             if seq is not None and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)
-        if len(result.token_ids) == len(result.seq_ids):
-            self._take_tokens(result, news)
-        else:
-            self._take_runs(result, news)
-        self._take_vectors(result, news)
+        self._append_tokens(result, outputs)
+        self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
         stats, now = self.stats(), time.time()
-        return {client_id: entry.columns(result, stats, now) for client_id, entry in news.items()}
+        return {client_id: entry.columns(result, stats, now) for client_id, entry in outputs.items()}
 
     def stats(self) -> EngineStats:
-        """The state as it is now."""
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -243,73 +212,63 @@ class Scheduler:
             counters=replace(self.counters),
         )
 
-    def _take_tokens(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
-        """Append each drawn token to its sequence; those of sequences that are gone are the wasted step at an end."""
-        sequences, taken = self._sequences, 0
-        for position, (seq_id, token) in enumerate(zip(result.seq_ids, result.token_ids, strict=True)):
+    def _append_tokens(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
+        """Append each token to the sequence that drew it.
+
+        Tokens of sequences that are gone are dropped: the wasted step at an end, and what was drawn behind a token
+        that ended its sequence in this step.
+        """
+        sequences = self._sequences
+        for position, (seq_id, token) in enumerate(zip(self._drawn_by(result), result.token_ids, strict=True)):
             seq = sequences.get(seq_id)
             if seq is None:
                 continue
-            taken += 1
             seq.token_ids.append(token)
-            entry = news[seq.client_id]
+            entry = outputs[seq.client_id]
             entry.sequences.append(seq)
             entry.positions.append(position)
-            if token in seq.stop_ids or len(seq.token_ids) >= seq.milestone:
-                self._reach_milestone(seq, token, entry)
-        self.counters.generation_tokens += taken
+            if token in seq.stop_ids or len(seq.token_ids) >= seq.next_check:
+                self._check_token(seq, token, entry)
+        self.counters.generation_tokens += sum(len(entry.positions) for entry in outputs.values())
 
-    def _take_runs(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
-        """Append several tokens to a sequence, until one of them ends it: what was drawn behind that is dropped."""
-        end = 0
+    def _drawn_by(self, result: ModelRunnerOutput) -> list[int]:
+        """The sequence of each token; several of one sequence are accepted drafts, as a step counts on one."""
+        if len(result.token_ids) == len(result.seq_ids):
+            return result.seq_ids
         for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True):
-            start, end = end, end + drawn
             seq = self._sequences.get(seq_id)
-            if seq is None:
-                continue
-            seq.catch_up(drawn - 1)
-            before = len(seq.token_ids)
-            entry = news[seq.client_id]
-            entry.sequences.append(seq)
-            for token in result.token_ids[start:end]:
-                seq.token_ids.append(token)
-                if token in seq.stop_ids or len(seq.token_ids) >= seq.milestone:
-                    self._reach_milestone(seq, token, entry)
-                if seq.status is Status.FINISHED:
-                    break
-            taken = len(seq.token_ids) - before
-            entry.counts.append(taken)
-            entry.positions.extend(range(start, start + taken))
-            self.counters.generation_tokens += taken
-            self.counters.accepted_tokens += drawn - 1
+            if seq is not None:
+                seq.accept_drafts(drawn - 1)
+                self.counters.accepted_tokens += drawn - 1
+        return [seq_id for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True) for _ in range(drawn)]
 
-    def _take_vectors(self, result: ModelRunnerOutput, news: defaultdict[str, ClientOutputs]) -> None:
-        """A prompt that came to a vector is at its end."""
+    def _take_vectors(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
+        """A pooled prompt ends its sequence."""
         for seq_id, vector in result.pooled:
             seq = self._sequences.get(seq_id)
             if seq is not None:
                 self.counters.prompt_tokens += seq.num_prompt_tokens
-                news[seq.client_id].pooled.append((seq.key, vector))
+                outputs[seq.client_id].pooled.append((seq.key, vector))
                 self._close(seq)
 
-    def _reach_milestone(self, seq: Sequence, token: int, news: ClientOutputs) -> None:
+    def _check_token(self, seq: Sequence, token: int, outputs: ClientOutputs) -> None:
         """The token just appended is the first one, or the last one, or might end the sequence."""
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
-            self._complete_prompt(seq, news)
-        seq.milestone = seq.limit
+            self._complete_prompt(seq, outputs)
+        seq.next_check = seq.limit
         params = seq.state.request.params
         if token in seq.stop_ids and seq.num_generated > params.min_tokens:
             by_eos = token in seq.state.request.eos_token_ids and not params.ignore_eos
-            self._finish(seq, "stop", None if by_eos else token, news)
+            self._finish(seq, "stop", None if by_eos else token, outputs)
         elif len(seq.token_ids) >= seq.limit:
-            self._finish(seq, "length", None, news)
+            self._finish(seq, "length", None, outputs)
 
-    def _complete_prompt(self, seq: Sequence, news: ClientOutputs) -> None:
+    def _complete_prompt(self, seq: Sequence, outputs: ClientOutputs) -> None:
         """The first token has come: the prompt's logprobs are whole, and the sequences that share it may start."""
         if seq.index == 0:
             self.counters.prompt_tokens += seq.num_prompt_tokens
         if seq.prompt_logprobs is not None:
-            news.prompt_logprobs.append((seq.key, logprob_columns.join(seq.prompt_logprobs)))
+            outputs.prompt_logprobs.append((seq.key, logprob_columns.join(seq.prompt_logprobs)))
             seq.prompt_logprobs = None
         for sibling in seq.state.fork(self._ids):
             self._enqueue(sibling)
@@ -327,23 +286,23 @@ class Scheduler:
         self._sequences[seq.id] = seq
         self.waiting.push(seq)
 
-    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, news: ClientOutputs) -> None:
-        news.finish(reason, stop_reason)
+    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, outputs: ClientOutputs) -> None:
+        outputs.finish(reason, stop_reason)
         self._close(seq)
 
     def _close(self, seq: Sequence) -> None:
-        """A sequence has come to its end, and its request with the last one."""
+        """End a sequence, and with the last one its request."""
         self._remove(seq)
         if not seq.state.open:
             del self._requests[seq.client_id, seq.key]
 
-    def _fail(self, seq_id: int, reason: str, news: defaultdict[str, ClientOutputs]) -> None:
+    def _fail(self, seq_id: int, reason: str, outputs: defaultdict[str, ClientOutputs]) -> None:
         """End the whole request of a sequence with an error; what the sequence computed is not to be reused."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
             self._abort(seq.state)
-            self.kv.distrust(seq)
-            news[seq.client_id].errors.append((seq.key, RayLMError(reason)))
+            self.kv.unpublish(seq)
+            outputs[seq.client_id].errors.append((seq.key, RayLMError(reason)))
 
     def _abort(self, state: RequestState) -> None:
         for seq in list(state.open):
@@ -351,7 +310,6 @@ class Scheduler:
         del self._requests[state.client_id, state.request.key]
 
     def _remove(self, seq: Sequence) -> None:
-        """Take a sequence out of every table, whatever its status."""
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:

@@ -46,16 +46,16 @@ class RequestState:
     def create(
         cls, client_id: str, request: EngineCoreRequest, arrival: int, max_model_len: int, adapter: int = 0
     ) -> RequestState:
-        """The state of a new request; what it leaves open, its seed and its limit, is settled here.
+        """The state of a new request, with the seed and the limit that it leaves open.
 
         Raises:
-            ContextLengthError: the prompt leaves no room for a token.
+            ContextLengthError: the prompt leaves no position for a token.
             InvalidRequestError: the prompt is empty.
         """
         length, params = len(request.prompt_token_ids), request.params
-        # A vector stands behind the prompt as a token would, without a place of its own.
-        room = max_model_len - length + (request.pooling is not None)
-        if room <= 0:
+        # A vector stands behind the prompt as a token would, without a position of its own.
+        available = max_model_len - length + (request.pooling is not None)
+        if available <= 0:
             message = f"The prompt has {length} tokens; with one to generate, at most {max_model_len} fit."
             raise ContextLengthError(message, param="prompt")
         if length == 0:
@@ -65,14 +65,13 @@ class RequestState:
             request=request,
             arrival=arrival,
             seed=random.getrandbits(63) if params.seed is None else params.seed,
-            limit=length + min(room, params.max_tokens or room),
+            limit=length + min(available, params.max_tokens or available),
             num_unforked=params.n - 1,
             stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
             adapter=adapter,
         )
 
     def sequence(self, seq_id: int, index: int) -> Sequence:
-        """Open the sequence ``index`` of this request."""
         prompt = self.request.prompt_token_ids
         seq = Sequence(
             id=seq_id,
@@ -83,7 +82,7 @@ class RequestState:
             token_ids=list(prompt),
             num_tokens=len(prompt),
             limit=self.limit,
-            milestone=len(prompt) + 1,
+            next_check=len(prompt) + 1,
             stop_ids=frozenset(self.stop_token_ids),
             prompt_logprobs=[] if index == 0 and self.request.params.prompt_logprobs is not None else None,
         )
@@ -102,10 +101,10 @@ class Sequence:
 
     ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw, one each: what they draw
     beyond that by speculation is counted when they are seen. ``num_computed`` counts the tokens computed by every step
-    handed over so far, in the same way. ``milestone`` is the length at which the next token is more
-    than an append: the first generated one, then ``limit``. ``resume_after`` is the step whose result must have been
+    handed over so far, in the same way. ``next_check`` is the length at which a token is more than an append:
+    that of the first generated one, then ``limit``. ``resume_after`` is the step whose result must have been
     seen before a preempted sequence may start again. ``num_cached`` prompt tokens came from the prefix cache.
-    ``prompt_logprobs`` gathers those of the prompt until it is computed, None if nobody (still) wants them.
+    ``prompt_logprobs`` gathers those of the prompt until it is computed, None if they are not asked for (any more).
     """
 
     id: int
@@ -116,7 +115,7 @@ class Sequence:
     token_ids: list[int]
     num_tokens: int
     limit: int
-    milestone: int
+    next_check: int
     stop_ids: frozenset[int]
     prompt_logprobs: list[Logprobs] | None
     num_computed: int = 0
@@ -126,29 +125,22 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt in tokens."""
         return len(self.state.request.prompt_token_ids)
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens known so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether each prompt token must be computed (again): somebody wants what only its hidden state tells."""
+        """Whether each prompt token must be computed (again), as the answer depends on its hidden state."""
         pooling = self.state.request.pooling
         return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
 
-    def catch_up(self, extra: int) -> None:
-        """A step drew ``extra`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
-        self.num_tokens += extra
-        self.num_computed = min(self.num_computed + extra, self.limit - 1)
-
-    def longest(self, drafts: int) -> int:
-        """The most tokens it may have in the worker when the steps in flight, of up to ``drafts`` guesses, have run."""
-        known = len(self.token_ids)
-        return min(known + (self.num_tokens - known) * (1 + drafts), self.limit)
+    def accept_drafts(self, count: int) -> None:
+        """A step drew ``count`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
+        self.num_tokens += count
+        self.num_computed = min(self.num_computed + count, self.limit - 1)
 
     def as_new(self, block_ids: list[int]) -> NewSequence:
         """The sequence in full, for a worker that has no row of it; prompt logprobs are asked for only once."""

@@ -38,6 +38,9 @@ class StepFailure:
     traceback: str
 
 
+Outcome = ModelRunnerOutput | StepFailure
+
+
 class StepServer:
     """The worker's end: takes steps from one EngineCore in order, and sends back what they drew.
 
@@ -47,7 +50,7 @@ class StepServer:
 
     def __init__(self, launch: Callable[[SchedulerOutput], Output], *, overlapped: bool) -> None:
         self._launch = launch
-        self._directory = tempfile.mkdtemp(prefix="raylm-")  # of mode 0700: nobody else's steps are unpickled
+        self._directory = tempfile.mkdtemp(prefix="raylm-")  # of mode 0700: no other user's steps are unpickled
         self.path = os.path.join(self._directory, "steps")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
@@ -58,7 +61,7 @@ class StepServer:
     def _accept(self, serve: Callable[[socket.socket, BinaryIO], None]) -> None:
         with self._listener:
             connection, _ = self._listener.accept()
-        shutil.rmtree(self._directory)  # who is connected stays so
+        shutil.rmtree(self._directory)  # the connection stays
         with connection, connection.makefile("rb") as steps, suppress(ConnectionError):  # the EngineCore may end first
             serve(connection, steps)
 
@@ -98,7 +101,7 @@ class StepClient(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.WriteTransport | None = None
-        self._waiting: deque[asyncio.Future[ModelRunnerOutput | StepFailure]] = deque()
+        self._waiting: deque[asyncio.Future[Outcome]] = deque()
         self._received = bytearray()
 
     @classmethod
@@ -106,14 +109,14 @@ class StepClient(asyncio.Protocol):
         """Connect to the worker that listens at ``path``; it takes one client, once.
 
         Raises:
-            OSError: nobody listens there.
+            OSError: no worker listens there.
         """
         _, client = await asyncio.get_running_loop().create_unix_connection(cls, path)
         return client
 
-    def send(self, plan: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | StepFailure]:
+    def send(self, plan: SchedulerOutput) -> asyncio.Future[Outcome]:
         """Hand over a step at once; the future gives its outcome, or ConnectionError when the worker has gone."""
-        outcome: asyncio.Future[ModelRunnerOutput | StepFailure] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if self._transport is None or self._transport.is_closing():
             outcome.set_exception(ConnectionError("the worker has hung up"))
             return outcome
@@ -122,36 +125,33 @@ class StepClient(asyncio.Protocol):
         return outcome
 
     def close(self) -> None:
-        """Hang up; what still waits fails."""
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by the event loop."""
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's has no class of asyncio's
 
     def data_received(self, data: bytes) -> None:
-        """Called by the event loop: results come in the order of their steps."""
+        # Results come in the order of their steps.
         self._received += data
         while len(self._received) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
                 return
-            outcome: ModelRunnerOutput | StepFailure = pickle.loads(self._received[_LENGTH.size : end])
+            outcome: Outcome = pickle.loads(self._received[_LENGTH.size : end])
             del self._received[:end]
             waiting = self._waiting.popleft()
             if not waiting.done():  # cancelled when the engine ends
                 waiting.set_result(outcome)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop."""
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_exception(ConnectionError("the worker has hung up"))
 
 
-def _outcome(output: Output) -> ModelRunnerOutput | StepFailure:
+def _outcome(output: Output) -> Outcome:
     try:
         return output()
     except Exception as error:
@@ -159,7 +159,7 @@ def _outcome(output: Output) -> ModelRunnerOutput | StepFailure:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error itself, or its words where it cannot be pickled."""
+    """The error itself, or its message where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

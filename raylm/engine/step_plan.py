@@ -2,66 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from raylm.engine.sequence import Sequence
 from raylm.messages import NewSequence, SchedulerOutput
 
+Reserve = Callable[[Sequence, int, "StepPlan"], bool]
+
 
 class StepPlan:
-    """The budget that is left of a step, and the rows scheduled so far.
+    """The budget that is left of a step, ``tokens`` to compute and at most ``max_new`` sequences to join, and its rows.
 
-    ``tokens`` may still be computed and ``seats`` sequences may still join. Rows of one token stand before longer
-    ones; ``mute`` are the one-token rows that draw nothing, ``grown`` the blocks by which one-token rows grew.
+    Rows of one token stand before longer ones, as nearly all are of sequences that decode: they compute the last known
+    token and draw the next one. The few that draw nothing are in ``_silent``, the blocks by which they grow in
+    ``_grown``, both by row.
     """
 
-    __slots__ = ("chunks", "computed", "grown", "ids", "mute", "new", "seats", "tokens")
+    __slots__ = ("_chunks", "_computed", "_grown", "_ids", "_silent", "max_new", "new", "tokens")
 
-    def __init__(self, tokens: int, seats: int) -> None:
+    def __init__(self, tokens: int, max_new: int) -> None:
         self.tokens = tokens
-        self.seats = seats
-        self.ids: list[int] = []
-        self.computed: list[int] = []
-        self.mute: list[int] = []
-        self.chunks: list[tuple[int, int, int, bool]] = []
-        self.grown: dict[int, list[int]] = {}
+        self.max_new = max_new
         self.new: list[NewSequence] = []
+        self._ids: list[int] = []
+        self._computed: list[int] = []
+        self._silent: list[int] = []
+        self._grown: dict[int, list[int]] = {}
+        self._chunks: list[tuple[int, int, int, bool]] = []
 
-    def add(self, seq: Sequence, count: int) -> None:
-        """Let ``seq`` compute its next ``count`` tokens, and draw one if they are its last ones."""
-        computed, known = seq.num_computed, seq.num_tokens
-        samples = computed + count == known
-        seq.num_computed = computed + count
-        seq.num_tokens = known + samples
-        self.tokens -= count
-        if count > 1:
-            self.chunks.append((seq.id, computed, count, samples))
-            return
-        if not samples:
-            self.mute.append(len(self.ids))
-        self.ids.append(seq.id)
-        self.computed.append(computed)
+    @property
+    def empty(self) -> bool:
+        return not self._ids and not self._chunks
+
+    def add_running(self, running: list[Sequence], reserve_every: int, reserve: Reserve) -> None:
+        """Add sequences in the order of their rank; a chunk leaves a token for each sequence that comes behind it.
+
+        A sequence that decodes asks for blocks whenever it has computed a multiple of ``reserve_every`` tokens, by
+        ``reserve``: it sits the step out if that is false. Sequences behind ``place`` may leave then.
+        """
+        ids, computed_tokens, tokens = self._ids, self._computed, self.tokens
+        for place, seq in enumerate(running):
+            computed, known = seq.num_computed, seq.num_tokens
+            if known >= seq.limit or tokens <= 0:
+                continue
+            if known - computed > 1:
+                tokens -= self._add_chunk(seq, min(known - computed, max(1, tokens - (len(running) - place - 1))))
+            elif computed % reserve_every or reserve(seq, place, self):
+                ids.append(seq.id)
+                computed_tokens.append(computed)
+                seq.num_computed = known
+                seq.num_tokens = known + 1
+                tokens -= 1
+        self.tokens = tokens
+
+    def add_new(self, seq: Sequence, block_ids: list[int]) -> None:
+        """Let a sequence join that the worker has no row of, and compute as much of it as the budget allows."""
+        self.max_new -= 1
+        self.new.append(seq.as_new(block_ids))
+        self.tokens -= self._add_chunk(seq, min(seq.num_tokens - seq.num_computed, self.tokens))
+
+    def grow(self, blocks: list[int]) -> None:
+        """Append blocks to the table of the sequence that decodes in the next row."""
+        if blocks:
+            self._grown[len(self._ids)] = blocks
 
     def close(self) -> None:
         """Let no sequence join this step any more."""
-        self.seats = 0
+        self.max_new = 0
 
     def columns(self, step: int, finished: list[int]) -> SchedulerOutput:
         """The step as the workers get it."""
-        singles = len(self.ids)
+        singles = len(self._ids)
         samples = [True] * singles
-        for row in self.mute:
+        for row in self._silent:
             samples[row] = False
-        chunk_ids, chunk_computed, counts, draws = zip(*self.chunks, strict=True) if self.chunks else ((), (), (), ())
+        chunk_ids, chunk_computed, counts, draws = zip(*self._chunks, strict=True) if self._chunks else ((), (), (), ())
         block_counts = [0] * (singles + len(chunk_ids))
-        for row, blocks in self.grown.items():
+        for row, blocks in self._grown.items():
             block_counts[row] = len(blocks)
         return SchedulerOutput(
             step=step,
             finished=finished,
             new=self.new,
-            seq_ids=[*self.ids, *chunk_ids],
-            num_computed=[*self.computed, *chunk_computed],
+            seq_ids=[*self._ids, *chunk_ids],
+            num_computed=[*self._computed, *chunk_computed],
             num_scheduled=[1] * singles + list(counts),
             samples=samples + list(draws),
             new_block_counts=block_counts,
-            new_block_ids=[block for blocks in self.grown.values() for block in blocks],
+            new_block_ids=[block for blocks in self._grown.values() for block in blocks],
         )
+
+    def _add_chunk(self, seq: Sequence, count: int) -> int:
+        """Let ``seq`` compute its next ``count`` tokens, and draw one if they are its last ones; returns ``count``."""
+        computed, known = seq.num_computed, seq.num_tokens
+        samples = computed + count == known
+        seq.num_computed = computed + count
+        seq.num_tokens = known + samples
+        if count > 1:
+            self._chunks.append((seq.id, computed, count, samples))
+            return count
+        if not samples:
+            self._silent.append(len(self._ids))
+        self._ids.append(seq.id)
+        self._computed.append(computed)
+        return count

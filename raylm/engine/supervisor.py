@@ -16,14 +16,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
 from raylm.engine.actor import create_engine_core, engine_core_prefix
-from raylm.engine.ray_executor import as_raylm_error, create_worker
+from raylm.engine.ray_executor import answer, as_raylm_error, create_worker
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
 from raylm.stages import report
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
-LAST_WORDS_S = 1.5
+DRAIN_MARGIN_S = 1.5
 PING_PERIOD_S = 0.5
 _SUPERVISOR_BUNDLE, _CORE_BUNDLE, _WORKER_BUNDLE = 0, 1, 2
 
@@ -40,7 +40,7 @@ def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
 class EngineProcesses:
     """One incarnation of an engine: its EngineCore and workers, from start to end; never started twice.
 
-    Workers start beside the EngineCore, not after it: importing torch is what takes longest.
+    Workers start beside the EngineCore, as importing torch takes longest.
     """
 
     def __init__(self, config: Config, name: str, engine_id: str, gpus: int) -> None:
@@ -52,19 +52,12 @@ class EngineProcesses:
         self._core = create_engine_core(config, name, engine_id, self._workers, **_options(bundles, _CORE_BUNDLE))
 
     async def start(self) -> EngineInfo:
-        """Wait until the engine is ready.
-
-        Raises:
-            RayLMError: the configuration cannot be served, or a process died on the way.
-        """
-        try:
-            info: EngineInfo = await self._core.start.remote()
-        except RayError as error:
-            raise as_raylm_error(error) from error
+        """Wait until it is ready; a RayLMError says why it cannot serve the configuration, or that a process died."""
+        info: EngineInfo = await answer(self._core.start.remote())
         return info
 
     async def run(self) -> str:
-        """Let the engine run to its end, which only a fault brings; return what happened."""
+        """Let the engine run until a fault ends it; return what happened."""
         ends = [asyncio.create_task(_until_dead(worker)) for worker in self._workers]
         ends.append(asyncio.ensure_future(self._core.run.remote()))
         (ended, *_), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +69,6 @@ class EngineProcesses:
             return as_raylm_error(error).message
 
     async def drain(self, limit_s: float) -> None:
-        """Let running requests end, for at most ``limit_s`` seconds."""
         with suppress(TimeoutError, RayError):
             async with asyncio.timeout(limit_s):
                 await self._core.drained.remote()
@@ -88,7 +80,7 @@ class EngineProcesses:
 
 
 async def _until_dead(worker: ActorHandle) -> str:
-    """Ask for a sign of life, again and again: nobody else would notice the death of a worker without work."""
+    """Ping a worker again and again: the death of one without work would not be noticed otherwise."""
     while True:
         await worker.ping.remote()
         await asyncio.sleep(PING_PERIOD_S)
@@ -146,11 +138,7 @@ class Engine:
             report("stage", "engine", f"back after {time.monotonic() - lost:.1f} s")
 
     async def check_health(self) -> None:
-        """Serve calls this; an error replaces the whole replica.
-
-        Raises:
-            EngineDiedError: the engine was lost and could not be started again here.
-        """
+        """Serve calls this; an error, that the engine could not be started again here, replaces the whole replica."""
         if self._watch is not None and self._watch.done():
             raise EngineDiedError(f"The engine cannot be started again: {self._watch.exception()}")
 
@@ -159,29 +147,22 @@ class Engine:
         if self._watch is None:
             return  # the start failed
         self._watch.cancel()
-        await self._processes.drain(self._config.ingress.shutdown_grace_s + LAST_WORDS_S)
+        await self._processes.drain(self._config.ingress.shutdown_grace_s + DRAIN_MARGIN_S)
         self._processes.kill()
 
 
 def _report(info: EngineInfo) -> None:
-    """Tell the terminal what the worker found out, one line a stage."""
+    """Print what the worker found out, one line a stage."""
     worker = info.worker
-    rounded = f" ({worker.quantization})" if worker.quantization else ""
+    quantization = f" ({worker.quantization})" if worker.quantization else ""
     each = " each" if worker.tensor_parallel_size > 1 else ""
     if each:
         report("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
     for name, seconds in worker.stages:
         report("stage", "worker", f"{name} {seconds:.1f} s")
-    report(
-        "stage",
-        "model",
-        f"{worker.dtype}{rounded} on {worker.device}, CPU threads {worker.threads}, "
-        f"attention {worker.attention_backend}, "
-        f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}",
-    )
-    report(
-        "stage",
-        "kv",
-        f"{worker.num_blocks:,} blocks of {worker.block_size} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB{each}), "
-        f"longest context {info.max_model_len:,} tokens",
-    )
+    model = f"{worker.dtype}{quantization} on {worker.device}, CPU threads {worker.threads}"
+    weights = f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}"
+    report("stage", "model", f"{model}, attention {worker.attention_backend}, {weights}")
+    blocks = f"{worker.num_blocks:,} blocks of {worker.block_size} tokens"
+    size = f"{worker.kv_cache_bytes / 2**30:.2f} GiB{each}"
+    report("stage", "kv", f"{blocks} ({size}), longest context {info.max_model_len:,} tokens")

@@ -1,4 +1,4 @@
-"""TensorParallelExecutor: the ranks of one model as Ray actors; hears them all, and tells one cause when one fails."""
+"""TensorParallelExecutor: the ranks of one model as Ray actors; when one fails it finds the cause among all errors."""
 
 from __future__ import annotations
 
@@ -11,40 +11,33 @@ from ray.exceptions import RayActorError, RayError
 
 from raylm.config import Config
 from raylm.engine.model_executor import ModelExecutor
-from raylm.engine.ray_executor import RayExecutor, as_raylm_error
+from raylm.engine.ray_executor import RayExecutor, answer, as_raylm_error
 from raylm.errors import EngineDiedError, PeerLostError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
-# How long the other ranks may take to say why they failed, once one has.
+# How long the other ranks may take to fail too, once one has.
 LAST_WORDS_S = 1.0
 
 
 class TensorParallelExecutor(RayExecutor):
     """Ranks compute each step together; rank 0's result counts, and the failure of any of them ends the engine.
 
-    A rank that fails leaves the others in an operation that they cannot end, or that ends with an error which names
-    nobody. So no rank alone is believed: all are heard, and what did not follow from another's end is told.
+    A rank that fails leaves the others in an operation that they cannot end, or that ends with an error which does not
+    name it. So the errors of all ranks are compared, and the one that did not follow from another's end is raised.
     """
 
     async def start(self) -> WorkerInfo:
-        """Let the ranks meet, and start; rank 0 speaks for all."""
-        try:
-            port = await self._workers[0].open_rendezvous.remote()
-        except RayError as error:
-            raise as_raylm_error(error) from error
-        infos = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
-        await self._open_ways()
-        info: WorkerInfo = infos[0]
-        return info
+        port: int = await answer(self._workers[0].open_rendezvous.remote())
+        infos: list[WorkerInfo] = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
+        await self._open_channels()
+        return infos[0]
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """Submit the step to all ranks before returning."""
-        return self._first([way(plan) for way in self._senders])
+        return self._first([send(plan) for send in self._senders])
 
     async def _first(self, refs: list[Awaitable[ModelRunnerOutput]]) -> ModelRunnerOutput:
-        results = await _all_or_cause(refs)
-        output: ModelRunnerOutput = results[0]
-        return output
+        results: list[ModelRunnerOutput] = await _all_or_cause(refs)
+        return results[0]
 
 
 async def _all_or_cause(refs: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -53,10 +46,10 @@ async def _all_or_cause(refs: Sequence[Awaitable[Any]]) -> list[Any]:
     try:
         return await asyncio.gather(*futures)
     except RayError:
-        await _tell_cause(futures)
+        await _raise_cause(futures)
 
 
-async def _tell_cause(futures: Sequence[asyncio.Future[Any]]) -> NoReturn:
+async def _raise_cause(futures: Sequence[asyncio.Future[Any]]) -> NoReturn:
     await asyncio.wait(futures, timeout=LAST_WORDS_S)
     failed = {
         rank: error
@@ -78,5 +71,4 @@ def _distance(error: BaseException) -> int:
 
 
 def create_executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
-    """The executor over the workers that there are."""
     return RayExecutor(workers) if config.engine.tensor_parallel_size == 1 else TensorParallelExecutor(workers)

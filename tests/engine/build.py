@@ -10,6 +10,7 @@ from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import RequestState, Sequence
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from raylm.params import SamplingParams
+from tests.engine.integrity import check_kv
 
 EOS = 0
 CLIENT = "client"
@@ -62,7 +63,7 @@ class Engine:
         drawn = list(tokens) or [5] * len(seq_ids)
         result = ModelRunnerOutput(plan.step, seq_ids, [1] * len(seq_ids), drawn, **fields)
         news = self.scheduler.update(plan, result)
-        self.kv.check()
+        check_kv(self.kv)
         return news.get(CLIENT)
 
     def step(self, *tokens: int) -> EngineCoreOutputs | None:

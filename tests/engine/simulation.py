@@ -15,6 +15,7 @@ from raylm.engine.sequence import Sequence, sequence_seed
 from raylm.errors import ContextLengthError
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from raylm.params import SamplingParams
+from tests.engine.integrity import check_kv
 from tests.fakes import FakeModel, FakeWorker
 
 MODEL = FakeModel(vocab_size=4, eos_token_id=0, eos_period=9)
@@ -149,7 +150,7 @@ class Run:
         """Run a script, let everything end, and compare."""
         for op in script:
             getattr(self, op.kind)(op)
-            self.kv.check()
+            check_kv(self.kv)
         budget = 60 + 12 * sum(request.params.n * self.max_model_len for _, request in self.added)
         while self.scheduler.has_work or self.in_flight:
             self.schedule(Op("schedule"))
@@ -157,7 +158,7 @@ class Run:
             self.update(Op("update"))
             budget -= 1
             assert budget > 0, "the engine goes round in circles"
-        self.kv.check()
+        check_kv(self.kv)
         self.kv.check_idle()
         self.compare()
 

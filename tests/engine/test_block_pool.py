@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylm.engine.block_pool import BlockPool
+from tests.engine.integrity import check_pool
 
 
 def test_blocks_are_handed_out_in_the_order_in_which_they_were_given_up() -> None:
@@ -18,7 +19,7 @@ def test_blocks_are_handed_out_in_the_order_in_which_they_were_given_up() -> Non
         pool.publish(block, bytes([block]))
     pool.release([2, 0])
     pool.release([3, 1])
-    pool.check()
+    check_pool(pool)
     assert pool.allocate(4) == [2, 0, 3, 1]
 
 
@@ -38,7 +39,7 @@ def test_a_cached_block_is_taken_out_of_the_middle_of_the_free_list() -> None:
     found = pool.find(b"\x01")
     assert found == 1
     pool.share([found])
-    pool.check()
+    check_pool(pool)
     assert pool.num_free == 2
     assert pool.allocate(2) == [0, 2]
     assert pool.find(b"\x00") is None, "an evicted block is not found"
@@ -53,7 +54,7 @@ def test_a_block_is_free_when_its_last_reference_goes() -> None:
     assert pool.num_free == 1
     pool.release([block])
     assert pool.num_free == 2
-    pool.check()
+    check_pool(pool)
 
 
 def test_the_first_block_published_under_a_hash_stays() -> None:
@@ -62,7 +63,7 @@ def test_the_first_block_published_under_a_hash_stays() -> None:
     pool.publish(1, b"same")
     pool.publish(0, b"same")
     assert pool.find(b"same") == 1
-    pool.check()
+    check_pool(pool)
 
 
 @pytest.mark.parametrize("forget", [lambda pool: pool.withdraw([0]), BlockPool.reset], ids=["withdraw", "reset"])
@@ -73,7 +74,7 @@ def test_withdrawn_blocks_are_not_found_and_stay_held(forget: Callable[[BlockPoo
     forget(pool)
     assert pool.find(b"0") is None
     assert pool.num_free == 0
-    pool.check()
+    check_pool(pool)
 
 
 def lose_a_block(pool: BlockPool) -> None:
@@ -101,10 +102,10 @@ def test_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(4)
     pool.allocate(2)
     pool.publish(0, b"0")
-    pool.check()
+    check_pool(pool)
     damage(pool)
     with pytest.raises(AssertionError):
-        pool.check()
+        check_pool(pool)
 
 
 @given(
@@ -133,6 +134,6 @@ def test_the_linked_list_is_a_list(actions: list[tuple[str, int]]) -> None:
             if refs[block] == 0:
                 free.remove(block)
             refs[block] += 1
-        pool.check()
+        check_pool(pool)
         assert pool.num_free == len(free)
         assert pool.refs == list(refs.values())

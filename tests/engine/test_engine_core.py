@@ -19,6 +19,7 @@ from raylm.engine.sequence import sequence_seed
 from raylm.errors import ConfigError, ContextLengthError, EngineDiedError, EngineUnavailableError
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from tests.engine.build import request
+from tests.engine.integrity import check_kv
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
 
 Tokens = dict[tuple[int, int], list[int]]
@@ -41,7 +42,7 @@ async def running(executor: ModelExecutor, settings: Config | None = None) -> As
     try:
         yield core
         await until(lambda: not core.scheduler.has_work and not core._in_flight)
-        core.scheduler.kv.check()
+        check_kv(core.scheduler.kv)
         core.scheduler.kv.check_idle()
     finally:
         run.cancel()

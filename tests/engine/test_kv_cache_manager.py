@@ -10,6 +10,7 @@ import pytest
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.sequence import Sequence
 from tests.engine.build import sequence
+from tests.engine.integrity import check_kv
 
 BLOCK = 4
 
@@ -34,7 +35,7 @@ def test_full_blocks_are_shared_and_one_token_is_left_to_compute(length: int, ca
     assert kv.admit(second, spare=0) == cached
     assert kv.block_ids(second)[: cached // BLOCK] == kv.block_ids(first)[: cached // BLOCK]
     assert not set(kv.block_ids(second)[cached // BLOCK :]) & set(kv.block_ids(first))
-    kv.check()
+    check_kv(kv)
 
 
 def test_a_prefix_is_the_whole_beginning() -> None:
@@ -84,7 +85,7 @@ def test_admission_succeeds_or_changes_nothing(spare: int) -> None:
         kv.forget(waiting)
         assert state(kv) == before
     assert kv.block_ids(held) == [0, 1]
-    kv.check()
+    check_kv(kv)
 
 
 def test_extension_succeeds_or_changes_nothing() -> None:
@@ -95,7 +96,7 @@ def test_extension_succeeds_or_changes_nothing() -> None:
     assert kv.extend(seq, 13) is None
     assert state(kv) == before
     assert kv.extend(seq, 12) == [1, 2]
-    kv.check()
+    check_kv(kv)
 
 
 def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
@@ -105,7 +106,7 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     kv.admit(other, spare=0)
     kv.free(other)
     assert kv.admit(sequence(list(range(1, 17)), 2), spare=0) == 8, "two of four blocks are left, the first ones"
-    kv.check()
+    check_kv(kv)
 
 
 def test_what_a_sequence_computed_outlives_it() -> None:
@@ -122,11 +123,11 @@ def test_distrusted_content_is_not_found_again() -> None:
     kv = KVCacheManager(8, BLOCK)
     bad, good = computed(kv, sequence([1] * 9, 0)), computed(kv, sequence([2] * 9, 1))
     kv.free(bad)
-    kv.distrust(bad)
+    kv.unpublish(bad)
     kv.free(good)
     assert kv.admit(sequence([1] * 9, 2), spare=0) == 0
     assert kv.admit(sequence([2] * 9, 3), spare=0) == 8
-    kv.check()
+    check_kv(kv)
 
 
 def test_reset_forgets_what_is_cached_now_and_what_running_sequences_publish_later() -> None:
@@ -137,7 +138,7 @@ def test_reset_forgets_what_is_cached_now_and_what_running_sequences_publish_lat
     running.token_ids += [1] * 8
     kv.publish(running, 17)
     assert kv.admit(waiting, spare=0) == 0
-    kv.check()
+    check_kv(kv)
     kv.free(running)
     kv.free(waiting)
     kv.check_idle()
@@ -172,7 +173,7 @@ def test_check_sees_a_stray_reference() -> None:
     seq = computed(kv, sequence([1] * 5, 0))
     kv.pool.share([0])
     with pytest.raises(AssertionError, match="references"):
-        kv.check()
+        check_kv(kv)
     kv.free(seq)
     with pytest.raises(AssertionError, match="1 KV blocks are held by no sequence"):
         kv.check_idle()

@@ -101,7 +101,7 @@ async def test_stats_alone_are_told_only_if_they_are_news() -> None:
     outbox = Outbox()
     outbox.put(news(stats=EngineStats(running=1)))
     await outbox.get()
-    outbox.tell(news(stats=EngineStats(running=1, steps=9)))
+    outbox.put_stats(news(stats=EngineStats(running=1, steps=9)))
     assert outbox._held is None
-    outbox.tell(news(stats=EngineStats(running=0, steps=9)))
+    outbox.put_stats(news(stats=EngineStats(running=0, steps=9)))
     assert (await outbox.get()).stats == EngineStats(steps=9)

@@ -138,7 +138,7 @@ def the_new_block_comes_one_token_late(patch: Patch) -> None:
 
 def new_blocks_are_not_sent(patch: Patch) -> None:
     def columns(original: Any, self: StepPlan, step: int, finished: list[int]) -> SchedulerOutput:
-        self.grown.clear()
+        self._grown.clear()
         plan: SchedulerOutput = original(self, step, finished)
         return plan
 
@@ -149,22 +149,22 @@ def new_blocks_are_not_sent(patch: Patch) -> None:
 
 
 def one_token_too_many_in_a_step(patch: Patch) -> None:
-    def init(original: Any, self: StepPlan, tokens: int, seats: int) -> None:
-        original(self, tokens + 1, seats)
+    def init(original: Any, self: StepPlan, tokens: int, max_new: int) -> None:
+        original(self, tokens + 1, max_new)
 
     wrap(patch, StepPlan, "__init__", init)
 
 
 def one_sequence_too_many_in_a_step(patch: Patch) -> None:
-    def init(original: Any, self: StepPlan, tokens: int, seats: int) -> None:
-        original(self, tokens, seats + 1)
+    def init(original: Any, self: StepPlan, tokens: int, max_new: int) -> None:
+        original(self, tokens, max_new + 1)
 
     wrap(patch, StepPlan, "__init__", init)
 
 
 def waiting_before_running(patch: Patch) -> None:
     def schedule_running(original: Any, self: Scheduler, plan: StepPlan) -> None:
-        if not getattr(plan, "ids", None):
+        if not plan.new:
             running = list(self.running)
             self._schedule_waiting(plan)
             started, self.running = [seq for seq in self.running if seq not in running], running
@@ -177,7 +177,7 @@ def waiting_before_running(patch: Patch) -> None:
 def whoever_fits_is_served(patch: Patch) -> None:
     def schedule_waiting(original: Any, self: Scheduler, plan: StepPlan) -> None:
         original(self, plan)
-        if len(self.waiting) > 1 and plan.seats > 0:
+        if len(self.waiting) > 1 and plan.max_new > 0:
             head = self.waiting.peek()
             if head.resume_after <= self._seen:
                 self.waiting.remove(head)
@@ -200,7 +200,7 @@ def the_highest_class_is_preempted(patch: Patch) -> None:
 
 
 def a_scheduled_sequence_is_preempted(patch: Patch) -> None:
-    wrap(patch, Scheduler, "_make_room", lambda original, self, seq, place, plan: original(self, seq, -1, plan))
+    wrap(patch, Scheduler, "_reserve_blocks", lambda original, self, seq, place, plan: original(self, seq, -1, plan))
 
 
 def a_sequence_resumes_with_an_unseen_token(patch: Patch) -> None:

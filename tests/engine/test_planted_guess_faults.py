@@ -7,41 +7,42 @@ from typing import Any
 
 import pytest
 
+from raylm.engine.lookahead import DraftLookahead
 from raylm.engine.scheduler import Scheduler
-from raylm.engine.sequence import Sequence, Status
+from raylm.engine.sequence import Sequence
 from tests.engine.planting import Patch, Plant, caught, faults_of, wrap
 
 
 def accepted_guesses_are_not_counted(patch: Patch) -> None:
-    patch.setattr(Sequence, "catch_up", lambda self, extra: None)
+    patch.setattr(Sequence, "accept_drafts", lambda self, extra: None)
 
 
 def a_rejected_guess_counts_as_computed(patch: Patch) -> None:
-    wrap(patch, Sequence, "catch_up", lambda original, self, extra: original(self, extra + (extra > 0)))
+    wrap(patch, Sequence, "accept_drafts", lambda original, self, extra: original(self, extra + (extra > 0)))
 
 
 def blocks_are_reserved_for_one_token_a_step(patch: Patch) -> None:
-    patch.setattr(Sequence, "longest", lambda self, drafts: self.num_tokens)
+    patch.setattr(DraftLookahead, "_longest", lambda self, seq: seq.num_tokens)
 
 
 def blocks_are_reserved_for_one_step_in_flight(patch: Patch) -> None:
-    def longest(original: Any, self: Sequence, drafts: int) -> int:
-        return min(original(self, drafts), len(self.token_ids) + 1 + drafts)
+    def longest(original: Any, self: DraftLookahead, seq: Sequence) -> int:
+        return min(original(self, seq), len(seq.token_ids) + 1 + self._drafts)
 
-    wrap(patch, Sequence, "longest", longest)
+    wrap(patch, DraftLookahead, "_longest", longest)
 
 
 def guesses_preempt_others(patch: Patch) -> None:
-    def wanted(self: Scheduler, seq: Sequence) -> int:
-        return min(self.kv.capacity(seq) + 1 + self._drafts, seq.limit + 1)
+    def tokens_to_reserve(self: DraftLookahead, seq: Sequence, num_running: int) -> int:
+        return min(self._kv.capacity(seq) + 1 + self._drafts, seq.limit + 1)
 
-    patch.setattr(Scheduler, "_wanted", wanted)
+    patch.setattr(DraftLookahead, "tokens_to_reserve", tokens_to_reserve)
 
 
 def tokens_behind_an_end_are_delivered(patch: Patch) -> None:
     def remove(original: Any, self: Scheduler, seq: Sequence) -> None:
         original(self, seq)
-        seq.status = Status.PREEMPTED
+        self._sequences[seq.id] = seq
 
     wrap(patch, Scheduler, "_remove", remove)
 

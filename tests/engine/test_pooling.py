@@ -13,6 +13,7 @@ from raylm.engine.scheduler import Scheduler
 from raylm.errors import ContextLengthError
 from raylm.messages import EngineCoreRequest
 from raylm.params import PoolingParams, SamplingParams
+from tests.engine.integrity import check_kv
 from tests.fakes import FakeWorker, read, write
 
 
@@ -45,7 +46,7 @@ class Run:
             while len(flying) < 2 and (plan := self.scheduler.schedule()):
                 flying.append((plan, self.worker.execute(plan)))
             plan, result = flying.pop(0)
-            self.kv.check()
+            check_kv(self.kv)
             for outputs in self.scheduler.update(plan, result).values():
                 self.vectors |= {key: struct.unpack("qq", vector) for key, vector in outputs.pooled}
                 start = 0

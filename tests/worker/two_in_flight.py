@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from raylm.worker import Worker
+from tests.engine.integrity import check_kv
 
 
 def play(core: Scheduler, worker: Worker) -> Iterator[EngineCoreOutputs]:
@@ -20,4 +21,4 @@ def play(core: Scheduler, worker: Worker) -> Iterator[EngineCoreOutputs]:
             continue
         plan, output = in_flight.popleft()
         yield from core.update(plan, output()).values()
-        core.kv.check()
+        check_kv(core.kv)
