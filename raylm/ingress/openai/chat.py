@@ -18,9 +18,9 @@ from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.sse import ChunkTemplate
 from raylm.ingress.openai.fields import at_most, unsupported, wrong
-from raylm.ingress.openai.generation import GenerationBody, check_model
+from raylm.ingress.openai.generation import GenerationBody, check_model, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_part
-from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice, opens_turn
+from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice
 from raylm.ingress.openai.outputs import Choice, Usage, extras, gather
 from raylm.ingress.openai.streams import ChatStream, assistant_message
 from raylm.params import MAX_LOGPROBS, SamplingParams

@@ -15,6 +15,7 @@ How a body is described:
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
-from raylm.frontend import LARGE, offload
+from raylm.frontend import LARGE
 from raylm.ingress.http.errors import clip
 
 _EXPECTED = {
@@ -200,7 +201,7 @@ class Body(BaseModel):
     @classmethod
     async def read(cls, data: Mapping[str, Any]) -> Self:
         """As ``parse``, on a thread if ``data`` holds much."""
-        return await offload(lambda: cls.parse(data), count_entries(data))
+        return cls.parse(data) if count_entries(data) <= LARGE else await asyncio.to_thread(cls.parse, data)
 
     @classmethod
     def _refuse(cls, name: str, value: object) -> None:

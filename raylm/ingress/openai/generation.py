@@ -105,6 +105,11 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
     return name
 
 
+def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether the template opens a turn of the assistant: where nothing is said, unless the last message goes on."""
+    return not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+
 @closed
 class TextFormat(TypedDict):
     type: Literal["text"]

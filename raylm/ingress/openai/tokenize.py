@@ -12,9 +12,9 @@ from raylm.frontend import ChatRequest
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Body, TokenIds
-from raylm.ingress.openai.generation import check_model
+from raylm.ingress.openai.generation import check_model, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts
-from raylm.ingress.openai.messages import Messages, Tool, opens_turn
+from raylm.ingress.openai.messages import Messages, Tool
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
