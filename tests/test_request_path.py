@@ -45,7 +45,7 @@ class NotedEngine(PlayedEngine):
 
     def add(self, request: EngineCoreRequest) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         super().add(request)
         self.arrived.set()
 

@@ -206,11 +206,6 @@ class ChatCompletions:
         self._tokens = TokenTexts(llm)
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        """Answer one request.
-
-        Raises:
-            RayLMError: the request is refused or failed.
-        """
         arrival_time = time.time()
         body = await self.body.read(data)
         name = f"chatcmpl-{body.request_id or request_id}"

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -274,6 +276,23 @@ def check_fields(holder: Mapping[str, Any], known: Set[str], path: str) -> None:
     """
     for name in holder.keys() - known:
         raise unsupported(f"{path}.{clip(name, _MAX_NAME)}", "this field is not supported.")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about a chat completion's fields name those of another API that they came from.
+
+    Raises:
+        InvalidRequestError: what the block raises, with ``names`` put in.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        head, rest = re.match(r"([^.\[]*)(.*)", error.param or "", re.DOTALL).groups()  # type: ignore[union-attr]
+        if head not in names:
+            raise
+        message = re.sub(rf"\b{head}\b", names[head], error.message)
+        raise type(error)(message, param=names[head] + rest) from None
 
 
 def dotted(path: tuple[int | str, ...]) -> str:

@@ -11,8 +11,8 @@ from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
+from raylm.ingress.openai.embeddings import Embedded, PoolingBody, PoolingHandler, Text
 from raylm.ingress.openai.fields import StringOrStrings
-from raylm.ingress.openai.pooling import Embedded, PoolingBody, PoolingHandler, Text
 
 MAX_DOCUMENTS = 1024
 
