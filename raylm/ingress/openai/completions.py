@@ -71,8 +71,6 @@ class CompletionRequest(GenerationBody):
 
 
 class Completions:
-    """The handler of the route."""
-
     body = CompletionRequest
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:

@@ -31,8 +31,6 @@ MAX_INPUTS = 2048  # OpenAI's bound
 
 
 class PoolingBody(RequestBody):
-    """Fields of all requests that are answered by vectors or by what is computed from them."""
-
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     pooling: PoolingType | None = None
 
@@ -60,7 +58,6 @@ class Embedded:
 
     @property
     def usage(self) -> JSONObject:
-        """OpenAI's usage object."""
         return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
 
@@ -117,8 +114,6 @@ class PoolingHandler(ABC, Generic[B]):
 
 
 class EmbeddingRequest(PoolingBody):
-    """Fields of an embedding."""
-
     unserved: ClassVar[frozenset[str]] = frozenset({"messages", "embed_dtype", "endianness", "additional_data"})
 
     input: Prompts
@@ -137,8 +132,6 @@ class EmbeddingRequest(PoolingBody):
 
 
 class Embeddings(PoolingHandler[EmbeddingRequest]):
-    """The handler of the route."""
-
     body, prefix = EmbeddingRequest, "embd"
 
     def texts(self, body: EmbeddingRequest) -> Sequence[Text]:

@@ -55,20 +55,11 @@ class RequestBody(Body):
     user: str | None = None
 
     def check(self, config: Config) -> None:
-        """Refuse combinations and values that this server does not serve.
-
-        Raises:
-            InvalidRequestError: fields contradict each other.
-            UnsupportedFieldError: the specification or another configuration allows this value.
-        """
+        """Refuse fields that contradict each other, and values that this server does not serve."""
         check_priority(self.priority, config)
 
     def head(self, request_id: str, arrival_time: float, param: str, llm: AsyncLLM) -> RequestHead:
-        """The head of its requests, whose prompts come from the field ``param``.
-
-        Raises:
-            ModelNotFoundError: ``model`` is neither the model of ``llm`` nor an adapter.
-        """
+        """The head of its requests, whose prompts come from the field ``param``; an unknown model is refused."""
         return RequestHead(
             request_id=request_id,
             priority=self.priority or 0,
@@ -80,11 +71,7 @@ class RequestBody(Body):
 
 
 def check_priority(priority: int | None, config: Config) -> None:
-    """Refuse a priority where the server does not schedule by it.
-
-    Raises:
-        UnsupportedFieldError: it does not.
-    """
+    """Refuse a priority where the server does not schedule by it."""
     if priority is not None and config.scheduler.policy != "priority":
         raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
 
@@ -160,11 +147,7 @@ class Constraints(TypedDict, total=False):
 
 
 def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | None) -> StructuredOutputs | None:
-    """What ``response_format`` and ``structured_outputs`` ask for, None for free text.
-
-    Raises:
-        InvalidRequestError: both ask for something, or ``structured_outputs`` for nothing or too much.
-    """
+    """What ``response_format`` and ``structured_outputs`` ask for, None for free text; both together are refused."""
     by_format = None
     if chosen is not None and chosen["type"] == "json_object":
         by_format = StructuredOutputs(json_object=True, param="response_format")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from raylm.frontend import offload
 from raylm.ingress.http.body import JSONObject
@@ -157,7 +157,7 @@ class CompletionStream(ChoiceStream):
     def _delta(self, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
         if not self._unseen:
             return super()._delta(place, delta, output)
-        reason = None if finish_reason(delta) is None else "length"
+        reason: Literal["length"] | None = None if finish_reason(delta) is None else "length"
         bare = replace(delta, text="", token_ids=[], logprobs=None, stop_reason=None, finish_reason=reason)
         return self._any_delta(place * self._n + delta.index, place, bare, output)
 
