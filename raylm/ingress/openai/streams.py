@@ -56,9 +56,11 @@ class ChoiceStream(ABC):
             async with aclosing(outputs[0]) as only:
                 async for output in only:
                     finished = output.finished
-                    # Nearly always there is one delta; 64 streams feel the difference.
-                    small = self._plain and len(output.deltas) == 1
-                    if data := self._encode(0, output) if small else await self._offload(0, output):
+                    if self._plain and len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
+                        data = self._delta(0, output.deltas[0], output)
+                    else:
+                        data = await self._offload(0, output)
+                    if data:
                         yield data
             check_finished(finished)
         else:
@@ -70,12 +72,9 @@ class ChoiceStream(ABC):
         yield last + DONE
 
     async def _offload(self, place: int, output: RequestOutput) -> bytes:
-        return await offload(partial(self._encode, place, output), num_details(output.deltas))
+        return await offload(partial(self._deltas, place, output), num_details(output.deltas))
 
-    def _encode(self, place: int, output: RequestOutput) -> bytes:
-        if place not in self._prompts:
-            self._prompts.add(place)
-            self._usage.count_prompt(output)
+    def _deltas(self, place: int, output: RequestOutput) -> bytes:
         return b"".join([self._delta(place, delta, output) for delta in output.deltas])
 
     def _delta(self, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
@@ -88,6 +87,9 @@ class ChoiceStream(ABC):
 
     def _any_delta(self, index: int, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
         reason = finish_reason(delta)
+        if place not in self._prompts:
+            self._prompts.add(place)
+            self._usage.count_prompt(output)
         usage = self._usage.as_json() if self._options.continuous_usage_stats else None
         choices = []
         if index not in self._opened:
