@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from raylm.frontend.types import ChatRequest
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
 
-_TAIL_TOKENS = 16  # of a prompt, in which it opens or closes the thoughts of the answer
+_TAIL_TOKENS = 16  # of a prompt, in which it opens or closes the reasoning of the answer
 
 
 class ChatProcessor:
@@ -31,12 +32,10 @@ class ChatProcessor:
         self._tokenizer = tokenizer
         self._template = template
         self._compiler = compiler
-        self.tool_parser_name = _choose("tool_parser", config.tool_parser, [*TOOL_PARSERS])
-        if self.tool_parser_name == "auto":
-            self.tool_parser_name = detect_tool_parser(template.source) or "none"
-        self.reasoning_parser_name = _choose("reasoning_parser", config.reasoning_parser, [*REASONING_PARSERS])
-        if self.reasoning_parser_name == "auto":
-            self.reasoning_parser_name = detect_reasoning_parser(template.source) or "none"
+        source = template.source
+        self.tool_parser_name = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(source))
+        detected = detect_reasoning_parser(source)
+        self.reasoning_parser_name = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
         self._tool_parser: type[ToolParser] | None = None
         if self.tool_parser_name != "none":
             self._tool_parser = TOOL_PARSERS[self.tool_parser_name]
@@ -68,20 +67,21 @@ class ChatProcessor:
         )
         text = await self._template.render(shown)
         token_ids = await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
+        thinking = self._thinking(token_ids, request.add_generation_prompt)
+        if thinking is None:  # nothing is left that a budget could limit
+            params = replace(params, thinking_token_budget=None)
+            if not tools:
+                return ChatPrompt(token_ids, params, None)
+        if tools and self._tool_parser is not None:
+            calls = await self._tool_parser.form_of(request, params, self._tokenizer, self._compiler)
+            params = replace(params, structured_outputs=calls)
         form = AnswerFormat(
             reasoning=self._reasoning_parser,
-            thinking=self._thinking(token_ids, request.add_generation_prompt),
+            thinking=thinking,
             tool_parser=self._tool_parser if tools else None,
             tools={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()},
             one_call=not request.parallel_tool_calls,
         )
-        if form.thinking is None:  # nothing is left that a budget could limit
-            params = replace(params, thinking_token_budget=None)
-        if form.tool_parser is not None:
-            calls = await form.tool_parser.form_of(request, params, self._tokenizer, self._compiler)
-            params = replace(params, structured_outputs=calls)
-        if form.thinking is None and form.tool_parser is None:
-            return ChatPrompt(token_ids, params, None)
         return ChatPrompt(token_ids, self._showing_markers(params, form), form)
 
     def _template_kwargs(self, request: ChatRequest) -> dict[str, Any] | None:
@@ -93,7 +93,7 @@ class ChatProcessor:
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | (request.template_kwargs or {})
 
     def _thinking(self, prompt: list[int], opens_turn: bool) -> Thinking | None:
-        """How answers to ``prompt`` may begin; None if they cannot hold thoughts, as the prompt has closed them."""
+        """How answers to ``prompt`` may begin; None if they cannot hold reasoning, as the prompt has closed it."""
         parser = self._reasoning_parser
         if parser is None or not opens_turn:
             return None
@@ -137,7 +137,7 @@ def _never_thinks(param: str) -> UnsupportedFieldError:
     )
 
 
-def _choose(knob: str, asked: str, known: list[str]) -> str:
+def _choose(knob: str, asked: str, known: Mapping[str, object], detected: str | None) -> str:
     if asked not in ("auto", "none", *known):
         raise ConfigError(f"{knob}: {asked!r} is not known; use auto, none, {', '.join(known)}.")
-    return asked
+    return (detected or "none") if asked == "auto" else asked

@@ -54,9 +54,9 @@ class ChatTemplate:
         kwargs = request.template_kwargs or {}
         self._check_kwargs(kwargs)
         template = self._select(request.tools)
-        check_chars(content_chars(request.messages), "messages")
 
         def work() -> str:
+            check_chars(content_chars(request.messages), "messages")
             return _render(
                 template,
                 prepare_messages(request.messages, continue_final_message=request.continue_final_message),

@@ -17,8 +17,8 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.sse import named_event
 from raylm.ingress.openai.chat import ChatCompletionRequest, Conversations
+from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
-from raylm.ingress.openai.renaming import renamed
 
 if TYPE_CHECKING:
     from raylm.frontend import CompletionDelta, RequestOutput

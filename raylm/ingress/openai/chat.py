@@ -18,9 +18,9 @@ from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.sse import ChunkTemplate
 from raylm.ingress.openai.fields import at_most, unsupported, wrong
-from raylm.ingress.openai.generation import GenerationBody, check_model
+from raylm.ingress.openai.generation import GenerationBody, check_model, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_part
-from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice, opens_turn
+from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice
 from raylm.ingress.openai.outputs import Usage, extras, gather
 from raylm.ingress.openai.streams import ChatStream, assistant_message
 from raylm.params import MAX_LOGPROBS, SamplingParams
@@ -85,22 +85,14 @@ class ChatCompletionRequest(GenerationBody):
             raise InvalidRequestError(message, param="max_completion_tokens")
 
     def params(self, defaults: JSONObject) -> SamplingParams:
-        """How to draw the answer; ``defaults`` are the checkpoint's.
-
-        Raises:
-            InvalidRequestError: a value lies out of range.
-        """
+        """As ``sampling``."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         params = self.sampling(defaults, max_tokens=limit, logprobs=num_logprobs)
         return replace(params, thinking_token_budget=self.thinking_token_budget)
 
     def chat_request(self, *, any_length: bool) -> ChatRequest:
-        """What the front end makes a prompt of.
-
-        Raises:
-            InvalidRequestError: fields contradict each other.
-        """
+        """What the front end makes a prompt of; fields that contradict each other are refused."""
         return ChatRequest(
             messages=cast(list[JSONObject], self.messages),
             tools=cast(list[JSONObject], self.tools) or None,
@@ -137,11 +129,7 @@ class Conversations:
     async def start(
         self, body: ChatCompletionRequest, name: str, arrival_time: float
     ) -> tuple[SamplingParams, Outputs]:
-        """The parameters that hold, and the outputs, which begin to be generated when they are asked for.
-
-        Raises:
-            RayLMError: the request is refused.
-        """
+        """The parameters that hold, and the outputs, which begin to be generated when they are asked for."""
         body.check(self._config)
         head = body.head(name, arrival_time, "messages", self._llm)
         params, prompt = await self._prepare(body, any_length=body.truncate_prompt_tokens is not None)
@@ -151,11 +139,7 @@ class Conversations:
         return params, self._llm.generate(token_ids, prompt.params, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
-        """Tokens of the prompt that a conversation comes to.
-
-        Raises:
-            RayLMError: the request is refused.
-        """
+        """Tokens of the prompt that a conversation comes to."""
         body.check(self._config)
         check_model(body.model, self._llm)
         _, prompt = await self._prepare(body, any_length=True)
@@ -165,9 +149,6 @@ class Conversations:
         """The conversation without as many of its oldest turns as it takes to leave ``max_new`` tokens for an answer.
 
         System messages at its head stay, and so does the last message.
-
-        Raises:
-            RayLMError: the request is refused.
         """
         most = self._llm.max_model_len - max_new
         head = next((at for at, message in enumerate(body.messages) if message["role"] != "system"), 0)
@@ -197,8 +178,6 @@ def _without(body: ChatCompletionRequest, head: int, count: int) -> ChatCompleti
 
 
 class ChatCompletions:
-    """The handler of the route."""
-
     body = ChatCompletionRequest
 
     def __init__(self, llm: AsyncLLM, conversations: Conversations) -> None:
@@ -206,11 +185,6 @@ class ChatCompletions:
         self._tokens = TokenTexts(llm)
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        """Answer one request.
-
-        Raises:
-            RayLMError: the request is refused or failed.
-        """
         arrival_time = time.time()
         body = await self.body.read(data)
         name = f"chatcmpl-{body.request_id or request_id}"

@@ -72,8 +72,6 @@ class CompletionRequest(GenerationBody):
 
 
 class Completions:
-    """The handler of the route."""
-
     body = CompletionRequest
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
@@ -82,11 +80,6 @@ class Completions:
         self._tokens = TokenTexts(llm)
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        """Answer one request.
-
-        Raises:
-            RayLMError: the request is refused or failed.
-        """
         arrival_time = time.time()
         body = await self.body.read(data)
         body.check(self._config)

@@ -1,25 +1,119 @@
-"""POST /v1/embeddings: a vector for each text, as numbers or as OpenAI's clients unpack them."""
+"""POST /v1/embeddings, and what all endpoints share that answer by vectors or by what is computed from them."""
 
 from __future__ import annotations
 
 import base64
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.fields import Prompts
-from raylm.ingress.openai.pooling import Embedded, PoolingBody, PoolingHandler, Text, Vector
+from raylm.ingress.openai.fields import Prompt, Prompts
+from raylm.ingress.openai.generation import RequestBody
+from raylm.ingress.openai.outputs import interleave
 from raylm.params import PoolingParams, PoolingType
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
 
 MAX_INPUTS = 2048  # OpenAI's bound
 
 
-class EmbeddingRequest(PoolingBody):
-    """Fields of an embedding."""
+class PoolingBody(RequestBody):
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    pooling: PoolingType | None = None
 
+    def pooling_params(self, default: PoolingType) -> PoolingParams:
+        """How to pool, and what to make of the vector.
+
+        Raises:
+            InvalidRequestError: a value lies out of range.
+        """
+        return PoolingParams(pooling=self.pooling or default)
+
+
+B = TypeVar("B", bound=PoolingBody)
+Vector = NDArray[np.float32]
+Text = tuple[Prompt, str]
+"""What is to be embedded, and the field that it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The vectors of one HTTP request's texts, in order, and how many tokens the texts have."""
+
+    vectors: list[Vector]
+    num_tokens: int
+
+    @property
+    def usage(self) -> JSONObject:
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+
+class PoolingHandler(ABC, Generic[B]):
+    """The handler of a route: sends the texts of a body to the engine at once, and answers when it has all vectors.
+
+    ``prefix`` begins the ids of answers.
+    """
+
+    body: type[B]
+    prefix: str
+
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+        self._llm = llm
+        self._config = config
+
+    @abstractmethod
+    def texts(self, body: B) -> Sequence[Text]:
+        """What to embed."""
+
+    @abstractmethod
+    def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
+        """What the route makes of the vectors, which may stand in it as they are."""
+
+    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
+        body = await self.body.read(data)
+        body.check(self._config)
+        name = f"{self.prefix}-{body.request_id or request_id}"
+        head = body.head(name, time.time(), "input", self._llm)
+        embedded = await self._embed(self.texts(body), body, head)
+        return orjson.dumps(self.answer(body, head, embedded), option=orjson.OPT_SERIALIZE_NUMPY)
+
+    async def _embed(self, texts: Sequence[Text], body: B, head: RequestHead) -> Embedded:
+        """If one of the texts fails the others are given up."""
+        params = body.pooling_params(self._llm.pooling_defaults.pooling)
+        self._llm.admission.expect(len(texts))
+        streams = [
+            self._llm.embed(await self._truncate(prompt, body.truncate_prompt_tokens), params, head.nth(place, param))
+            for place, (prompt, param) in enumerate(texts)
+        ]
+        vectors, num_tokens = [np.empty(0, np.float32)] * len(streams), 0
+        async with aclosing(interleave(streams)) as outputs:
+            async for place, output in outputs:
+                assert output.vector is not None, "a pooled request was answered without a vector"
+                vectors[place] = np.frombuffer(output.vector, np.float32)
+                num_tokens += len(output.prompt_token_ids)
+        return Embedded(vectors, num_tokens)
+
+    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
+        if limit is None:
+            return prompt
+        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return token_ids[-limit:]
+
+
+class EmbeddingRequest(PoolingBody):
     unserved: ClassVar[frozenset[str]] = frozenset({"messages", "embed_dtype", "endianness", "additional_data"})
 
     input: Prompts
@@ -38,33 +132,23 @@ class EmbeddingRequest(PoolingBody):
 
 
 class Embeddings(PoolingHandler[EmbeddingRequest]):
-    """The handler of the route."""
-
     body, prefix = EmbeddingRequest, "embd"
 
     def texts(self, body: EmbeddingRequest) -> Sequence[Text]:
         return [(prompt, "input") for prompt in body.input]
 
     def answer(self, body: EmbeddingRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
-        encode = _as_base64 if body.encoding_format == "base64" else _as_is
+        # orjson writes the shortest decimals that give the same float32; base64 is of float32, little-endian.
+        shown: list[Vector | str] = list(embedded.vectors)
+        if body.encoding_format == "base64":
+            shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in embedded.vectors]
         return {
             "id": head.request_id,
             "object": "list",
             "created": int(head.arrival_time),
             "model": body.model,
             "data": [
-                {"object": "embedding", "index": index, "embedding": encode(vector)}
-                for index, vector in enumerate(embedded.vectors)
+                {"object": "embedding", "index": index, "embedding": embedding} for index, embedding in enumerate(shown)
             ],
             "usage": embedded.usage,
         }
-
-
-def _as_base64(vector: Vector) -> Any:
-    """float32, little-endian, as OpenAI's clients ask for and unpack by themselves."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-def _as_is(vector: Vector) -> Any:
-    """orjson writes the shortest decimals that give the same float32."""
-    return vector

@@ -15,8 +15,11 @@ How a body is described:
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -38,7 +41,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
-from raylm.frontend import LARGE, offload
+from raylm.frontend import LARGE
 from raylm.ingress.http.errors import clip
 
 _EXPECTED = {
@@ -200,7 +203,7 @@ class Body(BaseModel):
     @classmethod
     async def read(cls, data: Mapping[str, Any]) -> Self:
         """As ``parse``, on a thread if ``data`` holds much."""
-        return await offload(lambda: cls.parse(data), count_entries(data))
+        return cls.parse(data) if count_entries(data) <= LARGE else await asyncio.to_thread(cls.parse, data)
 
     @classmethod
     def _refuse(cls, name: str, value: object) -> None:
@@ -273,6 +276,23 @@ def check_fields(holder: Mapping[str, Any], known: Set[str], path: str) -> None:
     """
     for name in holder.keys() - known:
         raise unsupported(f"{path}.{clip(name, _MAX_NAME)}", "this field is not supported.")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about a chat completion's fields name those of another API that they came from.
+
+    Raises:
+        InvalidRequestError: what the block raises, with ``names`` put in.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        head, rest = re.match(r"([^.\[]*)(.*)", error.param or "", re.DOTALL).groups()  # type: ignore[union-attr]
+        if head not in names:
+            raise
+        message = re.sub(rf"\b{head}\b", names[head], error.message)
+        raise type(error)(message, param=names[head] + rest) from None
 
 
 def dotted(path: tuple[int | str, ...]) -> str:

@@ -55,20 +55,11 @@ class RequestBody(Body):
     user: str | None = None
 
     def check(self, config: Config) -> None:
-        """Refuse combinations and values that this server does not serve.
-
-        Raises:
-            InvalidRequestError: fields contradict each other.
-            UnsupportedFieldError: the specification or another configuration allows this value.
-        """
+        """Refuse fields that contradict each other, and values that this server does not serve."""
         check_priority(self.priority, config)
 
     def head(self, request_id: str, arrival_time: float, param: str, llm: AsyncLLM) -> RequestHead:
-        """The head of its requests, whose prompts come from the field ``param``.
-
-        Raises:
-            ModelNotFoundError: ``model`` is neither the model of ``llm`` nor an adapter.
-        """
+        """The head of its requests, whose prompts come from the field ``param``; an unknown model is refused."""
         return RequestHead(
             request_id=request_id,
             priority=self.priority or 0,
@@ -80,11 +71,7 @@ class RequestBody(Body):
 
 
 def check_priority(priority: int | None, config: Config) -> None:
-    """Refuse a priority where the server does not schedule by it.
-
-    Raises:
-        UnsupportedFieldError: it does not.
-    """
+    """Refuse a priority where the server does not schedule by it."""
     if priority is not None and config.scheduler.policy != "priority":
         raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
 
@@ -103,6 +90,11 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
         why = f"was lost: {lost}" if lost else f"does not exist; this server serves '{llm.model_name}'."
         raise ModelNotFoundError(f"The model '{shown}' {why}", param="model")
     return name
+
+
+def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether the template opens a turn of the assistant: where nothing is said, unless the last message goes on."""
+    return not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
 
 @closed
@@ -155,11 +147,7 @@ class Constraints(TypedDict, total=False):
 
 
 def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | None) -> StructuredOutputs | None:
-    """What ``response_format`` and ``structured_outputs`` ask for, None for free text.
-
-    Raises:
-        InvalidRequestError: both ask for something, or ``structured_outputs`` for nothing or too much.
-    """
+    """What ``response_format`` and ``structured_outputs`` ask for, None for free text; both together are refused."""
     by_format = None
     if chosen is not None and chosen["type"] == "json_object":
         by_format = StructuredOutputs(json_object=True, param="response_format")

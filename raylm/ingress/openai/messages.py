@@ -154,8 +154,3 @@ ToolChoice = Annotated[
     | Annotated[NamedToolChoice, OneOf("only function is supported.", key="type", served=False)],
     OneOf("expected none, auto, required or a function, but got {got}"),
 ]
-
-
-def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
-    """Whether the template opens a turn of the assistant: where nothing is said, unless the last message goes on."""
-    return not continue_final_message if add_generation_prompt is None else add_generation_prompt

@@ -68,27 +68,19 @@ class LoadAdapterRequest(Body):
 
 
 class UnloadAdapterRequest(Body):
-    """Which adapter to unload."""
-
     unserved: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
 
     lora_name: AdapterName
 
 
 class LoadAdapter:
-    """The handler of /v1/load_lora_adapter."""
-
     body = LoadAdapterRequest
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        """Load it into every engine; the answer comes when requests may name it.
-
-        Raises:
-            RayLMError: it cannot be served; nothing has changed.
-        """
+        """The answer comes when every engine has it and requests may name it; if one refuses, nothing has changed."""
         body = self.body.parse(data)
         if body.lora_name == self._llm.model_name:
             raise InvalidRequestError("'lora_name' is the name of the base model.", param="lora_name")
@@ -97,19 +89,13 @@ class LoadAdapter:
 
 
 class UnloadAdapter:
-    """The handler of /v1/unload_lora_adapter."""
-
     body = UnloadAdapterRequest
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        """Take it out of every engine; requests that still use it end with an error that names it.
-
-        Raises:
-            RayLMError: it is not there, or an engine is lost.
-        """
+        """Requests that still use it end with an error that names it."""
         body = self.body.parse(data)
         await self._llm.adapters.unload(body.lora_name)
         return orjson.dumps({"lora_name": body.lora_name, "loaded": False})

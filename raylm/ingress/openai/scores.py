@@ -11,8 +11,8 @@ from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
+from raylm.ingress.openai.embeddings import Embedded, PoolingBody, PoolingHandler, Text
 from raylm.ingress.openai.fields import StringOrStrings
-from raylm.ingress.openai.pooling import Embedded, PoolingBody, PoolingHandler, Text
 
 MAX_DOCUMENTS = 1024
 
@@ -35,10 +35,6 @@ class ScoreRequest(PoolingBody):
         if len(self.text_1) not in (1, len(self.text_2)):
             message = "'text_1' must hold one text, or as many as 'text_2'."
             raise InvalidRequestError(message, param="text_1")
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """Which of ``text_1`` goes with which of ``text_2``."""
-        return [(place if len(self.text_1) > 1 else 0, place) for place in range(len(self.text_2))]
 
 
 class RerankRequest(PoolingBody):
@@ -68,7 +64,7 @@ def _check_texts(name: str, texts: list[str]) -> None:
 
 
 class Score(PoolingHandler[ScoreRequest]):
-    """The handler of /score, which answers in vLLM's form."""
+    """Answers in vLLM's form."""
 
     body, prefix = ScoreRequest, "score"
 
@@ -76,20 +72,23 @@ class Score(PoolingHandler[ScoreRequest]):
         return [(text, "text_1") for text in body.text_1] + [(text, "text_2") for text in body.text_2]
 
     def answer(self, body: ScoreRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
-        pairs = [(one, len(body.text_1) + other) for one, other in body.pairs()]
-        scores = enumerate(_cosines(embedded, pairs))
+        count = len(body.text_1)
+        pairs = [(place if count > 1 else 0, count + place) for place in range(len(body.text_2))]
         return {
             "id": head.request_id,
             "object": "list",
             "created": int(head.arrival_time),
             "model": body.model,
-            "data": [{"index": index, "object": "score", "score": cosine} for index, cosine in scores],
+            "data": [
+                {"index": index, "object": "score", "score": cosine}
+                for index, cosine in enumerate(_cosines(embedded, pairs))
+            ],
             "usage": embedded.usage,
         }
 
 
 class Rerank(PoolingHandler[RerankRequest]):
-    """The handler of /rerank, which answers in Jina's and Cohere's form: the nearest document first."""
+    """Answers in Jina's and Cohere's form: the nearest document first."""
 
     body, prefix = RerankRequest, "rerank"
 
@@ -99,15 +98,10 @@ class Rerank(PoolingHandler[RerankRequest]):
     def answer(self, body: RerankRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
         cosines = _cosines(embedded, [(0, place) for place in range(1, len(embedded.vectors))])
         order = sorted(range(len(cosines)), key=lambda place: -cosines[place])[: body.top_n or None]
-        results = [self._result(place, cosines[place], body) for place in order]
-        return {"id": head.request_id, "model": body.model, "usage": embedded.usage, "results": results}
-
-    @staticmethod
-    def _result(place: int, cosine: float, body: RerankRequest) -> JSONObject:
-        shown: JSONObject = {"index": place, "relevance_score": cosine}
+        results: list[JSONObject] = [{"index": place, "relevance_score": cosines[place]} for place in order]
         if body.return_documents is not False:
-            shown["document"] = {"text": body.documents[place]}
-        return shown
+            results = [result | {"document": {"text": body.documents[result["index"]]}} for result in results]
+        return {"id": head.request_id, "model": body.model, "usage": embedded.usage, "results": results}
 
 
 def _cosines(embedded: Embedded, pairs: Sequence[tuple[int, int]]) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from raylm.frontend import offload
 from raylm.ingress.http.body import JSONObject
@@ -23,7 +23,6 @@ from raylm.ingress.openai.outputs import (
     interleave,
     num_details,
 )
-from raylm.messages import FinishReason
 
 if TYPE_CHECKING:
     from raylm.frontend import CompletionDelta, RequestOutput, ToolCallDelta
@@ -56,9 +55,11 @@ class ChoiceStream(ABC):
             async with aclosing(outputs[0]) as only:
                 async for output in only:
                     finished = output.finished
-                    # Nearly always there is one delta; 64 streams feel the difference.
-                    small = self._plain and len(output.deltas) == 1
-                    if data := self._encode(0, output) if small else await self._offload(0, output):
+                    if self._plain and len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
+                        data = self._delta(0, output.deltas[0], output)
+                    else:
+                        data = await self._offload(0, output)
+                    if data:
                         yield data
             check_finished(finished)
         else:
@@ -70,12 +71,9 @@ class ChoiceStream(ABC):
         yield last + DONE
 
     async def _offload(self, place: int, output: RequestOutput) -> bytes:
-        return await offload(partial(self._encode, place, output), num_details(output.deltas))
+        return await offload(partial(self._deltas, place, output), num_details(output.deltas))
 
-    def _encode(self, place: int, output: RequestOutput) -> bytes:
-        if place not in self._prompts:
-            self._prompts.add(place)
-            self._usage.count_prompt(output)
+    def _deltas(self, place: int, output: RequestOutput) -> bytes:
         return b"".join([self._delta(place, delta, output) for delta in output.deltas])
 
     def _delta(self, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
@@ -88,6 +86,9 @@ class ChoiceStream(ABC):
 
     def _any_delta(self, index: int, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
         reason = finish_reason(delta)
+        if place not in self._prompts:
+            self._prompts.add(place)
+            self._usage.count_prompt(output)
         usage = self._usage.as_json() if self._options.continuous_usage_stats else None
         choices = []
         if index not in self._opened:
@@ -157,7 +158,7 @@ class CompletionStream(ChoiceStream):
     def _delta(self, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
         if not self._unseen:
             return super()._delta(place, delta, output)
-        reason: FinishReason | None = None if finish_reason(delta) is None else "length"
+        reason: Literal["length"] | None = None if finish_reason(delta) is None else "length"
         bare = replace(delta, text="", token_ids=[], logprobs=None, stop_reason=None, finish_reason=reason)
         return self._any_delta(place * self._n + delta.index, place, bare, output)
 

@@ -12,9 +12,9 @@ from raylm.frontend import ChatRequest
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Body, TokenIds
-from raylm.ingress.openai.generation import check_model
+from raylm.ingress.openai.generation import check_model, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts
-from raylm.ingress.openai.messages import Messages, Tool, opens_turn
+from raylm.ingress.openai.messages import Messages, Tool
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -34,11 +34,6 @@ class TokenizeRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Refuse fields of the other form.
-
-        Raises:
-            InvalidRequestError: not exactly one form was given.
-        """
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
         chat_only = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -49,15 +44,11 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids to turn into text."""
-
     model: str | None = None
     tokens: TokenIds
 
 
 class Tokenize:
-    """The handler of /tokenize."""
-
     body = TokenizeRequest
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -65,7 +56,6 @@ class Tokenize:
         self._tokens = TokenTexts(llm)
 
     async def __call__(self, data: JSONObject, request_id: str) -> list[bytes]:
-        """{count, max_model_len, tokens}, and token_strs if asked for."""
         body = await self.body.read(data)
         body.check()
         if body.model is not None:
@@ -94,15 +84,12 @@ class Tokenize:
 
 
 class Detokenize:
-    """The handler of /detokenize."""
-
     body = DetokenizeRequest
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        """{prompt}."""
         body = await self.body.read(data)
         if body.model is not None:
             check_model(body.model, self._llm)

@@ -18,9 +18,9 @@ from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.errors import logger
 from raylm.ingress.http.sse import named_event
 from raylm.ingress.openai.chat import Conversations
+from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
-from raylm.ingress.openai.renaming import renamed
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import chat_messages, count_input, input_items
 from raylm.ingress.responses.items import ResponseItems

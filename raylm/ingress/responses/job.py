@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from raylm.errors import RayLMError
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import as_known_error
+from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
-from raylm.ingress.openai.renaming import renamed
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.items import Events, ResponseItems
 from raylm.params import SamplingParams

@@ -1,0 +1,73 @@
+"""The modules that a chat body passes on its way to an engine are few, and docs/request_path.md lists them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+from raylm.config import Config
+from raylm.frontend import AsyncLLM
+from raylm.ingress import build_asgi_app
+from raylm.messages import EngineCoreRequest
+from tests.frontend.played_engine import PlayedEngine
+from tests.ingress.harness import client_of
+
+PAGE = Path(__file__).parent.parent / "docs" / "request_path.md"
+MOST = 18
+# What every package stands on (data and errors), and what the body has behind it when the way begins.
+FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy")}
+BEFORE = {"raylm.ingress.http.middleware"}
+BODY = {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+class NotedEngine(PlayedEngine):
+    """Notes the modules of raylm in which a Python function runs, in any thread, until a request is added.
+
+    ``made`` is how many there were when the EngineCoreRequest was made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("noted", max_model_len=2048, vocab_size=6142)
+        self.passed: list[str] = []
+        self.made = 0
+        self.arrived = asyncio.Event()
+
+    def listen(self) -> None:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def way(self) -> list[str]:
+        return [module for module in self.passed if module not in FLOOR | BEFORE]
+
+    def add(self, request: EngineCoreRequest) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        super().add(request)
+        self.arrived.set()
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        module = str(frame.f_globals.get("__name__"))
+        if event == "return" and frame.f_code.co_qualname == "InputProcessor.build":
+            self.made = len(self.way())
+        if event == "call" and module.startswith("raylm.") and module not in self.passed:
+            self.passed.append(module)
+
+
+async def test_a_chat_body_passes_few_modules() -> None:
+    llm, engine = AsyncLLM(Config()), NotedEngine()
+    llm.add_engine(engine)
+    await asyncio.sleep(0)  # the engine's stream is read from now on, which is no part of the way
+    async with client_of(build_asgi_app(llm, Config())) as client:
+        await client.get("/health")  # builds the app's middleware
+        engine.listen()
+        answer = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
+        await engine.arrived.wait()
+        engine.say((engine.added[-1].key, 0, [300], "length"))
+        assert (await answer).status_code == 200
+    await llm.stop()
+    assert engine.way() == re.findall(r"^\d+\. `(raylm\.[a-z_.]+)`: .", PAGE.read_text(), re.MULTILINE)
+    assert engine.made <= MOST
