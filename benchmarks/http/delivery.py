@@ -65,7 +65,7 @@ ray_executor.WorkerActor = NotingWorker  # type: ignore[misc]
 
 def build_app(args: dict[str, Any]) -> Application:
     """raylm.build_app with workers that write down times."""
-    raylm.app.Engine = NotingEngine  # type: ignore[misc]
+    raylm.app.Engine = NotingEngine  # type: ignore[attr-defined]
     return raylm.app.build_app(Config.model_validate(args))
 
 
