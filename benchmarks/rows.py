@@ -64,11 +64,11 @@ class Report:
 
 
 def append(path: Path, question: str, case: str, figures: Mapping[str, float], units: Mapping[str, str]) -> None:
-    """Add the rows of one case to a file."""
+    """Add the rows of one case to a file; values have six digits."""
     command, date = shlex.join(["python", "-m", _module(), *sys.argv[1:]]), datetime.now(UTC).date().isoformat()
     with path.open("a") as file:
         for metric, value in figures.items():
-            row = Row(question, case, metric, value, units[metric], machine(), date, command)
+            row = Row(question, case, metric, float(f"{value:.6g}"), units[metric], machine(), date, command)
             file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
 
 

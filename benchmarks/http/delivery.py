@@ -65,7 +65,7 @@ ray_executor.WorkerActor = NotingWorker  # type: ignore[misc]
 
 def build_app(args: dict[str, Any]) -> Application:
     """raylm.build_app with workers that write down times."""
-    raylm.app.Engine = NotingEngine  # type: ignore[misc]
+    raylm.app.Engine = NotingEngine  # type: ignore[attr-defined]
     return raylm.app.build_app(Config.model_validate(args))
 
 
@@ -109,7 +109,7 @@ def server(scratch: Path, model: str, notes: Path) -> ServerEngine:
     (application,) = data["applications"]
     application["import_path"] = "benchmarks.http.delivery:build_app"
     application["args"] |= {"model": model, "dtype": "bfloat16"}
-    application["runtime_env"] = {"env_vars": {NOTES: str(notes)}}
+    application.setdefault("runtime_env", {}).setdefault("env_vars", {})[NOTES] = str(notes)
     path = scratch / "serve.yaml"
     path.write_text(yaml.safe_dump(data))
     environment = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "RAY_ADDRESS": "local"}

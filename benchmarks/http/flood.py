@@ -78,9 +78,9 @@ class Flood:
 
 def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[float]]) -> None:
     """Ask /health again and again; put the seconds that each answer took into ``waits`` at the end."""
-    host, found = urlsplit(url).netloc, []
-    connection = http.client.HTTPConnection(host, timeout=30)
-    while not stop.is_set():
+    found: list[float] = []
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    while not found or not stop.is_set():
         begun = time.perf_counter()
         connection.request("GET", "/health")
         response = connection.getresponse()

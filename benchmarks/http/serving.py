@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 from tqdm import tqdm
@@ -166,15 +167,21 @@ async def run(args: argparse.Namespace) -> list[Load]:
         client = Client(session, args.url, model, args.prompt_tokens, args.max_tokens)
         await asyncio.gather(*(client.ask() for _ in range(4)))  # warm-up
         report, loads = Report("serving", UNITS, args.out), []
-        runs = [(f"rate {rate:g}/s", open_loop, rate, args.requests or max(8, int(20 * rate))) for rate in args.rate]
-        if not args.rate:
-            runs = [
-                (f"concurrency {clients}", closed_loop, clients, args.requests or max(4, 3 * clients))
+        if args.rate:
+            runs = {
+                f"rate {rate:g}/s": partial(open_loop, client.ask, rate, args.requests or max(8, int(20 * rate)))
+                for rate in args.rate
+            }
+        else:
+            runs = {
+                f"concurrency {clients}": partial(
+                    closed_loop, client.ask, clients, args.requests or max(4, 3 * clients)
+                )
                 for clients in args.concurrency
-            ]
-        for name, loop, pace, requests in runs:
+            }
+        for name, run_load in runs.items():
             start = time.perf_counter()
-            answers = await loop(client.ask, pace, requests)
+            answers = await run_load()
             loads.append(Load(time.perf_counter() - start, answers))
             report.add(name, loads[-1].figures())
             for error in list(dict.fromkeys(loads[-1].errors))[:3]:
