@@ -18,7 +18,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -84,7 +85,7 @@ class OneOf:
     """Annotates a union whose members are told apart by ``key``, a field that is a Literal in each, or by JSON type.
 
     ``refusal`` is the sentence for everything else, with ``{got}`` for what stands there instead; ``served`` is False
-    where it refuses what OpenAI's specification allows. A missing ``key`` means ``default``.
+    where it refuses what OpenAI's specification allows. Without ``key``, or with null, it is ``default``.
     """
 
     refusal: str
@@ -93,7 +94,8 @@ class OneOf:
     default: str | None = None
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = {tag: member for member in get_args(union) for tag in self._tags(member)}
+        choices = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
+        members = {tag: member for member in choices for tag in self._tags(member)}
         tags = {tag: _TAG + tag for tag in members}
 
         def choose(value: object) -> str | None:
@@ -101,7 +103,7 @@ class OneOf:
                 return tags.get(json_name(value))
             if not isinstance(value, dict) or len(value) > MAX_FIELDS:
                 return None
-            tag = value.get(self.key, self.default)
+            tag = self.default if value.get(self.key) is None else value[self.key]
             return tags.get(tag) if isinstance(tag, str) else None
 
         return core_schema.tagged_union_schema(
