@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeAlias
 
 import orjson
 from pydantic import Field, model_validator
@@ -24,7 +24,7 @@ PARAM_NAMES = {
 }
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
-Ignored = NotRequired[Any]
+Ignored: TypeAlias = Any
 """Hints that by Anthropic's definition do not change the answer: equal beginnings are cached without
 ``cache_control``, and ``citations`` are of documents, which there are none of."""
 
@@ -33,15 +33,15 @@ Ignored = NotRequired[Any]
 class TextBlock(TypedDict):
     type: Literal["text"]
     text: str
-    cache_control: Ignored
-    citations: Ignored
+    cache_control: NotRequired[Ignored]
+    citations: NotRequired[Ignored]
 
 
 @closed
 class ThinkingBlock(TypedDict):
     type: Literal["thinking"]
     thinking: str
-    signature: Ignored
+    signature: NotRequired[Ignored]
 
 
 @closed
@@ -50,8 +50,8 @@ class ToolUseBlock(TypedDict):
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: Ignored
-    caller: Ignored
+    cache_control: NotRequired[Ignored]
+    caller: NotRequired[Ignored]
 
 
 def _blocks(kinds: str) -> OneOf:
@@ -71,7 +71,7 @@ class ToolResultBlock(TypedDict):
     tool_use_id: str
     content: NotRequired[Annotated[str | list[Annotated[TextBlock, _blocks("text")]], _TEXT_OR_BLOCKS] | None]
     is_error: NotRequired[bool | None]
-    cache_control: Ignored
+    cache_control: NotRequired[Ignored]
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock, _blocks("text, tool_result")]
@@ -100,8 +100,8 @@ class CustomTool(TypedDict):
     description: NotRequired[str | None]
     input_schema: dict[str, Any]
     strict: NotRequired[bool | None]
-    cache_control: Ignored
-    eager_input_streaming: Ignored
+    cache_control: NotRequired[Ignored]
+    eager_input_streaming: NotRequired[Ignored]
 
 
 Tool = Annotated[
