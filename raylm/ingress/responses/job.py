@@ -57,7 +57,7 @@ class ResponseJob:
         """Read the one sequence to its end; every item is what happened since the last one.
 
         Raises:
-            RayLMError: nothing was generated at all; what goes wrong later is told as an event.
+            RayLMError: nothing was generated at all; what goes wrong later becomes an event.
         """
         try:
             async with aclosing(outputs):
