@@ -94,7 +94,7 @@ class OneOf:
     """Annotates a union, or what may become one; ``key`` is a field that is a Literal in each member.
 
     ``refusal`` is the sentence for everything else, with ``{got}`` for what stands there instead; ``served`` is False
-    where it refuses what OpenAI's specification allows. A missing ``key`` means ``default``.
+    where it refuses what OpenAI's specification allows. Without ``key``, or with null, it is ``default``.
     """
 
     refusal: str
@@ -112,7 +112,7 @@ class OneOf:
                 return tags.get(json_name(value))
             if not isinstance(value, dict) or len(value) > MAX_FIELDS:
                 return None
-            tag = value.get(self.key, self.default)
+            tag = self.default if value.get(self.key) is None else value[self.key]
             return tags.get(tag) if isinstance(tag, str) else None
 
         return core_schema.tagged_union_schema(
