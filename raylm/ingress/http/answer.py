@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -15,11 +14,11 @@ from raylm.frontend import LARGE, offload
 _PIECE_BYTES = 2**20
 
 
-@dataclass
 class Pieces:
     """A JSON array that may be long. ``values`` are its elements, read once: best an iterator that makes them."""
 
-    values: Iterable[Any]
+    def __init__(self, values: Iterable[Any]) -> None:  # no dataclass: orjson would write it as an object
+        self.values = values
 
 
 async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
