@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate, groupby
 
 from raylm.engine.sequence import Sequence
@@ -75,7 +75,7 @@ class Outbox:
         self._ready = asyncio.Event()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
-        """Add to what is held; its lists become the outbox's own."""
+        """Append to what is held; the lists of ``outputs`` become the outbox's own."""
         self._held = outputs if self._held is None else merge(self._held, outputs)
         self._stats = outputs.stats
         self._ready.set()
@@ -92,11 +92,7 @@ class Outbox:
         self._ready.set()
 
     async def get(self) -> EngineCoreOutputs:
-        """Everything since the last call; waits until there is something.
-
-        Raises:
-            RayLMError: what the outbox was closed by, EngineDiedError when the engine died.
-        """
+        """Everything since the last call; waits until there is something, and raises what the outbox was closed by."""
         await self._ready.wait()
         held, self._held = self._held, None
         if held is None:
@@ -107,17 +103,17 @@ class Outbox:
         return held
 
 
+_LISTS = [field.name for field in fields(EngineCoreOutputs) if str(field.type).startswith("list")]
+
+
 def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutputs:
     """One message that says what the two say one after the other; takes over the lists of ``held``."""
     logprobs = held.logprobs
     if logprobs is not None or fresh.logprobs is not None:
         logprobs = _padded(logprobs, len(held.token_ids))
         _extend_logprobs(logprobs, _padded(fresh.logprobs, len(fresh.token_ids)))
-    for name in ("keys", "indexes", "token_counts", "token_ids", "finish_reasons", "stop_reasons", "cached_tokens"):
+    for name in _LISTS:
         getattr(held, name).extend(getattr(fresh, name))
-    held.prompt_logprobs.extend(fresh.prompt_logprobs)
-    held.errors.extend(fresh.errors)
-    held.pooled.extend(fresh.pooled)
     adapters = held.adapters if fresh.adapters is None else fresh.adapters
     created = max(held.created, fresh.created)
     return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, created=created)
@@ -150,7 +146,5 @@ def _padded(logprobs: Logprobs | None, count: int) -> Logprobs:
 
 
 def _extend_logprobs(whole: Logprobs, part: Logprobs) -> None:
-    whole.counts.extend(part.counts)
-    whole.token_ids.extend(part.token_ids)
-    whole.logprobs.extend(part.logprobs)
-    whole.ranks.extend(part.ranks)
+    for name in ("counts", "token_ids", "logprobs", "ranks"):
+        getattr(whole, name).extend(getattr(part, name))
