@@ -1,4 +1,4 @@
-"""Where a model's files lie and what its JSON files say; no torch, so that every actor can ask."""
+"""Checkpoint: where a model's files lie and what its JSON files say; imports no torch."""
 
 from __future__ import annotations
 

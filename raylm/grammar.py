@@ -21,9 +21,9 @@ COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": "
 
 @cache
 def limits() -> LLParserLimits:
-    """The same in both places: what the front end lets pass costs the worker at most about 0.3 s to make ready.
+    """What the front end lets pass costs the worker at most about 0.3 s to compile; a larger step fails its sequence.
 
-    A larger step than these allow fails its sequence alone; they are far beyond what schemas in use need.
+    They are far beyond what schemas in use need.
     """
     return LLParserLimits(
         max_grammar_size=100_000,
@@ -44,7 +44,7 @@ def load_tokenizer(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int |
 
 
 def grammar_of(spec: StructuredOutputs) -> str:
-    """What a caller asked for as llguidance's grammar; whether it can be used is for ``matcher`` to say.
+    """What a caller asked for as llguidance's grammar; ``matcher`` says whether it can be used.
 
     Raises:
         ValueError: it is no JSON, or no grammar of a known kind.

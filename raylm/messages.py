@@ -121,9 +121,8 @@ class SchedulerOutput:
     The worker feeds its own last drawn tokens: ids of tokens drawn in earlier steps never travel back to it.
 
     A worker that speculates may be further with a sequence that decodes (one token, and it samples) than
-    ``num_computed`` says, as the results of steps in flight are not known to the scheduler. It goes on where its own
-    row ends, with as many draft tokens as the sequence's blocks and limit and the step's budget hold, and leaves a
-    sequence out that has reached its limit.
+    ``num_computed`` says, as the scheduler has not seen the steps in flight. It goes on where its own row ends, with as
+    many draft tokens as the sequence's blocks and limit and the step's budget hold, or not at all at the limit.
     """
 
     step: int

@@ -152,7 +152,6 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the most likely one."""
         return self.temperature == 0.0
 
 
@@ -178,7 +177,7 @@ class PoolingParams:
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether tokens before the last one count, so that cached keys and values are not enough."""
+        """Whether the hidden states before the last one count, so that cached keys and values are not enough."""
         return self.pooling != "last"
 
 

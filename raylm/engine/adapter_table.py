@@ -44,11 +44,11 @@ class AdapterTable:
             await loading.wait()
 
     def begin(self, adapter: LoRAAdapter) -> int | None:
-        """Take a place for an adapter that is to be loaded, and return its number; None if it is there already.
+        """Reserve a number for an adapter that is to be loaded; None if it is loaded already.
 
         Raises:
             InvalidRequestError: no adapters are served, or the name stands for another one.
-            OverloadedError: all places are taken.
+            OverloadedError: as many as allowed are loaded, or being loaded.
         """
         if not self._served:
             raise InvalidRequestError("This server serves no LoRA adapters: lora.root is not set.", param="lora_path")
@@ -74,6 +74,6 @@ class AdapterTable:
             self._numbers[adapter] = number
 
     def remove(self, name: str) -> int | None:
-        """Take an adapter out of use, and return its number; None if there is none of this name."""
+        """Returns the number of the adapter taken out of use; None if there is none of this name."""
         adapter = self.find(name)
         return None if adapter is None else self._numbers.pop(adapter)

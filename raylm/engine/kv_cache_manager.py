@@ -107,9 +107,9 @@ class KVCacheManager:
         return len(cached) * self.block_size
 
     def extend(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Let the table of a sequence hold ``num_tokens`` tokens; None, without side effects, if the pool is empty.
+        """Let a block table hold ``num_tokens`` tokens; returns the blocks appended, None if the pool has too few.
 
-        Returns the blocks appended. Called before the step is drawn up, so all that is computed may be published.
+        Called before the sequence is added to the step, so all that is computed may be published.
         """
         table = self._tables[seq.id]
         self.publish(seq, seq.num_computed)
@@ -164,11 +164,7 @@ class KVCacheManager:
         self._tables = {seq_id: table for seq_id, table in self._tables.items() if table.block_ids}
 
     def check_idle(self) -> None:
-        """With no sequence in the engine nothing may be held; costs nothing.
-
-        Raises:
-            AssertionError: a block table or a reference was left behind.
-        """
+        """Assert that with no sequence in the engine nothing is held; costs nothing."""
         assert not self._tables, f"sequences {sorted(self._tables)} are gone and left block tables behind"
         lost = self.pool.num_blocks - self.pool.num_free
         assert lost == 0, f"{lost} KV blocks are held by no sequence"

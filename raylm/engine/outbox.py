@@ -76,7 +76,7 @@ class Outbox:
         self._ready = asyncio.Event()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
-        """Add to what is held; its lists become the outbox's own."""
+        """Append to what is held; the lists of ``outputs`` become the outbox's own."""
         self._held = outputs if self._held is None else merge(self._held, outputs)
         self._stats = outputs.stats
         self._ready.set()
@@ -93,11 +93,7 @@ class Outbox:
         self._ready.set()
 
     async def get(self) -> EngineCoreOutputs:
-        """Everything since the last call; waits until there is something.
-
-        Raises:
-            RayLMError: what the outbox was closed by, EngineDiedError when the engine died.
-        """
+        """Everything since the last call; waits until there is something, and raises what the outbox was closed by."""
         await self._ready.wait()
         held, self._held = self._held, None
         if held is None:
@@ -108,14 +104,17 @@ class Outbox:
         return held
 
 
+_LISTS = (
+    "keys", "indexes", "token_counts", "token_ids", "finish_reasons", "stop_reasons", "cached_tokens", "prompt_logprobs",
+    "errors", "pooled",
+)  # fmt: skip
+
+
 def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutputs:
     """One message that says what the two say one after the other; takes over the lists of ``held``."""
     logprobs = logprob_columns.append(held.logprobs, len(held.token_ids), fresh.logprobs, len(fresh.token_ids))
-    for name in ("keys", "indexes", "token_counts", "token_ids", "finish_reasons", "stop_reasons", "cached_tokens"):
+    for name in _LISTS:
         getattr(held, name).extend(getattr(fresh, name))
-    held.prompt_logprobs.extend(fresh.prompt_logprobs)
-    held.errors.extend(fresh.errors)
-    held.pooled.extend(fresh.pooled)
     adapters = held.adapters if fresh.adapters is None else fresh.adapters
     created = max(held.created, fresh.created)
     return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, created=created)

@@ -38,11 +38,11 @@ class Scheduler:
     one differ only in how large the difference is.
 
     Plans may be handed over before earlier ones have returned (``steps_in_flight``). A token that a step in flight
-    will draw is counted in ``num_tokens``, and the worker feeds it to itself. A worker that speculates may draw more
-    than that one; how many is known when the step is seen, and until then blocks are reserved for the most.
+    will draw is counted in ``num_tokens``, and the worker feeds it to itself; draft tokens that it accepts beyond that
+    one are counted when the step is seen.
 
-    Nothing starves or goes round in circles: the first of the running batch (by rank) is never preempted, and gets
-    blocks as long as any other sequence has some; alone it always fits, as ``max_model_len`` is at most the pool.
+    Nothing starves: the first of the running batch (by rank) is never preempted, and gets blocks as long as any other
+    sequence has some; alone it always fits, as ``max_model_len`` is at most the pool.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int) -> None:

@@ -15,7 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Status(Enum):
-    """Where a sequence is: only a running one has a row in the worker and KV blocks."""
+    """Only a running sequence has a row in the worker and KV blocks."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -99,12 +99,12 @@ class RequestState:
 class Sequence:
     """What is scheduled: tokens known, and how many of them are computed.
 
-    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw, one each: what they draw
-    beyond that by speculation is counted when they are seen. ``num_computed`` counts the tokens computed by every step
-    handed over so far, in the same way. ``next_check`` is the length at which a token is more than an append:
-    that of the first generated one, then ``limit``. ``resume_after`` is the step whose result must have been
-    seen before a preempted sequence may start again. ``num_cached`` prompt tokens came from the prefix cache.
-    ``prompt_logprobs`` gathers those of the prompt until it is computed, None if they are not asked for (any more).
+    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw, one each: accepted drafts
+    are counted when the steps are seen. ``num_computed`` counts in the same way what they compute. ``next_check`` is
+    the length at which a token is more than an append: that of the first generated one, then ``limit``.
+    ``resume_after`` is the step whose result must have been seen before a preempted sequence may start again.
+    ``num_cached`` prompt tokens came from the prefix cache. ``prompt_logprobs`` gathers those of the prompt until it is
+    computed, None if they are not asked for (any more).
     """
 
     id: int
@@ -143,7 +143,7 @@ class Sequence:
         self.num_computed = min(self.num_computed + count, self.limit - 1)
 
     def as_new(self, block_ids: list[int]) -> NewSequence:
-        """The sequence in full, for a worker that has no row of it; prompt logprobs are asked for only once."""
+        """For a worker that has no row of it; prompt logprobs are asked for only once."""
         request = self.state.request
         params = request.params
         if params.prompt_logprobs is not None and self.prompt_logprobs is None:

@@ -8,25 +8,19 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from raylm.errors import InvalidRequestError
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import Body, OneOf, Part, RequestId, at_most, closed, refuse, unsupported
+from raylm.ingress.openai.fields import OneOf, Part, at_most, closed, refuse
+from raylm.ingress.openai.generation import SamplingBody
 from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.ingress.responses.input import Input
 from raylm.params import MAX_LOGPROBS
 
 _LOGPROBS = "message.output_text.logprobs"
+# Fields that a chat completion has by the same names, beside those of SamplingBody.
 _SAME_NAME = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "user", "safety_identifier", "metadata",
-    "prompt_cache_key", "prompt_cache_retention",
-)  # fmt: skip
-# Beyond OpenAI's fields: those of a chat completion that make sense for one answer, checked there.
-EXTENSIONS = (
-    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids",
-    "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "logit_bias", "allowed_token_ids", "bad_words", "priority", "cache_salt", "chat_template_kwargs",
-    "structured_outputs", "thinking_token_budget",
+    "chat_template_kwargs", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "thinking_token_budget",
 )  # fmt: skip
 # A chat completion's names of fields, and what they are called here; for errors.
 PARAM_NAMES = {
@@ -96,7 +90,7 @@ class ReasoningOptions(Part):
         return self
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SamplingBody):
     """Fields of a response.
 
     Accepted and without effect on the answer by OpenAI's own definition: ``metadata``, ``user``, ``safety_identifier``,
@@ -107,7 +101,6 @@ class ResponsesRequest(Body):
         "context_management", "conversation", "max_tool_calls", "moderation", "prompt", "prompt_cache_options",
     })  # fmt: skip
 
-    model: str
     input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
@@ -116,8 +109,6 @@ class ResponsesRequest(Body):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     text: TextOptions | None = None
@@ -127,48 +118,22 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, Any] | None, at_most(16)] = None
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    request_id: RequestId | None = None
-    top_k: Any = None
-    min_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    seed: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    logit_bias: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    priority: Any = None
-    cache_salt: Any = None
-    chat_template_kwargs: Any = None
-    structured_outputs: Any = None
-    thinking_token_budget: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
-    def check(self) -> None:
-        """Refuse combinations and values that are not served.
-
-        Raises:
-            InvalidRequestError: fields contradict each other, or one has a wrong form.
-            UnsupportedFieldError: OpenAI serves this value and this server does not.
-        """
+    @model_validator(mode="after")
+    def _served(self) -> ResponsesRequest:
         if self.background and self.store is False:
-            raise InvalidRequestError("'background' needs 'store': nobody could fetch the answer.", param="background")
+            raise refuse("it needs 'store': nobody could fetch the answer", at="background")
         if self.background and self.stream:
-            raise unsupported("stream", "a background response is fetched when it is done, not streamed.")
-        for name in self.include or ():
-            if name != _LOGPROBS:
-                raise unsupported("include", f"only {_LOGPROBS} is supported.")
+            raise refuse("a background response is fetched when it is done, not streamed.", at="stream", served=False)
+        if any(name != _LOGPROBS for name in self.include or ()):
+            raise refuse(f"only {_LOGPROBS} is supported.", at="include", served=False)
+        return self
 
     @property
     def with_logprobs(self) -> bool:
@@ -181,7 +146,7 @@ class ResponsesRequest(Body):
         Raises:
             InvalidRequestError: a value is wrong; ``param`` has a chat completion's name for it (see PARAM_NAMES).
         """
-        body = {name: value for name in (*_SAME_NAME, *EXTENSIONS) if (value := getattr(self, name)) is not None}
+        body = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *_SAME_NAME)}
         body |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.with_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}

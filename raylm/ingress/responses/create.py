@@ -54,7 +54,6 @@ class CreateResponse:
             RayLMError: the request is refused or failed.
         """
         body = await self.body.read(data)
-        body.check()
         check_model(body.model, self._llm)
         items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
         history = await self._history(body.previous_response_id)
