@@ -316,7 +316,7 @@ class Attention {
   void accumulate(const Item& item, Scratch& s, int rows, int at, int keys) {
     const uint32_t* groups[kGroups];
     for (int g = 0; g * kLanes < keys; g++) groups[g] = values_of(item, at + g * kLanes);
-    if (P == 2 && keys % 2) {  // the last unit holds one key of ours and one slot of nobody's
+    if (P == 2 && keys % 2) {  // the last unit holds one key of the sequence and one unused slot
       const uint32_t* last = groups[(keys - 1) / kLanes] + ptrdiff_t((keys - 1) % kLanes / P) * h_.head_dim;
       for (int d = 0; d < h_.head_dim; d++) s.tail[d] = last[d] & 0xffffu;
     }

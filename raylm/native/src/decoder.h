@@ -1,4 +1,4 @@
-// The compact decoder of the Llama, Qwen2, Qwen3 and Mistral families: one step of all its layers, walked by the team.
+// The decoder of the Llama, Qwen2, Qwen3 and Mistral families: one step of all its layers, computed by the team.
 //
 // The residual stream is float; what enters a product has the type of the weights.
 #pragma once

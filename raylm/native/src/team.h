@@ -1,6 +1,6 @@
 // A team of threads that walks through the phases of a step together.
 //
-// A phase is a number of pieces of work, and it is over when all of them are done, whoever did them. So a thread that
+// A phase is a number of pieces of work, and it is over when all of them are done, by whichever thread. So a thread that
 // the system has taken off its core delays the others by the piece that it holds, and not by its absence. Where a step
 // allows it (`Redo::kYes`), not even by that: threads that have nothing left do such a piece again, and go on.
 //
@@ -22,7 +22,7 @@
 namespace raylm {
 
 // Whether a piece may be computed twice, by threads that know nothing of each other, the second one as late as at the
-// end of the step: it must read only what nobody changes within the step, and write the same bits to the same place.
+// end of the step: it must read only what does not change within the step, and write the same bits to the same place.
 enum class Redo { kNo, kYes };
 
 class Team {
@@ -121,8 +121,8 @@ class Team {
     return false;
   }
 
-  // The next piece that nobody has; `count` when there is none. A word of a seat says of which phase it speaks, so that
-  // nobody has to set it back, and who comes late takes nothing of a later phase.
+  // The next piece that no thread has; `count` when there is none. A word of a seat holds its phase too, so that it need
+  // not be reset, and a late thread takes nothing of a later phase.
   int claim(unsigned phase, int count) {
     for (int i = 0; i < active_; i++) {
       const int whose = (seat_ + i) % active_;
@@ -142,7 +142,7 @@ class Team {
   // Whether a piece has been done; known only where pieces may be done again.
   bool is_marked(unsigned phase, int piece) const { return marks_[piece].load(std::memory_order_acquire) >= phase; }
 
-  // A piece is done; false if somebody else was faster.
+  // A piece is done; false if another thread was faster.
   bool mark(unsigned phase, int piece) {
     unsigned last = marks_[piece].load(std::memory_order_relaxed);
     while (last < phase)
@@ -172,7 +172,7 @@ class Team {
     return std::max<Clock::duration>(kLeastPatience, pieces ? spent / pieces * 5 / 2 : spent);
   }
 
-  // Phases are numbered through all steps; before the numbers end, while nobody walks.
+  // Phases are numbered through all steps; before the numbers end, while no step runs.
   void start_anew() {
     for (Seat& seat : seats_) seat.taken.store(0);
     for (auto& mark : marks_) mark.store(0);

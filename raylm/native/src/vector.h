@@ -193,7 +193,7 @@ struct Lane<int8_t> {
 
 // sums[r][v] += rows[r] . columns[v] over `units`: R rows of x against 16 columns in each of V streams.
 // Stream v holds its units one after the other, `stride` 32-bit words apart, 16 columns side by side.
-// AHEAD cache lines of `next` are asked for in each unit, to be read soon by somebody else.
+// AHEAD cache lines of `next` are asked for in each unit, which another call reads soon.
 template <class T, int R, int V, int AHEAD = 0>
 RAYLM_INLINE void multiply(typename Lane<T>::Sum (&sums)[R][V], const typename Lane<T>::Unit* x, ptrdiff_t x_stride,
                            const uint32_t* const (&streams)[V], ptrdiff_t stride, int units,
