@@ -1,4 +1,4 @@
-"""ChatProcessor: turns a conversation into a prompt, and says how the answers are to be read."""
+"""ChatProcessor: turns a conversation into a prompt, and decides how its answers are parsed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class ChatProcessor:
 
     @property
     def description(self) -> str:
-        """The parsers in words."""
         return f"tool calls: {self.tool_parser_name}; thoughts: {self.reasoning_parser_name}"
 
     async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
@@ -60,12 +59,9 @@ class ChatProcessor:
             )
         if params.thinking_token_budget is not None and self._reasoning_parser is None:
             raise _never_thinks("thinking_token_budget")
-        shown = replace(
-            request,
-            tools=[_without_strict(tool) for tool in tools] if tools else None,
-            template_kwargs=self._template_kwargs(request),
-        )
-        text = await self._template.render(shown)
+        shown = [_without_strict(tool) for tool in tools] if tools else None
+        seen = replace(request, tools=shown, template_kwargs=self._template_kwargs(request))
+        text = await self._template.render(seen)
         token_ids = await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
         thinking = self._thinking(token_ids, request.add_generation_prompt)
         if thinking is None:  # nothing is left that a budget could limit
@@ -127,7 +123,7 @@ class ChatProcessor:
 
 
 def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool as a model shall read it: ``strict`` is between caller and server."""
+    """The tool as the model reads it: ``strict`` is between caller and server."""
     return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 

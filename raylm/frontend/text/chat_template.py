@@ -42,14 +42,13 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of all templates."""
         return "\n".join(self._templates.values())
 
     async def render(self, request: ChatRequest) -> str:
         """The prompt text of a conversation; of the request only what a template sees counts.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, takes too long, or the arguments contradict.
+            InvalidRequestError: the template refuses the messages, or takes too long.
         """
         kwargs = request.template_kwargs or {}
         self._check_kwargs(kwargs)
@@ -69,7 +68,6 @@ class ChatTemplate:
         return await self._bounded(work)
 
     def close(self) -> None:
-        """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _select(self, tools: list[dict[str, Any]] | None) -> str:
@@ -126,7 +124,7 @@ class _Job:
         except _Interrupted:
             raise TimeoutError from None
         finally:
-            # The lock decides: after this line nobody interrupts, so the thread is fit for its next job.
+            # The lock decides: after this line nothing interrupts, so the thread is fit for its next job.
             with self._lock:
                 self._thread = None
 
@@ -220,11 +218,7 @@ def _prepare_call(where: str, call: Any) -> dict[str, Any]:
 
 
 def check_templates(templates: Mapping[str, str]) -> None:
-    """Compile every template.
-
-    Raises:
-        ConfigError: one is no valid Jinja.
-    """
+    """Compile every template; ConfigError names the one that is no valid Jinja."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     for name, template in templates.items():

@@ -58,7 +58,7 @@ class CompletionRequest(GenerationBody):
     def params(self, defaults: JSONObject, default_max_tokens: int | None) -> SamplingParams:
         """How to draw the answers; ``defaults`` and ``default_max_tokens`` are the checkpoint's.
 
-        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that nobody is shown.
+        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that is not shown.
 
         Raises:
             InvalidRequestError: a value lies out of range.

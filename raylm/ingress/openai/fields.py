@@ -3,7 +3,7 @@
 How a body is described:
 
 - A body is a Body, read by ``parse``, or by ``read`` where it may be large. An object in it is a TypedDict under
-  ``@closed`` where the checked dict goes on as it is, and a Part (a model) where it has rules or methods of its own.
+  ``@closed`` where the checked dict is used as it is, and a Part (a model) where it has rules or methods of its own.
 - A union is ``Annotated[A | B, OneOf(...)]``: its members are told apart by the Literals of one of their fields, or by
   their JSON types. Neither the tags of unions nor the names of models appear in ``param``.
 - A rule is a validator that raises ValueError(rule) or ``refuse(rule, ...)``, for several fields of an object too
@@ -45,16 +45,11 @@ from raylm.frontend import LARGE
 from raylm.ingress.http.errors import clip
 
 _EXPECTED = {
-    "string_type": "a string",
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "a boolean",
-    "list_type": "an array",
-    "dict_type": "an object",
-    "model_type": "an object",
-}
+    "string_type": "a string", "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number",
+    "bool_type": "a boolean", "list_type": "an array", "dict_type": "an object", "model_type": "an object",
+}  # fmt: skip
 _JSON_NAMES = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "an array"}
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
 _MAX_NAME = 64
 _TAG = "\0"  # begins the tags of unions, which are left out of paths
 
@@ -80,9 +75,7 @@ def at_most(entries: int) -> BeforeValidator:
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Strings = Annotated[list[Annotated[str, Field(max_length=MAX_STRING)]], Field(fail_fast=True)]
 StringOrStrings = Annotated[
-    list[str],
-    Field(fail_fast=True),
-    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
+    list[str], Field(fail_fast=True), BeforeValidator(_as_list, json_schema_input_type=str | list[str])
 ]
 Prompt = str | list[int]
 
@@ -173,13 +166,7 @@ class Body(BaseModel):
     ``unserved`` are fields that OpenAI or other servers know and this one does not serve; null counts as not given.
     """
 
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        json_schema_extra={"additionalProperties": False},
-    )
+    model_config = _STRICT | ConfigDict(frozen=True, json_schema_extra={"additionalProperties": False})
 
     unserved: ClassVar[frozenset[str]] = frozenset()
 
@@ -217,7 +204,7 @@ class Body(BaseModel):
         raise UnsupportedFieldError(f"Unrecognized request argument: '{shown}'.{hint}", param=shown)
 
 
-_CLOSED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+_CLOSED = _STRICT | ConfigDict(extra="forbid")
 closed = with_config(_CLOSED)
 """Decorates a TypedDict that has no other fields than its own."""
 
@@ -280,11 +267,7 @@ def check_fields(holder: Mapping[str, Any], known: Set[str], path: str) -> None:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about a chat completion's fields name those of another API that they came from.
-
-    Raises:
-        InvalidRequestError: what the block raises, with ``names`` put in.
-    """
+    """Let errors about a chat completion's fields name those of another API that they came from."""
     try:
         yield
     except InvalidRequestError as error:

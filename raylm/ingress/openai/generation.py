@@ -93,18 +93,13 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
 
 
 def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
-    """Whether the template opens a turn of the assistant: where nothing is said, unless the last message goes on."""
+    """Whether the template opens a new turn: by default it does, unless the last message is continued."""
     return not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
 
 @closed
-class TextFormat(TypedDict):
-    type: Literal["text"]
-
-
-@closed
-class JSONObjectFormat(TypedDict):
-    type: Literal["json_object"]
+class PlainFormat(TypedDict):
+    type: Literal["text", "json_object"]
 
 
 @closed
@@ -122,7 +117,7 @@ class JSONSchemaFormat(TypedDict):
 
 
 ResponseFormat = Annotated[
-    TextFormat | JSONObjectFormat | JSONSchemaFormat,
+    PlainFormat | JSONSchemaFormat,
     OneOf("only text, json_object, json_schema are supported.", key="type", served=False),
 ]
 

@@ -51,7 +51,7 @@ def model_routes(llm: AsyncLLM) -> list[Route]:
 
 
 def _max_model_len(llm: AsyncLLM) -> int | None:
-    """None before the first engine has said it, where neither the configuration nor the checkpoint does."""
+    """None before the first engine is ready, where neither the configuration nor the checkpoint does."""
     try:
         return llm.max_model_len
     except EngineUnavailableError:

@@ -107,7 +107,7 @@ class ChoiceStream(ABC):
 
     @abstractmethod
     def _news(self, index: int, delta: CompletionDelta) -> JSONObject:
-        """What a chunk says of a choice beside its index."""
+        """The fields of a choice in a chunk beside its index."""
 
 
 class ChatStream(ChoiceStream):
