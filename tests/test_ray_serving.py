@@ -70,6 +70,13 @@ async def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
         assert await stream_text(client, QUESTION, max_tokens=40) == text
 
 
+def test_the_controller_starts_haproxy_with_our_settings(server: Server) -> None:
+    commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in server.processes()]
+    haproxies = [command for command in commands if command[0].endswith("/haproxy")]
+    assert haproxies
+    assert all("-dS" in command for command in haproxies)
+
+
 async def test_tokens_equal_those_of_transformers(server: Server) -> None:
     prompts = random_prompts(32, Checkpoint(EMBEDDED).config["vocab_size"], seed=5)
     fields = {"model": "embedded", "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
