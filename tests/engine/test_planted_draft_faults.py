@@ -1,4 +1,4 @@
-"""Faults planted where the engine core deals with guessed tokens, each of which the random lives must catch."""
+"""Faults planted where the engine core deals with draft tokens, each of which the random lives must catch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raylm.engine.sequence import Sequence
 from tests.engine.planting import Patch, Plant, caught, faults_of, wrap
 
 
-def accepted_guesses_are_not_counted(patch: Patch) -> None:
+def accepted_drafts_are_not_counted(patch: Patch) -> None:
     patch.setattr(Sequence, "accept_drafts", lambda self, extra: None)
 
 
-def a_rejected_guess_counts_as_computed(patch: Patch) -> None:
+def a_rejected_draft_counts_as_computed(patch: Patch) -> None:
     wrap(patch, Sequence, "accept_drafts", lambda original, self, extra: original(self, extra + (extra > 0)))
 
 
@@ -32,7 +32,7 @@ def blocks_are_reserved_for_one_step_in_flight(patch: Patch) -> None:
     wrap(patch, DraftLookahead, "_longest", longest)
 
 
-def guesses_preempt_others(patch: Patch) -> None:
+def drafts_preempt_others(patch: Patch) -> None:
     def tokens_to_reserve(self: DraftLookahead, seq: Sequence, num_running: int) -> int:
         return min(self._kv.capacity(seq) + 1 + self._drafts, seq.limit + 1)
 
