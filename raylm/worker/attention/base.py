@@ -85,4 +85,20 @@ class AttentionBackend(ABC, Generic[PlanT]):
         """
 
 
+class PagedBackend(AttentionBackend[PlanT]):
+    """Any with a pool of (2, blocks, block_size, kv_heads, head_dim)."""
+
+    @classmethod
+    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Write into the pool of a PagedBackend; returns its keys and values (slots, kv_heads, head_dim)."""
+    keys, values = kv.flatten(1, 2).unbind(0)
+    keys.index_copy_(0, metadata.slot_mapping, k)
+    values.index_copy_(0, metadata.slot_mapping, v)
+    return keys, values
+
+
 AnyBackend = AttentionBackend[Any]

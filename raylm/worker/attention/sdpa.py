@@ -11,32 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.models import AttentionSpec
-from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
+from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, write_kv
 
 _GROUP_TOKENS = 65_536  # most gathered tokens, padding included, of one group of decodes
 _TILE_SCORES = 1 << 24  # most entries of one prefill mask
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences with one query each, of similar length, attended to in one call.
+class Read:
+    """Queries attended to in one call: one of each of some sequences of similar length, or several of one sequence.
 
-    ``queries`` are their places among the tokens, a slice where they are neighbours; ``slots`` (seqs * width,) is
-    what they read, one after the other; ``mask`` (seqs, 1, 1, width) is False where slots only pad, None where
-    nothing does.
+    ``queries`` are their places among the tokens, a slice where they are neighbours; ``slots`` (seqs * width,) is what
+    they read, one sequence after the other. ``mask`` is False where a query does not see a slot, (seqs, 1, 1, width) or
+    (queries, width); None where nothing pads, or where the queries of one sequence are plainly causal.
     """
 
+    is_decode: bool
     queries: Tensor | slice
-    slots: Tensor
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTile:
-    """Consecutive queries ``start`` .. ``end`` of one sequence; ``mask`` (queries, keys), None: plainly causal."""
-
-    start: int
-    end: int
     slots: Tensor
     mask: Tensor | None
 
@@ -46,11 +37,11 @@ class SdpaPlan:
     """One step; what is read is worked out once for every sliding window that layers have."""
 
     metadata: AttentionMetadata
-    reads: dict[int | None, tuple[list[DecodeGroup], list[PrefillTile]]] = field(default_factory=dict)
+    reads: dict[int | None, list[Read]] = field(default_factory=dict)
 
 
-class SdpaBackend(AttentionBackend[SdpaPlan]):
-    """Pool of (2, blocks, block_size, kv_heads, head_dim); decodes padded together, prefills one by one.
+class SdpaBackend(PagedBackend[SdpaPlan]):
+    """Decodes padded together, prefills one by one.
 
     Padding reads the sequence's own first token again, so that no foreign slot is ever read: a masked score hides
     any key, but 0 times a value that is not a number is not a number.
@@ -65,37 +56,27 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
     def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
         return ["it has no soft capping of scores"] if spec.softcap is not None else []
 
-    @classmethod
-    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-
     def prepare(self, metadata: AttentionMetadata) -> SdpaPlan:
         return SdpaPlan(metadata)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: SdpaPlan, layer: AttentionSpec) -> Tensor:
-        keys, values = kv.flatten(1, 2).unbind(0)
-        keys.index_copy_(0, plan.metadata.slot_mapping, k)
-        values.index_copy_(0, plan.metadata.slot_mapping, v)
+        keys, values = write_kv(kv, k, v, plan.metadata)
         if layer.sliding_window not in plan.reads:
             plan.reads[layer.sliding_window] = self._reads(plan.metadata, layer.sliding_window)
-        groups, tiles = plan.reads[layer.sliding_window]
         out = torch.empty_like(q)
-        for group in groups:
-            out[group.queries] = _decode(q[group.queries], keys, values, group, layer)
-        for tile in tiles:
-            out[tile.start : tile.end] = _prefill(q[tile.start : tile.end], keys, values, tile, layer)
+        for read in plan.reads[layer.sliding_window]:
+            attend = _decode if read.is_decode else _prefill
+            out[read.queries] = attend(q[read.queries], keys, values, read, layer)
         return out
 
-    def _reads(self, meta: AttentionMetadata, window: int | None) -> tuple[list[DecodeGroup], list[PrefillTile]]:
+    def _reads(self, meta: AttentionMetadata, window: int | None) -> list[Read]:
         decodes = meta.seq_lens_host[: meta.num_decodes]
         seen = decodes if window is None else np.minimum(decodes, window)
         groups = [self._decode_group(meta, members, seen) for members in group_by_length(seen)]
         prefills = range(meta.num_decodes, len(meta.seq_lens_host))
-        return groups, [tile for seq in prefills for tile in self._prefill_tiles(meta, seq, window)]
+        return groups + [tile for seq in prefills for tile in self._prefill_tiles(meta, seq, window)]
 
-    def _decode_group(
-        self, meta: AttentionMetadata, members: NDArray[np.int64], seen: NDArray[np.int32]
-    ) -> DecodeGroup:
+    def _decode_group(self, meta: AttentionMetadata, members: NDArray[np.int64], seen: NDArray[np.int32]) -> Read:
         device = meta.seq_lens.device
         queries: Tensor | slice = slice(int(members[0]), int(members[-1]) + 1)
         if members[-1] - members[0] + 1 != len(members):
@@ -106,16 +87,16 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
         positions = meta.seq_lens[queries][:, None] - counts + torch.where(valid, offsets, 0)
         slots = self._slots(meta.block_tables[queries], positions).flatten()
         padded = bool((seen[members] != seen[members[0]]).any())
-        return DecodeGroup(queries, slots, valid[:, None, None, :] if padded else None)
+        return Read(True, queries, slots, valid[:, None, None, :] if padded else None)
 
-    def _prefill_tiles(self, meta: AttentionMetadata, seq: int, window: int | None) -> list[PrefillTile]:
+    def _prefill_tiles(self, meta: AttentionMetadata, seq: int, window: int | None) -> list[Read]:
         start, end = map(int, meta.query_start_loc_host[seq : seq + 2])
         length = int(meta.seq_lens_host[seq])
         past = length - (end - start)
         positions = torch.arange(length, device=meta.seq_lens.device)
         slots = self._slots(meta.block_tables[seq][None], positions[None])[0]
         if past == 0 and (window is None or length <= window):
-            return [PrefillTile(start, end, slots, None)]
+            return [Read(False, slice(start, end), slots, None)]
         rows = max(1, _TILE_SCORES // length)
         tiles = []
         for first in range(start, end, rows):
@@ -123,7 +104,7 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
             low = 0 if window is None else max(0, past + first - start + 1 - window)
             high = past + last - start
             mask = causal_mask(positions[past + first - start : high], positions[low:high], window)
-            tiles.append(PrefillTile(first, last, slots[low:high], mask))
+            tiles.append(Read(False, slice(first, last), slots[low:high], mask))
         return tiles
 
     def _slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
@@ -150,20 +131,20 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (distance < window)
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, layer: AttentionSpec) -> Tensor:
+def _decode(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: AttentionSpec) -> Tensor:
     """``q`` (seqs, num_heads, head_dim); the query heads of one kv head stand as its queries."""
     folded = q.view(len(q), layer.num_kv_heads, -1, layer.head_dim)
-    k, v = (_gather(pool, group.slots, len(q)).transpose(1, 2) for pool in (keys, values))
-    return F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=layer.scale).view_as(q)
+    k, v = (_gather(pool, read.slots, len(q)).transpose(1, 2) for pool in (keys, values))
+    return F.scaled_dot_product_attention(folded, k, v, attn_mask=read.mask, scale=layer.scale).view_as(q)
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, tile: PrefillTile, layer: AttentionSpec) -> Tensor:
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: AttentionSpec) -> Tensor:
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
-        _gather(keys, tile.slots, 1).transpose(1, 2),
-        _gather(values, tile.slots, 1).transpose(1, 2),
-        attn_mask=tile.mask,
-        is_causal=tile.mask is None,
+        _gather(keys, read.slots, 1).transpose(1, 2),
+        _gather(values, read.slots, 1).transpose(1, 2),
+        attn_mask=read.mask,
+        is_causal=read.mask is None,
         scale=layer.scale,
         enable_gqa=True,
     )

@@ -68,7 +68,7 @@ class DecodeBuffers:
 
     def __init__(self, limits: StepLimits, scratch_block: int, device: torch.device) -> None:
         most = bucket(limits.max_num_seqs)
-        self._limits, self._scratch_block = limits, scratch_block
+        self._block_size, self._scratch_block = limits.block_size, scratch_block
         self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._slot_mapping = torch.zeros(most, dtype=torch.int64, device=device)
@@ -85,7 +85,7 @@ class DecodeBuffers:
             return
         self._input_ids[start:end].fill_(0)
         self._positions[start:end].fill_(0)
-        self._slot_mapping[start:end].fill_(self._scratch_block * self._limits.block_size)
+        self._slot_mapping[start:end].fill_(self._scratch_block * self._block_size)
         self._block_tables[start:end, 0].fill_(self._scratch_block)
         self._seq_lens[start:end].fill_(1)
 
@@ -101,7 +101,7 @@ class DecodeBuffers:
 
     def inputs(self, size: int, width: int) -> StepInputs:
         """The first ``size`` sequences; the host only knows that they are as long as their tables at most."""
-        longest = width * self._limits.block_size
+        longest = width * self._block_size
         return StepInputs(
             self._input_ids[:size],
             self._positions[:size],

@@ -1,18 +1,11 @@
 """Paged attention on NVIDIA GPUs by xformers' split-k operator: decodes as they are, prompts in tiles of queries.
 
-A step mixes sequences with one token and prompts with many, and the operator takes one number of queries for all. Of
-the two ways around that, this one cuts a prompt's new tokens into pseudo-sequences that share its block table, each as
-long as the sequence is at its last query. The other one attends to a prompt's past by one kernel without a causal mask,
-to its new tokens by another one (FlashAttention-2) with it, and merges both.
-
-By the bytes that they move, for N new tokens behind P known ones, with H query heads of D numbers, G of them to a
-key-value head, all times 2 for bfloat16:
-- tiles of Q queries read keys and values (P + N / 2) * 2 D * H / G * N / Q. A tile holds Q * G rows against each key,
-  128 of them (``queries_per_tile``), so this is (P + N / 2) * 2 D * H * N / 128: no more than FlashAttention-2 reads,
-  whose tiles hold 128 queries of a single head.
-- the partial way reads as much, and beside it writes, reads and merges two partial results: 6 D * H * N more.
-Both read mostly from the L2 cache (a sequence of 4,096 tokens has 2 MiB a key-value head of 128). So tiles move less,
-and take one kernel instead of three, the one that decoding takes too. This is reckoned; it has not been timed yet.
+A step mixes sequences with one token and prompts with many, and the operator takes one number of queries for all. So a
+prompt's new tokens are cut into pseudo-sequences that share its block table, each as long as the sequence is at its
+last query. A tile of Q queries, with G query heads to a key-value head, holds Q * G = 128 rows against each key
+(``queries_per_tile``): tiles read no more than FlashAttention-2 does, whose tiles hold 128 queries of a single head.
+Attending to past and new tokens by a kernel each, and merging both, would move two partial results more. This is
+reckoned; it has not been timed.
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.models import AttentionSpec
-from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
+from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, write_kv
 from raylm.worker.gpu.batch_buckets import bucket, table_width
 from raylm.worker.gpu.probe import probe
 from raylm.worker.gpu.split_k import HEAD_DIMS, Pages, SplitK, queries_per_tile, refusals
@@ -53,11 +46,10 @@ class XformersPlan:
     tiles: dict[int, Tiles] = field(default_factory=dict)
 
 
-class XformersBackend(AttentionBackend[XformersPlan]):
-    """Pool of (2, blocks, block_size, kv_heads, head_dim).
+class XformersBackend(PagedBackend[XformersPlan]):
+    """The operator is compiled for each number of sequences and width of their tables, so both are padded to buckets.
 
-    The operator is compiled for each number of sequences and width of their tables, so both are padded to
-    buckets; what pads has no tokens, and reads none.
+    What pads has no tokens, and reads none.
     """
 
     name = "xformers"
@@ -83,10 +75,6 @@ class XformersBackend(AttentionBackend[XformersPlan]):
             reasons.append(wrong)
         return reasons
 
-    @classmethod
-    def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-
     def prepare(self, metadata: AttentionMetadata) -> XformersPlan:
         count = metadata.num_decodes
         if not count:
@@ -96,9 +84,7 @@ class XformersBackend(AttentionBackend[XformersPlan]):
         return XformersPlan(metadata, Pages(metadata.block_tables[:count, :width], lengths, 1))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: XformersPlan, layer: AttentionSpec) -> Tensor:
-        keys, values = kv.flatten(1, 2).unbind(0)
-        keys.index_copy_(0, plan.metadata.slot_mapping, k)
-        values.index_copy_(0, plan.metadata.slot_mapping, v)
+        keys, values = write_kv(kv, k, v, plan.metadata)
         parts = []
         if plan.decodes is not None:
             rows = _padded(q, len(plan.decodes.lengths))
