@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
+from raylm.worker.arrays import IntArray, Ints, Mask
 from raylm.worker.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor
 from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
 from raylm.worker.sampling.thinking_budget import ThinkingBudget
-
-IntArray = NDArray[np.integer[Any]]
 
 SAMPLING_DTYPE = np.dtype(
     [
@@ -127,7 +125,7 @@ class InputBatch:
         for processor in self.processors:
             processor.remove(row)
 
-    def rows(self, seq_ids: Sequence[int]) -> NDArray[np.int64]:
+    def rows(self, seq_ids: Sequence[int]) -> Ints:
         """The rows of these sequences, [len(seq_ids)] int64.
 
         Raises:
@@ -135,7 +133,7 @@ class InputBatch:
         """
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
-    def same_at_all_positions(self, rows: IntArray) -> NDArray[np.bool_]:
+    def same_at_all_positions(self, rows: IntArray) -> Mask:
         """Which of the rows no processor treats by their tokens, [len(rows)]: these may be drawn several at once."""
         same = np.ones(len(rows), np.bool_)
         for processor in self.processors:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.models import AdapterRun
+from raylm.worker.arrays import Ints
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.step_batch import StepBatch
@@ -71,14 +72,14 @@ class InputBuffers:
         self._fill_tokens(np.repeat(computed - starts[:-1], counts), np.repeat(rows, counts), batch)
         return self._upload(len(rows), int(counts.sum()), int((counts == 1).sum()), adapters)
 
-    def _fill_tokens(self, shifts: NDArray[np.int64], token_rows: NDArray[np.int64], batch: InputBatch) -> None:
+    def _fill_tokens(self, shifts: Ints, token_rows: Ints, batch: InputBatch) -> None:
         total, size = len(token_rows), self._limits.block_size
         positions = np.add(np.arange(total), shifts, out=self._positions.host[:total])
         self._input_ids.host[:total] = batch.token_ids[token_rows, positions]
         blocks = batch.block_tables[token_rows, positions // size].astype(np.int64)
         np.add(blocks * size, positions % size, out=self._slot_mapping.host[:total])
 
-    def _check(self, ends: NDArray[np.int64], step: StepBatch, batch: InputBatch) -> None:
+    def _check(self, ends: Ints, step: StepBatch, batch: InputBatch) -> None:
         rows, counts = step.rows, step.counts
         if len(rows) > self._limits.max_num_seqs or counts.sum() > self._limits.max_num_tokens:
             raise RuntimeError(f"a step of {counts.sum()} tokens of {len(rows)} sequences exceeds {self._limits}")

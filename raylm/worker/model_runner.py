@@ -14,6 +14,7 @@ from torch import Tensor
 from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
+from raylm.worker.arrays import Ints
 from raylm.worker.features import Adapters, AsyncDecode, Speculator
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
@@ -106,7 +107,7 @@ class ModelRunner:
             pooled=pooled,
         )
 
-    def _apply(self, plan: SchedulerOutput) -> NDArray[np.int64]:
+    def _apply(self, plan: SchedulerOutput) -> Ints:
         for seq_id in plan.finished:
             self.batch.remove(seq_id)
             self._prompt_logprobs.pop(seq_id, None)
@@ -123,7 +124,7 @@ class ModelRunner:
         self.batch.append_blocks(rows, plan.new_block_counts, plan.new_block_ids)
         return rows
 
-    def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, NDArray[np.int64]]:
+    def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, Ints]:
         """Draw, and append what counts; returns all that was drawn, and which draws are to be reported.
 
         In what is returned ``failed`` names the sequence's place in the step.
@@ -165,7 +166,7 @@ class ModelRunner:
         )
 
 
-def _rows(hidden: Tensor, tokens: NDArray[np.int64]) -> Tensor:
+def _rows(hidden: Tensor, tokens: Ints) -> Tensor:
     """Some rows of ``hidden``, in order; all of them where every token draws, and then nothing is copied."""
     return hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens).to(hidden.device)]
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raylm.messages import SchedulerOutput
-
-Ints = NDArray[np.int64]
-IntArray = NDArray[np.integer[Any]]
+from raylm.worker.arrays import IntArray, Ints, Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ class DrawRows:
         offsets = np.arange(len(places)) - np.repeat(np.cumsum(draws) - draws, draws)
         return cls(places, offsets, (ends - draws)[places] + offsets)
 
-    def accepted(self, matches: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def accepted(self, matches: Mask) -> Mask:
         """Which draws count [D]: those before the first of their sequence that missed its draft, and that one.
 
         ``matches`` says which draws are their draft; the last one of a sequence has none and never matches.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.models import AttentionSpec
+from raylm.worker.arrays import Ints
 from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, write_kv
 
 _GROUP_TOKENS = 65_536  # most gathered tokens, padding included, of one group of decodes
@@ -76,7 +77,7 @@ class SdpaBackend(PagedBackend[SdpaPlan]):
         prefills = range(meta.num_decodes, len(meta.seq_lens_host))
         return groups + [tile for seq in prefills for tile in self._prefill_tiles(meta, seq, window)]
 
-    def _decode_group(self, meta: AttentionMetadata, members: NDArray[np.int64], seen: NDArray[np.int32]) -> Read:
+    def _decode_group(self, meta: AttentionMetadata, members: Ints, seen: NDArray[np.int32]) -> Read:
         device = meta.seq_lens.device
         queries: Tensor | slice = slice(int(members[0]), int(members[-1]) + 1)
         if members[-1] - members[0] + 1 != len(members):
@@ -112,7 +113,7 @@ class SdpaBackend(PagedBackend[SdpaPlan]):
         return blocks.long() * self._block_size + positions % self._block_size
 
 
-def group_by_length(lengths: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+def group_by_length(lengths: NDArray[np.int32]) -> list[Ints]:
     """Split sequences into groups, each ascending, that at most double their tokens by padding and stay bounded."""
     order = np.argsort(-lengths, kind="stable")
     groups, begin = [], 0

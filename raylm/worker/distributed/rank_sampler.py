@@ -10,8 +10,9 @@ import torch
 
 from raylm.messages import Logprobs
 from raylm.models import Ranks
+from raylm.worker.arrays import IntArray
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.sampling.sampler import IntArray, Sampler, SamplerOutput
+from raylm.worker.sampling.sampler import Sampler, SamplerOutput
 
 
 class RankSampler(Sampler):

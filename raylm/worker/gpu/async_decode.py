@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from raylm.messages import ModelRunnerOutput
+from raylm.worker.arrays import Ints
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import AsyncDecode
 from raylm.worker.forward import Forward
@@ -20,8 +20,6 @@ from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
 from raylm.worker.sampling.sampler import NOT_FINITE
 from raylm.worker.step_batch import StepBatch
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-Ids = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from raylm.worker.arrays import Floats, Floats32, Ints
 
 BLOCK = 128
 _ROWS_AT_ONCE = 8
@@ -37,19 +36,19 @@ class BlockMaxima:
         filled = functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         self.blocks = filled.view(len(logits), filled.shape[1] // BLOCK, BLOCK)
         self.maxima = self.blocks.amax(dim=2)
-        self.peak: NDArray[np.float32] = self.maxima.amax(dim=1).cpu().numpy()
+        self.peak: Floats32 = self.maxima.amax(dim=1).cpu().numpy()
 
     @property
     def vocab_size(self) -> int:
         return self.logits.shape[1]
 
-    def argmax(self, positions: Ids) -> Ids:
+    def argmax(self, positions: Ints) -> Ints:
         """The most likely token of the rows at ``positions`` [R]; among equals the smallest id."""
         where = self._on_device(positions)
         block = self.maxima[where].argmax(dim=1)
         return (block * BLOCK + self.blocks[where, block].argmax(dim=1)).cpu().numpy()
 
-    def top(self, positions: Ids, k: int) -> tuple[NDArray[np.float32], Ids]:
+    def top(self, positions: Ints, k: int) -> tuple[Floats32, Ints]:
         """The k largest logits and their ids, [R, k] both, in falling order; k is cut to the vocabulary.
 
         Equal logits come in no order, and which of those equal to the last one are left out is not defined. An entry
@@ -61,21 +60,21 @@ class BlockMaxima:
         ids = blocks.gather(1, at // BLOCK) * BLOCK + at % BLOCK
         return values.cpu().numpy(), ids.clamp_(max=self.vocab_size - 1).cpu().numpy()
 
-    def pick(self, positions: Ids, token_ids: Ids) -> NDArray[np.float32]:
+    def pick(self, positions: Ints, token_ids: Ints) -> Floats32:
         """The logit of one token of each row, [R]."""
         return self.logits[self._on_device(positions), self._on_device(token_ids)].cpu().numpy()
 
-    def highest(self, positions: Ids) -> NDArray[np.float32]:
+    def highest(self, positions: Ints) -> Floats32:
         """The maxima of the rows at ``positions``, [R, blocks]."""
         return self.maxima[self._on_device(positions)].cpu().numpy()
 
-    def window(self, positions: Ids, first: Ids, count: int) -> torch.Tensor:
+    def window(self, positions: Ints, first: Ints, count: int) -> torch.Tensor:
         """``count`` blocks of each row, from block ``first`` [R] on: [R, count, 128], -inf beyond the vocabulary."""
         where, block = self._on_device(positions)[:, None], self._on_device(first[:, None] + np.arange(count))
         there = block < self.blocks.shape[1]
         return self.blocks[where, block * there].masked_fill_(~there[:, :, None], -torch.inf)
 
-    def masses(self, positions: Ids, peak: Floats, temperature: Floats) -> Floats:
+    def masses(self, positions: Ints, peak: Floats, temperature: Floats) -> Floats:
         """Each block's sum of exp((logit - peak) / temperature), [R, blocks], from float32 terms.
 
         A few rows at a time, so that what is between stays in the cache.
@@ -87,7 +86,7 @@ class BlockMaxima:
             parts.append(_sum_exp(self.blocks.index_select(0, where[some]), shift[some], slope[some]))
         return np.concatenate(parts)
 
-    def window_masses(self, positions: Ids, peak: Floats, temperature: Floats, first: Ids, count: int) -> Floats:
+    def window_masses(self, positions: Ints, peak: Floats, temperature: Floats, first: Ints, count: int) -> Floats:
         """The same of ``count`` blocks from block ``first`` [R] on, [R, count]; positions may repeat."""
         parts = []
         shift, slope = self._shift_and_slope(peak, temperature)
@@ -96,13 +95,13 @@ class BlockMaxima:
             parts.append(_sum_exp(self.window(positions[some], first[some], count), shift[some], slope[some]))
         return np.concatenate(parts)
 
-    def tail_bound(self, positions: Ids, peak: Floats, temperature: Floats, last: NDArray[np.float32]) -> Floats:
+    def tail_bound(self, positions: Ints, peak: Floats, temperature: Floats, last: Floats32) -> Floats:
         """At most what the logits beyond the candidates, none above the ``last`` one [R], add to the masses; [R]."""
         capped = np.minimum(self.highest(positions), last[:, None])
         bound: Floats = np.exp((capped - peak[:, None]) / temperature[:, None]).sum(axis=1) * BLOCK
         return bound
 
-    def count_above(self, positions: Ids, values: NDArray[np.float32]) -> Ids:
+    def count_above(self, positions: Ints, values: Floats32) -> Ints:
         """How many logits of each row exceed ``values`` [R], [R]."""
         parts = []
         where, limits = self._on_device(positions), self._on_device(values)[:, None]

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raylm.worker.sampling.block_maxima import BLOCK, BlockMaxima, Floats, Ids
+from raylm.worker.arrays import Floats, Floats32, IntArray, Ints
+from raylm.worker.sampling.block_maxima import BLOCK, BlockMaxima
 
 Bits = NDArray[np.uint64]
 
@@ -58,12 +59,12 @@ def nth_output(states: Bits, index: Bits) -> Bits:
     return mixed
 
 
-def stream_states(seeds: NDArray[np.int64], positions: NDArray[np.integer[Any]]) -> Bits:
+def stream_states(seeds: Ints, positions: IntArray) -> Bits:
     """The generator state of each (seed, position), both [R]."""
     return nth_output(seeds.astype(np.uint64), positions.astype(np.uint64))
 
 
-def exponentials(states: Bits, index: NDArray[np.int64]) -> NDArray[np.float64]:
+def exponentials(states: Bits, index: Ints) -> Floats:
     """Standard exponential variates, positive and finite: one for each state [R] and index [n] or [R, n] of it."""
     bits = nth_output(states[:, None], index.astype(np.uint64)) >> np.uint64(12)
     uniform = bits.astype(np.float64)
@@ -80,18 +81,16 @@ class RandomRows:
     off, and ``states`` the generators.
     """
 
-    positions: Ids
+    positions: Ints
     peak: Floats
     temperature: Floats
     top_p: Floats
     min_p: Floats
-    top_k: Ids
+    top_k: Ints
     states: Bits
 
     @classmethod
-    def gather(
-        cls, positions: Ids, sampling: NDArray[np.void], num_tokens: NDArray[np.integer[Any]], peak: NDArray[np.float32]
-    ) -> RandomRows:
+    def gather(cls, positions: Ints, sampling: NDArray[np.void], num_tokens: IntArray, peak: Floats32) -> RandomRows:
         """The rows at ``positions`` of a step; the other arguments are columns over the step."""
         mine = sampling[positions]
         return cls(
@@ -108,7 +107,7 @@ class RandomRows:
         return len(self.positions)
 
     @property
-    def softmax(self) -> tuple[Ids, Floats, Floats]:
+    def softmax(self) -> tuple[Ints, Floats, Floats]:
         """What sums of the rows' weights take: positions, peak and temperature."""
         return self.positions, self.peak, self.temperature
 
@@ -116,13 +115,13 @@ class RandomRows:
         """Some of the rows, by index or mask."""
         return RandomRows(*(getattr(self, column.name)[index] for column in fields(self)))
 
-    def weights(self, logits: NDArray[np.float32]) -> Floats:
+    def weights(self, logits: Floats32) -> Floats:
         """exp((logit - peak) / temperature) of logits [R, n] of these rows."""
         scaled = (logits - self.peak[:, None]) / self.temperature[:, None]
         return np.exp(scaled, out=scaled)
 
 
-def draw_from_candidates(weights: Floats, ids: Ids, rows: RandomRows, vocab_size: int) -> Ids:
+def draw_from_candidates(weights: Floats, ids: Ints, rows: RandomRows, vocab_size: int) -> Ints:
     """Draw from weights [R, C] (0 for dropped tokens) of the token ids [R, C]; gives [R]."""
     count = -(-vocab_size // GROUP)
     group_of = ids // GROUP
@@ -132,7 +131,7 @@ def draw_from_candidates(weights: Floats, ids: Ids, rows: RandomRows, vocab_size
     return _draw_token(weights * (group_of == group[:, None]), ids, rows)
 
 
-def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ids:
+def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ints:
     """Draw from the whole distributions of the rows; gives [R].
 
     A group weighs at least the sum of its blocks' largest weights and at most 128 times that. Only groups that could
@@ -154,7 +153,7 @@ def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ids:
     return _draw_token(rows.weights(logits), _ids_of(winners), rows)
 
 
-def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ids:
+def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ints:
     """Draw from the weights [V] (float64, 0 for dropped tokens) of a single row; gives [1]."""
     grouped = _grouped(weights.cpu().numpy()[None], GROUP)
     group = _draw_group(grouped.sum(axis=2), row)
@@ -169,19 +168,19 @@ def _grouped(values: Floats, size: int) -> Floats:
     return groups
 
 
-def _ids_of(group: Ids) -> Ids:
+def _ids_of(group: Ints) -> Ints:
     return group[:, None] * GROUP + np.arange(GROUP)
 
 
-def _group_indexes(count: int) -> Ids:
+def _group_indexes(count: int) -> Ints:
     return np.arange(_GROUP_INDEX, _GROUP_INDEX + count)
 
 
-def _draw_group(masses: Floats, rows: RandomRows) -> Ids:
-    winners: Ids = (masses / exponentials(rows.states, _group_indexes(masses.shape[1]))).argmax(axis=1)
+def _draw_group(masses: Floats, rows: RandomRows) -> Ints:
+    winners: Ints = (masses / exponentials(rows.states, _group_indexes(masses.shape[1]))).argmax(axis=1)
     return winners
 
 
-def _draw_token(weights: Floats, ids: Ids, rows: RandomRows) -> Ids:
-    winners: Ids = ids[np.arange(len(ids)), (weights / exponentials(rows.states, ids)).argmax(axis=1)]
+def _draw_token(weights: Floats, ids: Ints, rows: RandomRows) -> Ints:
+    winners: Ints = ids[np.arange(len(ids)), (weights / exponentials(rows.states, ids)).argmax(axis=1)]
     return winners

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from raylm.errors import InvalidRequestError
 from raylm.messages import NewSequence
+from raylm.worker.arrays import Floats32, IntArray, Ints
 
 State = TypeVar("State")
-IntArray = NDArray[np.integer[Any]]
-TokenIds = NDArray[np.int64]
 MAX_LOGIT_BIAS_VALUE = 100.0
 
 
@@ -70,7 +69,7 @@ class LogitsProcessor(ABC, Generic[State]):
         """Why the row has no token left, if that is this processor's doing alone."""
         return None
 
-    def owned(self, rows: IntArray) -> NDArray[np.int64]:
+    def owned(self, rows: IntArray) -> Ints:
         """The positions in ``rows`` of the rows it owns."""
         if not self.states:
             return np.empty(0, np.int64)
@@ -81,12 +80,12 @@ class LogitsProcessor(ABC, Generic[State]):
         at = self.owned(rows)
         return zip(rows[at].tolist(), token_ids[at].tolist(), strict=True)
 
-    def _flat(self, positions: Iterable[int], ids: Sequence[TokenIds], device: torch.device) -> torch.Tensor:
+    def _flat(self, positions: Iterable[int], ids: Sequence[Ints], device: torch.device) -> torch.Tensor:
         """Indexes into the flattened logits of ``ids[i]`` at ``positions[i]``, as one int64 tensor."""
         parts = [position * self.vocab_size + row_ids for position, row_ids in zip(positions, ids, strict=True)]
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    def _inside(self, ids: Iterable[int], field: str) -> TokenIds:
+    def _inside(self, ids: Iterable[int], field: str) -> Ints:
         """The distinct ids in rising order, checked against the vocabulary."""
         unique = np.unique(np.fromiter(ids, np.int64))
         if unique.size and not 0 <= unique[0] <= unique[-1] < self.vocab_size:
@@ -94,18 +93,18 @@ class LogitsProcessor(ABC, Generic[State]):
             raise InvalidRequestError(message, param=field)
         return unique
 
-    def _possible(self, ids: Iterable[int]) -> TokenIds:
+    def _possible(self, ids: Iterable[int]) -> Ints:
         """The distinct ids that can be drawn at all; forbidding any other changes nothing."""
         unique = np.unique(np.fromiter(ids, np.int64))
         return unique[(unique >= 0) & (unique < self.vocab_size)]
 
 
-class AllowedTokenIds(LogitsProcessor[TokenIds]):
+class AllowedTokenIds(LogitsProcessor[Ints]):
     """Only the tokens of ``allowed_token_ids`` may be drawn; all others get -inf."""
 
     follows_tokens = False
 
-    def state_of(self, new: NewSequence) -> TokenIds | None:
+    def state_of(self, new: NewSequence) -> Ints | None:
         allowed = new.params.allowed_token_ids
         return self._inside(allowed, "allowed_token_ids") if allowed else None
 
@@ -139,7 +138,7 @@ class BadWords(LogitsProcessor[WordsByPrefix]):
         ids = [self._forbidden(row, batch) for row in rows.tolist()]
         logits.view(-1)[self._flat(positions.tolist(), ids, logits.device)] = -torch.inf
 
-    def _forbidden(self, row: int, batch: TokenColumns) -> TokenIds:
+    def _forbidden(self, row: int, batch: TokenColumns) -> Ints:
         words = self.states[row]
         generated = batch.token_ids[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
         last = {word[1] for word in words.get(None, ())}
@@ -149,10 +148,10 @@ class BadWords(LogitsProcessor[WordsByPrefix]):
         return np.fromiter(last, np.int64, len(last))
 
 
-class MinTokens(LogitsProcessor[tuple[int, TokenIds]]):
+class MinTokens(LogitsProcessor[tuple[int, Ints]]):
     """The stop tokens get -inf until ``min_tokens`` tokens were generated; state: (min_tokens, stop ids)."""
 
-    def state_of(self, new: NewSequence) -> tuple[int, TokenIds] | None:
+    def state_of(self, new: NewSequence) -> tuple[int, Ints] | None:
         stop_ids = self._possible(new.stop_token_ids)
         short = len(new.token_ids) - new.num_prompt_tokens < new.params.min_tokens
         return (new.params.min_tokens, stop_ids) if short and stop_ids.size else None
@@ -168,12 +167,12 @@ class MinTokens(LogitsProcessor[tuple[int, TokenIds]]):
             self.remove(int(rows[i]))
 
 
-class LogitBias(LogitsProcessor[tuple[TokenIds, NDArray[np.float32]]]):
+class LogitBias(LogitsProcessor[tuple[Ints, Floats32]]):
     """Adds ``logit_bias``, clamped to ±100; state: (ids, values)."""
 
     follows_tokens = False
 
-    def state_of(self, new: NewSequence) -> tuple[TokenIds, NDArray[np.float32]] | None:
+    def state_of(self, new: NewSequence) -> tuple[Ints, Floats32] | None:
         bias = new.params.logit_bias
         if not bias:
             return None
@@ -198,8 +197,8 @@ class TokenCounts:
     repetition: float
     frequency: float
     presence: float
-    ids: TokenIds
-    counts: NDArray[np.float32]
+    ids: Ints
+    counts: Floats32
     slots: dict[int, int]
     size: int
 

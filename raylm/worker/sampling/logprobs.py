@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from raylm.messages import Logprobs
 from raylm.params import MAX_LOGPROBS
-from raylm.worker.sampling.block_maxima import BlockMaxima, Ids
-
-IntArray = NDArray[np.integer[Any]]
+from raylm.worker.arrays import Floats, Floats32, IntArray, Ints, Mask
+from raylm.worker.sampling.block_maxima import BlockMaxima
 
 # More than may be asked for, so that equal logits at the end of the list are nearly always ordered by id; and the
 # same for all, so that what one row shows does not depend on what another one asks for.
@@ -20,9 +16,7 @@ _WIDTH = MAX_LOGPROBS + 12
 FLOOR = -9999.0
 
 
-def describe_tokens(
-    maxima: BlockMaxima, rows: Ids, token_ids: IntArray, tops: IntArray, wanted: NDArray[np.bool_]
-) -> Logprobs:
+def describe_tokens(maxima: BlockMaxima, rows: Ints, token_ids: IntArray, tops: IntArray, wanted: Mask) -> Logprobs:
     """Describe one token of each row, as columns over all of them ([S] each); only those ``wanted`` get entries.
 
     ``rows`` says where in ``maxima`` a row stands. Entries are the token itself and then the ``tops`` most likely ones
@@ -44,21 +38,21 @@ def describe_tokens(
     return Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
 
 
-def _ordered(values: NDArray[np.float32], ids: Ids) -> tuple[NDArray[np.float32], Ids]:
+def _ordered(values: Floats32, ids: Ints) -> tuple[Floats32, Ints]:
     """The same, by (value falling, id rising)."""
     order = np.lexsort((ids, -values), axis=1)
     return np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
 
 
-def _log_sum_exp(maxima: BlockMaxima, rows: Ids) -> NDArray[np.float64]:
+def _log_sum_exp(maxima: BlockMaxima, rows: Ints) -> Floats:
     peak = maxima.peak[rows].astype(np.float64)
-    sums: NDArray[np.float64] = np.log(maxima.masses(rows, peak, np.ones_like(peak)).sum(axis=1))
+    sums: Floats = np.log(maxima.masses(rows, peak, np.ones_like(peak)).sum(axis=1))
     return sums + peak
 
 
-def _ranks(maxima: BlockMaxima, rows: Ids, own: NDArray[np.float32], values: NDArray[np.float32]) -> Ids:
+def _ranks(maxima: BlockMaxima, rows: Ints, own: Floats32, values: Floats32) -> Ints:
     """1 + the number of larger logits; tokens below the listed ones, which are few, count over the whole row."""
-    ranks: Ids = 1 + (values > own[:, None]).sum(axis=1)
+    ranks: Ints = 1 + (values > own[:, None]).sum(axis=1)
     beyond = np.flatnonzero(own < values[:, -1])
     if beyond.size:
         ranks[beyond] = 1 + maxima.count_above(rows[beyond], own[beyond])

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raylm.messages import Logprobs
+from raylm.worker.arrays import Floats32, IntArray, Ints, Mask
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.sampling.block_maxima import BlockMaxima
 from raylm.worker.sampling.draw import RandomRows, draw_from_candidates, draw_from_rows, draw_from_weights
 from raylm.worker.sampling.logprobs import describe_tokens
 from raylm.worker.sampling.truncation import truncate_candidates, truncate_row
-
-IntArray = NDArray[np.integer[Any]]
-Positions = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 NOT_FINITE = "the model's logits are not finite"
 OVERFLOW = "the penalties made logits infinite"
@@ -33,7 +29,7 @@ class SamplerOutput:
     rows); ``failed`` holds (position in rows, reason) of rows without a usable distribution.
     """
 
-    token_ids: Positions
+    token_ids: Ints
     logprobs: Logprobs | None = None
     failed: list[tuple[int, str]] = field(default_factory=list)
 
@@ -92,7 +88,7 @@ class Sampler:
         rows = np.arange(len(token_ids))
         return describe_tokens(maxima, rows, token_ids, np.full(len(rows), top), np.isfinite(maxima.peak))
 
-    def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Positions:
+    def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Ints:
         """Give each usable row a token by the method that its parameters need; others get 0."""
         token_ids = np.zeros(len(usable), np.int64)
         greedy = sampling["temperature"] == 0
@@ -108,7 +104,7 @@ class Sampler:
         return token_ids
 
 
-def _draw_limited(maxima: BlockMaxima, rows: RandomRows, widths: tuple[int, ...]) -> Positions:
+def _draw_limited(maxima: BlockMaxima, rows: RandomRows, widths: tuple[int, ...]) -> Ints:
     """Draw truncated rows from as few of their largest logits as settle it."""
     token_ids = np.zeros(len(rows), np.int64)
     left = np.full(len(rows), True)
@@ -143,11 +139,11 @@ class StepLogits:
 
     processed: BlockMaxima
     raw: BlockMaxima
-    raw_rows: Positions
+    raw_rows: Ints
     failed: dict[int, str]
 
 
-def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, asking: NDArray[np.bool_]) -> StepLogits:
+def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, asking: Mask) -> StepLogits:
     """Apply the processors to ``logits`` [S, V] in place; rows ``asking`` [S] for log-probabilities are kept raw."""
     plans = [(processor, processor.owned(rows)) for processor in batch.processors if processor.states]
     plans = [plan for plan in plans if plan[1].size]
@@ -167,7 +163,7 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
     return StepLogits(maxima, raw, np.cumsum(asking) - 1, failed)
 
 
-def _failures(before: NDArray[np.float32], after: NDArray[np.float32]) -> dict[int, str]:
+def _failures(before: Floats32, after: Floats32) -> dict[int, str]:
     """The reasons, from each row's largest logit before and after the processors."""
     failed = {}
     for position in np.flatnonzero(~np.isfinite(before) | ~np.isfinite(after)).tolist():

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
-from raylm.worker.sampling.logits_processors import IntArray, LogitsProcessor, TokenColumns
+from raylm.worker.arrays import IntArray, Mask
+from raylm.worker.sampling.logits_processors import LogitsProcessor, TokenColumns
 from raylm.worker.sampling.thinking_budget import Phase, Progress
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
 _MASKED = (Phase.BEGINNING, Phase.ANSWERING)
 
 
-def forbid(logits: torch.Tensor, positions: IntArray, forbidden: NDArray[np.bool_]) -> None:
+def forbid(logits: torch.Tensor, positions: IntArray, forbidden: Mask) -> None:
     """Give -inf to the ``forbidden`` tokens [R, V] of the rows of ``logits`` [S, V] at ``positions`` [R].
 
     On a CPU by numpy, which takes half of torch's time.

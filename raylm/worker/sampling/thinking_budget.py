@@ -6,10 +6,10 @@ from enum import Enum
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raylm.messages import NewSequence, Thinking
-from raylm.worker.sampling.logits_processors import IntArray, LogitsProcessor, TokenColumns
+from raylm.worker.arrays import IntArray, Ints
+from raylm.worker.sampling.logits_processors import LogitsProcessor, TokenColumns
 
 
 class Phase(Enum):
@@ -57,7 +57,7 @@ class BudgetRow:
 
     __slots__ = ("_budget", "_end_token_ids", "_forbidden", "progress")
 
-    def __init__(self, new: NewSequence, thinking: Thinking, forbidden: NDArray[np.int64]) -> None:
+    def __init__(self, new: NewSequence, thinking: Thinking, forbidden: Ints) -> None:
         self.progress = Progress(thinking)
         self._forbidden = forbidden
         ids = list(thinking.closing_token_ids)
@@ -77,7 +77,7 @@ class BudgetRow:
         return self._end_token_ids[at] if at >= 0 else None
 
     @property
-    def forbidden(self) -> NDArray[np.int64]:
+    def forbidden(self) -> Ints:
         """Tokens that may not come now."""
         return self._forbidden if self.progress.phase is Phase.THINKING else self._forbidden[:0]
 

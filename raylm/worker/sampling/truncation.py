@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from raylm.worker.sampling.block_maxima import BlockMaxima, Floats, Ids
+from raylm.worker.arrays import Floats, Floats32, Ints, Mask
+from raylm.worker.sampling.block_maxima import BlockMaxima
 from raylm.worker.sampling.draw import RandomRows
-
-Mask = NDArray[np.bool_]
 
 # Slices of a row's log-probabilities by which top-p finds its cut without sorting: 64 e-folds in steps of 1/128.
 _SLICES_PER_E = 128
 _SLICES = 64 * _SLICES_PER_E
 
 
-def truncate_candidates(maxima: BlockMaxima, rows: RandomRows, width: int) -> tuple[Floats, Ids, NDArray[np.bool_]]:
+def truncate_candidates(maxima: BlockMaxima, rows: RandomRows, width: int) -> tuple[Floats, Ints, Mask]:
     """Truncate rows by looking at their ``width`` largest logits only.
 
     Returns:
@@ -48,9 +46,7 @@ def truncate_candidates(maxima: BlockMaxima, rows: RandomRows, width: int) -> tu
     return weights, ids, ~(kept & (values == values[:, -1:])).any(axis=1) | everything
 
 
-def _totals(
-    maxima: BlockMaxima, rows: RandomRows, sums: Floats, last: NDArray[np.float32], open_ended: NDArray[np.bool_]
-) -> Floats:
+def _totals(maxima: BlockMaxima, rows: RandomRows, sums: Floats, last: Floats32, open_ended: Mask) -> Floats:
     """What top-p takes its share of: the candidates' sum, and for ``open_ended`` rows the whole row's; [R].
 
     Where top-p is the only limit, the maxima of the blocks bound the rest of the row; the sum over the whole row is
@@ -70,21 +66,21 @@ def _totals(
     return totals
 
 
-def _kth_largest(values: NDArray[np.float32], top_k: Ids) -> NDArray[np.float32]:
+def _kth_largest(values: Floats32, top_k: Ints) -> Floats32:
     """The k-th largest candidate of each row, [R, 1]; -inf where there are fewer."""
     count = values.shape[1]
     kth = values[np.arange(len(values)), np.minimum(top_k, count) - 1]
     return np.where(top_k <= count, kth, -np.inf)[:, None].astype(np.float32)
 
 
-def _splits_equals(values: NDArray[np.float32], inside: Mask, kept: Mask) -> NDArray[np.bool_]:
+def _splits_equals(values: Floats32, inside: Mask, kept: Mask) -> Mask:
     """Whether [R] top-p cuts through equal logits: kept tokens come first, so the two beside the cut tell."""
     dropped = inside[:, 1:] & ~kept[:, 1:]
     split: Mask = (dropped & kept[:, :-1] & (values[:, 1:] == values[:, :-1])).any(axis=1)
     return split
 
 
-def _settle_equals(values: NDArray[np.float32], ids: Ids, inside: Mask, kept: Mask) -> Mask:
+def _settle_equals(values: Floats32, ids: Ints, inside: Mask, kept: Mask) -> Mask:
     """Keep as many of the equal logits, but those with the smallest ids."""
     cut = np.where(kept, values, np.inf).min(axis=1, keepdims=True)
     equal = inside & (values == cut)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-IntArray = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
+from raylm.worker.arrays import Floats, IntArray, Ints
 
 # Level 0, 1, 2: matches of 2, 3, 4 tokens, which look up to 3 tokens back from their end.
 _LEVELS = np.arange(3)

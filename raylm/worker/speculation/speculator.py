@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from raylm.step_cost import StepCost
+from raylm.worker.arrays import Floats, Ints
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import Speculator
 from raylm.worker.input_batch import InputBatch
-from raylm.worker.speculation.ngram import Floats, Ints, NGramDrafts, NGramIndex
+from raylm.worker.speculation.ngram import NGramDrafts, NGramIndex
 from raylm.worker.step_batch import StepBatch
 
 # A size of step is measured anew after so many others: other processes may have slowed down what was slow once.

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
+from raylm.worker.arrays import Ints
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import AsyncDecode
-from raylm.worker.gpu.async_decode import GPUAsyncDecode, Ints
+from raylm.worker.gpu.async_decode import GPUAsyncDecode
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import create_async_decode

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.worker.speculation.ngram import IntArray, Ints, NGramDrafts, NGramIndex
+from raylm.worker.arrays import IntArray, Ints
+from raylm.worker.speculation.ngram import NGramDrafts, NGramIndex
 
 ROWS, LENGTH, MOST = 4, 64, 6
 

@@ -16,7 +16,7 @@ from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreRequest, Logprobs
 from raylm.params import SamplingParams
 from raylm.worker import Worker
-from raylm.worker.speculation.ngram import Floats, IntArray, Ints
+from raylm.worker.arrays import Floats, IntArray, Ints
 from raylm.worker.speculation.speculator import NGramSpeculator
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import random_prompt
