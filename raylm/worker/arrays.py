@@ -1,4 +1,4 @@
-"""Short names of numpy's array types."""
+"""Short names of numpy's array types, and what ragged columns need."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ IntArray = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+
+
+def ragged(counts: Ints) -> tuple[Ints, Ints]:
+    """Of so many entries for each place, one place after the other: each entry's place, and its index within it."""
+    places = np.repeat(np.arange(len(counts)), counts)
+    return places, np.arange(len(places)) - (np.cumsum(counts) - counts)[places]

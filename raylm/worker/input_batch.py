@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from raylm.messages import NewSequence
-from raylm.worker.arrays import IntArray, Ints, Mask
+from raylm.worker.arrays import IntArray, Ints, Mask, ragged
 from raylm.worker.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor
 from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
 from raylm.worker.sampling.thinking_budget import ThinkingBudget
@@ -148,9 +148,8 @@ class InputBatch:
         if len(block_ids) == 0:
             return
         added = np.asarray(counts, np.int64)
-        first = self.num_blocks[rows] - (np.cumsum(added) - added)
-        columns = np.arange(len(block_ids)) + np.repeat(first, added)
-        self.block_tables[np.repeat(rows, added), columns] = block_ids
+        places, offsets = ragged(added)
+        self.block_tables[rows[places], self.num_blocks[rows][places] + offsets] = block_ids
         self.num_blocks[rows] += added.astype(np.int32)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray, offsets: IntArray | int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count, takewhile
 
 import torch
 
@@ -33,24 +34,20 @@ def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
         return run(limits)
     except torch.OutOfMemoryError as error:
         cause = error.with_traceback(None)  # its frames would keep what smaller steps need
-    fitting = _fitting(run, limits)
+    halves = takewhile(lambda size: size >= _FEWEST_TOKENS, (limits.max_num_tokens >> i for i in count(1)))
+    fitting = next((size for size in halves if _fits(run, limits, size)), None)
     raise ConfigError(
         f"scheduler.max_num_batched_tokens: a step of {limits.max_num_tokens} tokens does not fit into the memory "
         f"that the weights leave; {f'{fitting} tokens do' if fitting else 'nor does any smaller one'}."
     ) from cause
 
 
-def _fitting(run: Callable[[StepLimits], int], limits: StepLimits) -> int | None:
-    """The largest half, quarter, .. of a step that fits."""
-    tokens = limits.max_num_tokens // 2
-    while tokens >= _FEWEST_TOKENS:
-        try:
-            run(replace(limits, max_num_tokens=tokens, max_num_seqs=min(limits.max_num_seqs, tokens)))
-        except torch.OutOfMemoryError:
-            tokens //= 2
-        else:
-            return tokens
-    return None
+def _fits(run: Callable[[StepLimits], int], limits: StepLimits, tokens: int) -> bool:
+    try:
+        run(replace(limits, max_num_tokens=tokens, max_num_seqs=min(limits.max_num_seqs, tokens)))
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 def profile_run(
@@ -98,15 +95,16 @@ def _lengths(tokens: int, seqs: int, longest: int) -> list[int]:
 
 def _plan(lengths: list[int], blocks: int) -> SchedulerOutput:
     """All sequences write to the same blocks: what they compute is of no interest."""
-    table, count = list(range(blocks)), len(lengths)
+    table, zeros = list(range(blocks)), [0] * len(lengths)
+    new = [NewSequence(at, [0] * n, n, table, SamplingParams(), seed=0) for at, n in enumerate(lengths)]
     return SchedulerOutput(
-        step=0,
-        finished=[],
-        new=[NewSequence(at, [0] * n, n, table, SamplingParams(), seed=0) for at, n in enumerate(lengths)],
-        seq_ids=list(range(count)),
-        num_computed=[0] * count,
-        num_scheduled=lengths,
-        samples=[True] * count,
-        new_block_counts=[0] * count,
+        0,
+        [],
+        new,
+        list(range(len(new))),
+        zeros,
+        lengths,
+        samples=[True] * len(new),
+        new_block_counts=zeros,
         new_block_ids=[],
     )

@@ -50,16 +50,12 @@ class ModelRunner:
         self._prompt_logprobs: dict[int, int] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Apply the difference, run the step, draw tokens and keep them.
-
-        Raises:
-            RuntimeError: the plan contradicts what the worker holds.
-        """
+        """Run a step and wait for its output."""
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """The same, but what is returned gives the output, and may wait for it while the next step is launched.
+        """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output.
 
         Raises:
             RuntimeError: the plan contradicts what the worker holds.

@@ -85,15 +85,6 @@ class _Loaded:
     grammars: Grammars
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The KV pool."""
-
-    pool: KVCacheSize
-    kv_caches: list[torch.Tensor]
-    with_graphs: bool
-
-
 @torch.inference_mode()
 def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[ModelRunner, WorkerInfo]:
     """Meet the other ranks, load the weights, profile, allocate the KV pool.
@@ -112,22 +103,22 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
     with stages("profile run"):
         activations = _profile(config, rank, loaded)
     with stages("allocate KV cache"):
-        memory = _allocate(config, rank, loaded, activations)
-        runner = _runner(config, rank, loaded, memory)
+        pool = _size_pool(config, rank, loaded, activations)
+        runner = _runner(config, rank, loaded, pool)
     if runner.forward.captures:
         with stages("capture CUDA graphs"):
             runner.forward.capture_at_start()
     return runner, WorkerInfo(
-        num_blocks=memory.pool.num_blocks,
+        num_blocks=pool.num_blocks,
         block_size=config.cache.block_size,
-        max_model_len=memory.pool.max_model_len,
+        max_model_len=pool.max_model_len,
         vocab_size=loaded.model.vocab_size,
         device=str(rank.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention_backend=loaded.backend.name,
         threads=loaded.threads,
         weights_bytes=loaded.weights_bytes,
-        kv_cache_bytes=memory.pool.num_blocks * memory.pool.block_bytes,
+        kv_cache_bytes=pool.num_blocks * pool.block_bytes,
         stages=stages.done,
         quantization=loaded.model.quantization,
         tensor_parallel_size=rank.ranks.size,
@@ -175,27 +166,25 @@ def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
     return largest_step(run, limits)
 
 
-def _allocate(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> _Memory:
-    model, backend, size = loaded.model, loaded.backend, config.cache.block_size
-    bytes_each = block_bytes(backend, model.attention_specs, size, loaded.dtype)
+def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> KVCacheSize:
+    bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
     free, default = rank.ranks.least(free_memory(rank.device, activations, rank.ranks.size))
-    pool = size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
-    capturable = rank.device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
-    with_graphs = capturable and _wants_graphs(config.engine)
-    num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
-    kv_caches = allocate(backend, model.attention_specs, num_blocks, size, loaded.dtype, rank.device)
-    return _Memory(pool, kv_caches, with_graphs)
+    return size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
 
 
-def _runner(config: Config, rank: _Rank, loaded: _Loaded, memory: _Memory) -> ModelRunner:
-    model, device, longest = loaded.model, rank.device, memory.pool.max_model_len
+def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
+    model, backend, device, longest = loaded.model, loaded.backend, rank.device, pool.max_model_len
     drafts, limits = config.scheduler.speculative_tokens, _limits(config, longest)
     batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, device, loaded.grammars)
-    forward = select_forward(model, loaded.backend, memory.kv_caches, limits)
-    if memory.with_graphs and isinstance(forward, ModuleForward):
-        forward = GRAPH_FORWARDS[device.type](forward, limits, memory.pool.num_blocks, device)
+    capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
+    with_graphs = capturable and _wants_graphs(config.engine)
+    num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
+    kv_caches = allocate(backend, model.attention_specs, num_blocks, limits.block_size, loaded.dtype, device)
+    forward = select_forward(model, backend, kv_caches, limits)
+    if with_graphs and isinstance(forward, ModuleForward):
+        forward = GRAPH_FORWARDS[device.type](forward, limits, pool.num_blocks, device)
     # What is left to torch beside native products and attention is small: waking its threads takes longer.
-    is_native = loaded.backend.name == "cpu" and not model.torch_multiplies
+    is_native = backend.name == "cpu" and not model.torch_multiplies
     torch.set_num_threads(loaded.threads if isinstance(forward, ModuleForward) and not is_native else 1)
     return ModelRunner(
         forward,

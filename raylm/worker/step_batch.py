@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raylm.messages import SchedulerOutput
-from raylm.worker.arrays import IntArray, Ints, Mask
+from raylm.worker.arrays import IntArray, Ints, Mask, ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,8 @@ class DrawRows:
 
     @classmethod
     def of(cls, step: StepBatch) -> DrawRows:
-        draws, ends = step.draws, np.cumsum(step.counts)
-        places = np.repeat(np.arange(len(draws)), draws)
-        offsets = np.arange(len(places)) - np.repeat(np.cumsum(draws) - draws, draws)
-        return cls(places, offsets, (ends - draws)[places] + offsets)
+        places, offsets = ragged(step.draws)
+        return cls(places, offsets, (np.cumsum(step.counts) - step.draws)[places] + offsets)
 
     def accepted(self, matches: Mask) -> Mask:
         """Which draws count [D]: those before the first of their sequence that missed its draft, and that one.

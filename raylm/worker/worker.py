@@ -56,15 +56,11 @@ class Worker:
         return info
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; steps come in the order in which they were planned.
-
-        Raises:
-            RuntimeError: the worker is not running, or the plan contradicts what it holds.
-        """
+        """Run one step as ``launch`` does, and wait for its output."""
         return self.launch(plan)()
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start one step; what is returned waits for its output, on any thread, while the next one is started.
+        """Start a step, in the order in which they were planned; what is returned waits for its output, on any thread.
 
         Raises:
             RuntimeError: the worker is not running, or the plan contradicts what it holds.

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from itertools import product
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,10 +24,8 @@ _AT_START = 256  # most sequences that a graph is captured for before the first 
 _WARM_UPS = 2
 
 
-class Capture(Protocol):
-    """Turns ``run``, which reads and writes the same memory every time, into something that does it again."""
-
-    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
+Run = Callable[[], Tensor]
+Capture = Callable[[Run], Run]  # turns a call that always reads and writes the same memory into its replay
 
 
 class CudaCapture:
@@ -41,7 +38,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, run: Run) -> Run:
         # Kernels are compiled, and libraries choose their workspaces, before anything is captured.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -137,7 +134,7 @@ class GraphForward(Forward):
     ) -> None:
         self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
-        self._graphs: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
+        self._graphs: dict[tuple[int, int], Run | None] = {}
 
     @property
     def captured(self) -> list[tuple[int, int]]:
@@ -175,7 +172,7 @@ class GraphForward(Forward):
     def _width(self, tokens: int) -> int:
         return table_width(tokens, self._limits.block_size, self._limits.max_blocks)
 
-    def _graph(self, size: int, width: int) -> Callable[[], Tensor] | None:
+    def _graph(self, size: int, width: int) -> Run | None:
         key = size, width
         if key not in self._graphs:
             inputs = self._buffers.inputs(size, width)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ class Grammars:
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         self.eos_token_ids = eos_token_ids
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._fresh = lru_cache(MAX_KEPT)(self._compile)
         self._thread = ThreadPoolExecutor(1, "raylm-grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         if eos_token_ids:
@@ -44,15 +44,14 @@ class Grammars:
         """A matcher behind the tokens of ``answer``."""
         return self._thread.submit(self._make, grammar, answer)
 
-    def _make(self, grammar: str, answer: list[int]) -> LLMatcher:
+    def _compile(self, grammar: str) -> LLMatcher:
         from raylm.grammar import matcher
 
         assert self._tokenizer is not None, "the front end lets no grammar pass to a model without an end token"
-        fresh = self._kept.pop(grammar, None) or matcher(self._tokenizer.result(), grammar)
-        self._kept[grammar] = fresh
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        found = fresh.deep_copy()
+        return matcher(self._tokenizer.result(), grammar)
+
+    def _make(self, grammar: str, answer: list[int]) -> LLMatcher:
+        found = self._fresh(grammar).deep_copy()
         for token in answer:
             if not found.is_stopped():
                 found.consume_token(token)

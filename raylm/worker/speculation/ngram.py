@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raylm.worker.arrays import Floats, IntArray, Ints
+from raylm.worker.arrays import Floats, IntArray, Ints, ragged
 
 # Level 0, 1, 2: matches of 2, 3, 4 tokens, which look up to 3 tokens back from their end.
 _LEVELS = np.arange(3)
@@ -51,8 +51,8 @@ class NGramIndex:
         starts = self._indexed[rows]
         counts = np.maximum(last - starts, 0)
         self._indexed[rows] = starts + counts
-        owners = np.repeat(rows, counts)
-        ends = np.arange(len(owners)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        places, offsets = ragged(counts)
+        owners, ends = rows[places], starts[places] + offsets
         slots = self._slots(token_ids[owners, ends - _BACK[:, None]])
         self._ends[_LEVELS[:, None], owners, slots] = ends
 

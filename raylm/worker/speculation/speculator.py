@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from raylm.step_cost import StepCost
-from raylm.worker.arrays import Floats, Ints
+from raylm.worker.arrays import Floats, Ints, ragged
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import Speculator
 from raylm.worker.input_batch import InputBatch
@@ -86,9 +86,8 @@ class NGramSpeculator(Speculator):
             self._pause = self._steps_to_skip = min(2 * self._pause + 1, _LONGEST_PAUSE)
             return step
         self._pause = 0
-        owners = np.repeat(rows, counts)
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        batch.token_ids[owners, np.repeat(known, counts) + offsets] = self._drafts.tokens[owners, offsets]
+        places, offsets = ragged(counts)
+        batch.token_ids[rows[places], known[places] + offsets] = self._drafts.tokens[rows[places], offsets]
         added = np.zeros_like(step.counts)
         added[at] = counts
         grown = replace(step, counts=step.counts + added, draws=step.draws + added)
