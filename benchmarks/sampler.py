@@ -106,7 +106,7 @@ def run_case(case: str, logits: torch.Tensor, repeats: int) -> tuple[float, floa
     """(the sampler's ms, the plain way's ms) for a batch of equal requests."""
     fields, plain = CASES[case]
     count, vocab_size = logits.shape
-    batch = InputBatch(count, 2 * PROMPT_TOKENS, 16, vocab_size, "cpu")
+    batch = InputBatch(count, 2 * PROMPT_TOKENS, 16, vocab_size)
     prompts = np.random.default_rng(0).integers(0, vocab_size, (count, PROMPT_TOKENS))
     for i, prompt in enumerate(prompts.tolist()):
         batch.add(NewSequence(i, prompt, PROMPT_TOKENS // 2, [0], SamplingParams(**fields), seed=i))

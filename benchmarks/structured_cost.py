@@ -85,7 +85,7 @@ def step_costs(grammars: Grammars, grammar: str, size: int, count: int) -> str:
     """Without forms, and with a form for each row, in ms."""
     found = []
     for form in (None, grammar):
-        batch, sampler = InputBatch(count, 64, 16, size, "cpu", grammars), Sampler()
+        batch, sampler = InputBatch(count, 64, 16, size, grammars), Sampler()
         for i in range(count):
             batch.add(NewSequence(i, [5, 6], 2, [0], SamplingParams(temperature=0.0), i, grammar=form))
         rows, logits, times = batch.rows(range(count)), torch.randn(count, size), []

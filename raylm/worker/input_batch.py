@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from raylm.messages import NewSequence
 from raylm.worker.arrays import IntArray, Ints, Mask, ragged
@@ -48,11 +47,9 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        device: torch.device | str,
         grammars: Grammars | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
@@ -67,12 +64,6 @@ class InputBatch:
         )
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._row_of
 
     def add(self, new: NewSequence) -> int:
         """Give the sequence a row and fill it; on an error nothing has changed.

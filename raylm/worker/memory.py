@@ -70,7 +70,7 @@ def profile_run(
     size = limits.block_size
     blocks = -(-(max(lengths) + 1) // size)  # one more for the drawn token
     step = StepLimits(sum(lengths), len(lengths), blocks, size)
-    batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size, device)
+    batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size)
     kv_caches = allocate(backend, model.attention_specs, blocks, size, dtype, device)
     forward = select_forward(model, backend, kv_caches, step)
     runner = ModelRunner(forward, batch, InputBuffers(step, device), sampler=sampler)

@@ -20,7 +20,6 @@ from raylm.native import use_threads
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.distributed.process_group import join_ranks
-from raylm.worker.distributed.rank_sampler import RankSampler
 from raylm.worker.distributed.rendezvous import Rendezvous
 from raylm.worker.features import AsyncDecode, Speculator
 from raylm.worker.forward import Forward, ModuleForward, select_forward
@@ -130,7 +129,7 @@ def _join(config: Config, rendezvous: Rendezvous) -> _Rank:
     device = resolve_device(config.device)
     check_extras(config, device)
     ranks = join_ranks(rendezvous, config.engine.tensor_parallel_size, device)
-    return _Rank(device, ranks, RankSampler(ranks) if ranks.size > 1 else Sampler(), most_threads)
+    return _Rank(device, ranks, Sampler(ranks=ranks), most_threads)
 
 
 def _load(config: Config, rank: _Rank) -> _Loaded:
@@ -175,7 +174,7 @@ def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -
 def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
     model, backend, device, longest = loaded.model, loaded.backend, rank.device, pool.max_model_len
     drafts, limits = config.scheduler.speculative_tokens, _limits(config, longest)
-    batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, device, loaded.grammars)
+    batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, loaded.grammars)
     capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
     with_graphs = capturable and _wants_graphs(config.engine)
     num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's

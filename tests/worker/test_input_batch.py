@@ -27,7 +27,7 @@ class Model:
     def check(self, batch: InputBatch) -> None:
         ids = list(self.tokens)
         rows = batch.rows(ids)
-        assert len(set(rows.tolist())) == len(ids) == len(batch)
+        assert len(set(rows.tolist())) == len(ids) == len(batch._row_of)
         for seq_id, row in zip(ids, rows.tolist(), strict=True):
             assert batch.token_ids[row, : batch.num_tokens[row]].tolist() == self.tokens[seq_id]
             assert batch.block_tables[row, : batch.num_blocks[row]].tolist() == self.blocks[seq_id]
@@ -38,7 +38,7 @@ class Model:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_columns_follow_random_lives(data: st.DataObject) -> None:
-    batch, model, next_id, next_block = InputBatch(ROWS, LENGTH, BLOCK, VOCAB, "cpu"), Model(), 0, 0
+    batch, model, next_id, next_block = InputBatch(ROWS, LENGTH, BLOCK, VOCAB), Model(), 0, 0
     for _ in range(data.draw(st.integers(1, 12))):
         for seq_id in data.draw(
             st.lists(st.sampled_from(sorted(model.tokens)), unique=True) if model.tokens else st.just([])
@@ -67,7 +67,7 @@ def test_columns_follow_random_lives(data: st.DataObject) -> None:
 
 
 def test_sampling_columns_hold_resolved_parameters() -> None:
-    batch = InputBatch(ROWS, LENGTH, BLOCK, VOCAB, "cpu")
+    batch = InputBatch(ROWS, LENGTH, BLOCK, VOCAB)
     plain = batch.add(new_sequence(1, [1], [0]))
     off = batch.add(new_sequence(2, [1], [0], top_k=0, logprobs=0))
     rich = batch.add(new_sequence(3, [1], [0], temperature=0.5, top_p=0.9, min_p=0.1, top_k=7, logprobs=4))
@@ -85,17 +85,17 @@ def test_sampling_columns_hold_resolved_parameters() -> None:
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused_and_leave_no_trace(fields: dict[str, object], param: str) -> None:
-    batch = InputBatch(1, LENGTH, BLOCK, VOCAB, "cpu")
+    batch = InputBatch(1, LENGTH, BLOCK, VOCAB)
     with pytest.raises(InvalidRequestError, match=param) as caught:
         batch.add(new_sequence(1, [1], [0], presence_penalty=1.0, **fields))
     assert caught.value.param == param
-    assert 1 not in batch
+    assert 1 not in batch._row_of
     assert not any(processor.states for processor in batch.processors)
     batch.add(new_sequence(2, [1], [0]))
 
 
 def test_misuse_is_named() -> None:
-    batch = InputBatch(2, LENGTH, BLOCK, VOCAB, "cpu")
+    batch = InputBatch(2, LENGTH, BLOCK, VOCAB)
     batch.add(new_sequence(1, [1], [0]))
     with pytest.raises(RuntimeError, match="1 has a row"):
         batch.add(new_sequence(1, [1], [0]))
@@ -111,7 +111,7 @@ def test_misuse_is_named() -> None:
 
 
 def test_a_freed_row_forgets_what_its_sequence_asked() -> None:
-    batch = InputBatch(1, LENGTH, BLOCK, VOCAB, "cpu")
+    batch = InputBatch(1, LENGTH, BLOCK, VOCAB)
     rare = {"presence_penalty": 1.0, "logit_bias": {1: 1.0}, "allowed_token_ids": (1, 2), "min_tokens": 2}
     params = SamplingParams(**rare, thinking_token_budget=3)  # type: ignore[arg-type]
     more = {"bad_words_token_ids": ((3,),), "thinking": Thinking(4, 5, (5,), begun=True)}

@@ -1,1 +1,1 @@
-"""The ranks of a tensor-parallel engine: rendezvous, process group, sampling on rank 0."""
+"""The ranks of a tensor-parallel engine: rendezvous and process group."""

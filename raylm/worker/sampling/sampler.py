@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from raylm.messages import Logprobs
+from raylm.models import ALONE, Ranks
 from raylm.worker.arrays import Floats32, IntArray, Ints, Mask
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.sampling.block_maxima import BlockMaxima
@@ -43,12 +44,16 @@ class Sampler:
     at first, then 64, then 256 if those do not settle it, and only then from the whole row. A raw logit of -inf is a
     token that cannot be drawn; NaN, +inf, or -inf everywhere fail the row.
 
+    Of several ranks, rank 0 alone has logits, draws, and reports failed rows and log-probabilities; the others take
+    over its tokens. Each could draw for itself, from the same logits by the same random numbers, but the smallest
+    difference, in a kernel, a mask or a clock, would let ranks go on with different tokens unnoticed.
+
     Args:
         widths: how many of the largest logits to try, in rising order; () always takes the whole row.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (32, 64, 256)) -> None:
-        self._widths = widths
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 256), ranks: Ranks = ALONE) -> None:
+        self._widths, self._ranks = widths, ranks
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None
@@ -61,10 +66,12 @@ class Sampler:
         Raises:
             ValueError: the logits have another shape than rows and vocabulary.
         """
-        if logits.shape != (len(rows), batch.vocab_size):
-            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(rows), batch.vocab_size)}")
         if not len(rows):
             return SamplerOutput(np.zeros(0, np.int64))
+        if self._ranks.rank:
+            return SamplerOutput(self._ranks.broadcast(torch.empty(len(rows), dtype=torch.int64)).numpy())
+        if logits.shape != (len(rows), batch.vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(rows), batch.vocab_size)}")
         sampling = batch.sampling[rows]
         asking = sampling["logprobs"] != NO_LOGPROBS
         step = process_logits(logits.float().contiguous(), rows, batch, asking)
@@ -72,6 +79,7 @@ class Sampler:
         usable[list(step.failed)] = False
         lengths = batch.num_tokens[rows] if offsets is None else batch.num_tokens[rows] + offsets
         token_ids = self._draw(step.processed, usable, sampling, lengths)
+        self._ranks.broadcast(torch.from_numpy(token_ids))
         logprobs = None
         if asking.any():
             logprobs = describe_tokens(step.raw, step.raw_rows, token_ids, sampling["logprobs"], asking & usable)
@@ -82,7 +90,7 @@ class Sampler:
 
         A token whose logits are not finite gets no entries.
         """
-        if not len(token_ids):
+        if self._ranks.rank or not len(token_ids):
             return Logprobs([], [], [], [])
         maxima = BlockMaxima(logits.float().contiguous())
         rows = np.arange(len(token_ids))

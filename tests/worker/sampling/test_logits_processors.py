@@ -28,7 +28,7 @@ VOCAB, PROMPT, OUTPUT, COUNT = 60, [5, 6, 7, 5], [20, 21, 20, 22, 23], 4
 
 def run(news: list[NewSequence], logits: torch.Tensor, drawn: int = 0) -> torch.Tensor:
     """The logits after all processors; the last ``drawn`` tokens are appended one by one."""
-    batch = InputBatch(len(news) + 1, 64, 16, VOCAB, "cpu")
+    batch = InputBatch(len(news) + 1, 64, 16, VOCAB)
     batch.add(NewSequence(-1, [0], 1, [0], SamplingParams(), 0))
     for new in news:
         short = new.token_ids[: len(new.token_ids) - drawn]
@@ -176,7 +176,7 @@ def test_everything_at_once_in_the_documented_order() -> None:
 def test_few_allowed_tokens_are_settled_among_candidates() -> None:
     logits = torch.full((COUNT, 400), -torch.inf)
     logits[:, [3, 300]] = torch.tensor([1.0, 2.0])
-    batch = InputBatch(COUNT, 64, 16, 400, "cpu")
+    batch = InputBatch(COUNT, 64, 16, 400)
     rows = np.array([batch.add(new) for new in sequences(SamplingParams(top_k=50))])
     maxima = BlockMaxima(logits)
     chosen = RandomRows.gather(np.arange(COUNT), batch.sampling[rows], batch.num_tokens[rows], maxima.peak)
@@ -194,7 +194,7 @@ def test_truncation(fields: dict[str, float], temperature: float) -> None:
     warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
     logits = random_logits(seed=int(10 * temperature))
     expected = expect(warpers, sequences(params), logits).softmax(dim=1).double()
-    batch = InputBatch(COUNT, 64, 16, VOCAB, "cpu")
+    batch = InputBatch(COUNT, 64, 16, VOCAB)
     rows = np.array([batch.add(new) for new in sequences(params)])
     maxima = BlockMaxima(logits)
     chosen = RandomRows.gather(np.arange(COUNT), batch.sampling[rows], batch.num_tokens[rows], maxima.peak)

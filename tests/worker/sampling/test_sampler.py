@@ -47,13 +47,13 @@ def test_a_row_does_not_see_its_neighbours() -> None:
     logits = random_logits(40)
     alone: list[tuple[int, Any]] = []
     for i, new in enumerate(news):
-        batch = InputBatch(1, 16, 16, VOCAB, "cpu")
+        batch = InputBatch(1, 16, 16, VOCAB)
         batch.add(new)
         out = Sampler().sample(logits[i : i + 1].clone(), np.array([0]), batch)
         alone.append((int(out.token_ids[0]), out.logprobs and split(out.logprobs)[0]))
     generator = np.random.default_rng(0)
     for size in (2, 7, 40):
-        batch = InputBatch(64, 16, 16, VOCAB, "cpu")
+        batch = InputBatch(64, 16, 16, VOCAB)
         chosen = generator.permutation(40)[:size]
         for i in chosen:
             batch.add(news[i])
@@ -73,7 +73,7 @@ def toy_model(tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("fields", KINDS, ids=str)
 def test_preemption_and_restart_change_nothing(fields: dict[str, Any]) -> None:
     def generate(preempted_at: set[int], restarted_at: set[int]) -> list[int]:
-        tokens, batch, sampler = [7, 8], InputBatch(4, 64, 16, VOCAB, "cpu"), Sampler()
+        tokens, batch, sampler = [7, 8], InputBatch(4, 64, 16, VOCAB), Sampler()
         row = batch.add(make(3, tokens, **fields))
         for step in range(14):
             if step in preempted_at:
@@ -82,7 +82,7 @@ def test_preemption_and_restart_change_nothing(fields: dict[str, Any]) -> None:
                 row = batch.add(make(3, tokens, **fields))
                 batch.remove(100 + step)
             if step in restarted_at:
-                batch, sampler = InputBatch(2, 64, 16, VOCAB, "cpu"), Sampler()
+                batch, sampler = InputBatch(2, 64, 16, VOCAB), Sampler()
                 row = batch.add(make(3, tokens, **fields))
             rows = np.array([row])
             drawn = sampler.sample(toy_model(tokens), rows, batch).token_ids
@@ -96,7 +96,7 @@ def test_preemption_and_restart_change_nothing(fields: dict[str, Any]) -> None:
 
 
 def test_seeds_and_positions_give_different_draws() -> None:
-    batch = InputBatch(200, 120, 16, VOCAB, "cpu")
+    batch = InputBatch(200, 120, 16, VOCAB)
     rows = np.array([batch.add(make(i, [1] * (1 + i % 100), 1)) for i in range(200)])
     drawn = Sampler().sample(torch.zeros(200, VOCAB), rows, batch).token_ids
     assert len(set(drawn.tolist())) > 150
@@ -109,7 +109,7 @@ def test_greedy_takes_the_smallest_id_among_equals() -> None:
     logits[2, [776, 10]] = 3.0
     logits[3] = -torch.inf
     logits[3, 776] = -1e30
-    batch = InputBatch(4, 16, 16, VOCAB, "cpu")
+    batch = InputBatch(4, 16, 16, VOCAB)
     rows = np.array([batch.add(make(i, [1], temperature=0.0)) for i in range(4)])
     assert Sampler().sample(logits, rows, batch).token_ids.tolist() == [0, 300, 10, 776]
 
@@ -117,7 +117,7 @@ def test_greedy_takes_the_smallest_id_among_equals() -> None:
 def test_no_temperature_is_too_small() -> None:
     logits = random_logits(2)
     logits[1, [40, 50]] = 30.0
-    batch = InputBatch(400, 16, 16, VOCAB, "cpu")
+    batch = InputBatch(400, 16, 16, VOCAB)
     rows = np.array([batch.add(make(i, [1], 1, temperature=10.0 ** -(i % 320))) for i in range(400)])[100:]
     drawn = Sampler().sample(logits[1:].repeat(300, 1), rows, batch).token_ids
     assert set(drawn.tolist()) == {40, 50}
@@ -131,7 +131,7 @@ def test_logprobs_describe_the_raw_distribution() -> None:
     fields = [
         {"logprobs": top, "temperature": i // 6 * 1.3, "logit_bias": {9: 30.0 * (i % 2)}} for i, top in enumerate(tops)
     ]
-    batch = InputBatch(count, 16, 16, VOCAB, "cpu")
+    batch = InputBatch(count, 16, 16, VOCAB)
     rows = np.array([batch.add(make(i, [1], 1, **f)) for i, f in enumerate(fields)])
     out = Sampler().sample(logits.clone(), rows, batch)
     assert out.logprobs is not None
@@ -152,7 +152,7 @@ def test_logprobs_describe_the_raw_distribution() -> None:
 def test_logprobs_leave_out_what_cannot_be_drawn() -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, [600, 3, 40]] = torch.tensor([1.0, 1.0, 2.0])
-    batch = InputBatch(1, 16, 16, VOCAB, "cpu")
+    batch = InputBatch(1, 16, 16, VOCAB)
     rows = np.array([batch.add(make(0, [1], 1, temperature=0.0, logprobs=5))])
     out = Sampler().sample(logits, rows, batch).logprobs
     assert out is not None
@@ -161,7 +161,7 @@ def test_logprobs_leave_out_what_cannot_be_drawn() -> None:
 
 
 def test_nobody_asks_for_logprobs() -> None:
-    batch = InputBatch(2, 16, 16, VOCAB, "cpu")
+    batch = InputBatch(2, 16, 16, VOCAB)
     rows = np.array([batch.add(make(i, [1], 1)) for i in range(2)])
     assert Sampler().sample(random_logits(2), rows, batch).logprobs is None
 
@@ -203,7 +203,7 @@ def test_failed_rows_have_reasons_and_harm_nobody() -> None:
     bad[8:12] = -torch.inf
     bad[17, 9] = torch.nan
     bad[18, 1] = 1e9
-    batch = InputBatch(20, 16, 16, VOCAB, "cpu")
+    batch = InputBatch(20, 16, 16, VOCAB)
     rows = np.array([batch.add(new) for new in news])
     out = Sampler().sample(bad, rows, batch)
     reasons = dict(out.failed)
@@ -221,7 +221,7 @@ def test_failed_rows_have_reasons_and_harm_nobody() -> None:
 
 
 def test_shapes_and_types() -> None:
-    batch = InputBatch(2, 16, 16, VOCAB, "cpu")
+    batch = InputBatch(2, 16, 16, VOCAB)
     rows = np.array([batch.add(make(i, [1], 1)) for i in range(2)])
     with pytest.raises(ValueError, match="777"):
         Sampler().sample(torch.zeros(2, VOCAB + 1), rows, batch)

@@ -54,7 +54,7 @@ def test_frequencies(fields: dict[str, Any], vocab_size: int) -> None:
     row = generator.normal(0, 1.5, vocab_size).astype(np.float32)
     tokens = [3, 4, 5, 3, 9, 9, 9, 1]
     params = SamplingParams(**fields)
-    batch = InputBatch(DRAWS, 16, 16, vocab_size, "cpu")
+    batch = InputBatch(DRAWS, 16, 16, vocab_size)
     for seed in range(DRAWS):
         batch.add(NewSequence(seed, tokens, 3, [0], params, seed))
     logits = torch.from_numpy(row).expand(DRAWS, -1).clone()
@@ -77,7 +77,7 @@ def assert_frequencies(counts: np.ndarray, probabilities: np.ndarray) -> None:
 def test_frequencies_over_positions_of_few_seeds() -> None:
     vocab_size = 700
     row = np.random.default_rng(5).normal(0, 2, vocab_size).astype(np.float32)
-    batch = InputBatch(DRAWS, 241, 16, vocab_size, "cpu")
+    batch = InputBatch(DRAWS, 241, 16, vocab_size)
     for i in range(DRAWS):
         batch.add(NewSequence(i, [1] * (1 + i % 240), 1, [0], SamplingParams(), seed=i // 240))
     drawn = Sampler().sample(torch.from_numpy(row).expand(DRAWS, -1).clone(), np.arange(DRAWS), batch).token_ids
@@ -125,7 +125,7 @@ def sequences(draw: st.DrawFn, seq_id: int, vocab_size: int) -> NewSequence:
 @given(cases())
 def test_every_way_draws_what_the_reference_draws(case: tuple[np.ndarray, list[NewSequence]]) -> None:
     logits, news = case
-    batch = InputBatch(len(news), 16, 16, logits.shape[1], "cpu")
+    batch = InputBatch(len(news), 16, 16, logits.shape[1])
     rows = np.array([batch.add(new) for new in news])
     drawn = {way: sampler.sample(torch.from_numpy(logits.copy()), rows, batch) for way, sampler in WAYS.items()}
     for i, new in enumerate(news):
@@ -143,7 +143,7 @@ def test_every_way_draws_what_the_reference_draws(case: tuple[np.ndarray, list[N
 def test_top_p_that_falls_exactly_between_equals_keeps_the_smallest_ids(way: str, vocab_size: int) -> None:
     logits = torch.full((400, vocab_size), -torch.inf)
     logits[:, -8:] = 1.0
-    batch = InputBatch(400, 16, 16, vocab_size, "cpu")
+    batch = InputBatch(400, 16, 16, vocab_size)
     rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(top_p=0.5), i)) for i in range(400)])
     drawn = WAYS[way].sample(logits, rows, batch).token_ids
     assert set(drawn.tolist()) == {vocab_size - 8 + i for i in range(4)}, "four tokens hold a half"
@@ -153,7 +153,7 @@ def test_top_p_that_falls_exactly_between_equals_keeps_the_smallest_ids(way: str
 def test_top_p_goes_by_likelihood_where_logits_nearly_agree(way: str) -> None:
     logits = torch.full((400, 50), -torch.inf)
     logits[:, 10:18] = 1.0 + 1e-4 * torch.arange(8)
-    batch = InputBatch(400, 16, 16, 50, "cpu")
+    batch = InputBatch(400, 16, 16, 50)
     rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(top_p=0.499), i)) for i in range(400)])
     assert set(WAYS[way].sample(logits, rows, batch).token_ids.tolist()) == {14, 15, 16, 17}
 
@@ -171,7 +171,7 @@ def test_top_p_goes_by_likelihood_where_logits_nearly_agree(way: str) -> None:
 )
 def test_limits_meet_beyond_the_candidates(way: str, fields: dict[str, Any]) -> None:
     logits = np.random.default_rng(3).normal(0, 1, (300, 320)).astype(np.float32)
-    batch = InputBatch(300, 16, 16, 320, "cpu")
+    batch = InputBatch(300, 16, 16, 320)
     news = [NewSequence(i, [1], 1, [0], SamplingParams(**fields), i) for i in range(300)]
     rows = np.array([batch.add(new) for new in news])
     drawn = WAYS[way].sample(torch.from_numpy(logits.copy()), rows, batch).token_ids
@@ -184,7 +184,7 @@ def test_both_ways_draw_the_same_from_large_vocabularies(fields: dict[str, Any])
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(count, vocab_size, generator=generator) * torch.linspace(1, 4, count)[:, None]
     logits = logits.bfloat16().float()
-    batch = InputBatch(count, 16, 16, vocab_size, "cpu")
+    batch = InputBatch(count, 16, 16, vocab_size)
     rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(**fields), i)) for i in range(count)])
     fast = Sampler().sample(logits.clone(), rows, batch).token_ids
     whole = Sampler(()).sample(logits.clone(), rows, batch).token_ids
@@ -197,7 +197,7 @@ def test_draws_hardly_move_with_tiny_noise() -> None:
     logits = torch.randn(count, vocab_size, generator=generator) * 3
     noisy = logits + 1e-3 * torch.randn(count, vocab_size, generator=generator)
     distance = (logits.softmax(1) - noisy.softmax(1)).abs().sum(1).mean() / 2
-    batch = InputBatch(count, 16, 16, vocab_size, "cpu")
+    batch = InputBatch(count, 16, 16, vocab_size)
     rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(), i)) for i in range(count)])
     changed = Sampler().sample(logits, rows, batch).token_ids != Sampler().sample(noisy, rows, batch).token_ids
     assert changed.mean() < 6 * distance + 3 / count
@@ -208,7 +208,7 @@ def test_pruned_first_race_has_the_winner_of_the_full_one(scale: float, monkeypa
     monkeypatch.setattr(block_maxima, "_WINDOWS_AT_ONCE", 100)
     count, vocab_size = 60, 32_001
     logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(4)) * scale
-    batch = InputBatch(count, 16, 16, vocab_size, "cpu")
+    batch = InputBatch(count, 16, 16, vocab_size)
     rows = np.array([batch.add(NewSequence(i, [1], 1, [0], SamplingParams(), i)) for i in range(count)])
     peak = logits.amax(dim=1)
     weights = (logits.double() - peak[:, None]).exp()

@@ -32,7 +32,7 @@ def grammars() -> Grammars:
 
 
 def new_batch(rows: int = 4) -> InputBatch:
-    return InputBatch(rows, 128, 16, VOCAB, "cpu", grammars())
+    return InputBatch(rows, 128, 16, VOCAB, grammars())
 
 
 def sequence(

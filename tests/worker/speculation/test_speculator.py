@@ -44,7 +44,7 @@ class World:
         self.texts = np.array(texts)
         self.cost = cost
         self.speculator = speculator
-        self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000, "cpu")
+        self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000)
         self.seconds = self.drafted = self.accepted = 0.0
         for seq_id, text in enumerate(texts):
             table = list(range(blocks))
