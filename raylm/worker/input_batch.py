@@ -14,14 +14,10 @@ from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
 from raylm.worker.sampling.thinking_budget import ThinkingBudget
 
 SAMPLING_DTYPE = np.dtype(
-    [
-        ("temperature", np.float64),
-        ("top_p", np.float64),
-        ("min_p", np.float64),
-        ("top_k", np.int64),
-        ("seed", np.int64),
-        ("logprobs", np.int64),
-    ]
+    {
+        "names": ["temperature", "top_p", "min_p", "top_k", "seed", "logprobs"],
+        "formats": [np.float64] * 3 + [np.int64] * 3,
+    }
 )
 NO_LOGPROBS = -1
 

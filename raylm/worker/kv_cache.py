@@ -51,7 +51,7 @@ def allocate(
 
 
 def size_pool(config: Config, block_bytes: int, free: int, default: int, model_limit: int | None) -> KVCacheSize:
-    """Decide blocks and longest sequence from ``free`` bytes, of which the pool takes ``default`` if nobody says more.
+    """Decide blocks and longest sequence from ``free`` bytes, of which the pool takes ``default`` unless configured.
 
     ``model_limit`` is the number of positions the model was made for, None if unknown.
 
@@ -78,11 +78,11 @@ def size_pool(config: Config, block_bytes: int, free: int, default: int, model_l
 def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -> int:
     if cache.num_blocks is not None and cache.memory_gib is not None:
         raise ConfigError("cache: num_blocks and memory_gib exclude each other.")
-    named = "cache.num_blocks" if cache.num_blocks is not None else "cache.memory_gib"
-    asked = cache.num_blocks
-    if cache.memory_gib is not None:
-        asked = int(cache.memory_gib * GIB) // block_bytes
-    if asked is None:
+    if cache.num_blocks is not None:
+        named, asked = "cache.num_blocks", cache.num_blocks
+    elif cache.memory_gib is not None:
+        named, asked = "cache.memory_gib", int(cache.memory_gib * GIB) // block_bytes
+    else:
         return max(0, default) // block_bytes
     if asked * block_bytes > free:
         raise ConfigError(

@@ -159,10 +159,10 @@ def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
     limits = _limits(config, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
 
-    def run(step: StepLimits) -> int:
-        return profile_run(loaded.model, loaded.backend, step, longest, loaded.dtype, rank.device, rank.sampler)
-
-    return largest_step(run, limits)
+    model, backend, dtype = loaded.model, loaded.backend, loaded.dtype
+    return largest_step(
+        lambda step: profile_run(model, backend, step, longest, dtype, rank.device, rank.sampler), limits
+    )
 
 
 def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> KVCacheSize:
