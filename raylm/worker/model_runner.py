@@ -86,6 +86,9 @@ class ModelRunner:
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
         pooled, lost = self.pooler.pool(step, hidden, self.batch)
         drawn, kept = self._draw(logits, step, draws)
+        logprobs = drawn.logprobs
+        if logprobs is not None and len(kept) < len(logprobs.counts):
+            logprobs = logprob_columns.select(logprobs, kept.tolist())
         token_counts = np.bincount(draws.places[kept], minlength=len(step.seq_ids))
         step_s = time.perf_counter() - started
         self.speculator.observe(step, step_s)
@@ -94,7 +97,7 @@ class ModelRunner:
             seq_ids=[step.seq_ids[place] for place in np.flatnonzero(token_counts).tolist()],
             token_counts=token_counts[token_counts > 0].tolist(),
             token_ids=drawn.token_ids[kept].tolist(),
-            logprobs=drawn.logprobs and logprob_columns.select(drawn.logprobs, kept.tolist()),
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             failed=[*((step.seq_ids[place], reason) for place, reason in drawn.failed), *lost],
             forward_s=forward_s,

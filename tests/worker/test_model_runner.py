@@ -142,7 +142,7 @@ def test_step_that_only_finishes(make: Maker) -> None:
     driver.finish(0)
     output = driver.step({})
     assert (output.step, output.seq_ids) == (1, [])
-    assert len(driver.runner.batch) == 0
+    assert not driver.runner.batch._row_of
 
 
 def test_not_a_number_fails_its_own_sequence_only(make: Maker) -> None:

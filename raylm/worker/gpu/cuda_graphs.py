@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from itertools import product
 
 import numpy as np
 import torch
@@ -134,19 +133,13 @@ class GraphForward(Forward):
     ) -> None:
         self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
-        self._graphs: dict[tuple[int, int], Run | None] = {}
+        self._graphs: dict[tuple[int, int], Run | None] = {}  # by (sequences, blocks of a table)
 
-    @property
-    def captured(self) -> list[tuple[int, int]]:
-        """(sequences, blocks of a table) of the graphs there are."""
-        return [key for key, graph in self._graphs.items() if graph is not None]
-
-    def capture_at_start(self, most: int = _AT_START) -> None:
+    def capture_at_start(self) -> None:
         """Largest first, so that the smaller ones fit into its memory."""
-        sizes = buckets(min(self._limits.max_num_seqs, most))[::-1]
-        keys = list(product(sizes, [self._width(1)]))
-        for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
-            self._graph(*key)
+        sizes = buckets(min(self._limits.max_num_seqs, _AT_START))[::-1]
+        for size in tqdm(sizes, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
+            self._graph(size, self._width(1))
 
     def serve_adapters(self) -> None:
         self.eager.serve_adapters()

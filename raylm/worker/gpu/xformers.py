@@ -90,15 +90,13 @@ class XformersBackend(PagedBackend[XformersPlan]):
             rows = _padded(q, len(plan.decodes.lengths))
             parts.append(self._attend(rows, keys, values, plan.decodes, layer)[: plan.metadata.num_decodes])
         if plan.metadata.num_decodes < len(plan.metadata.seq_lens_host):
-            tiles = self._tiles(plan, queries_per_tile(layer))
+            queries = queries_per_tile(layer)
+            if queries not in plan.tiles:
+                plan.tiles[queries] = self._cut(plan.metadata, queries)
+            tiles = plan.tiles[queries]
             out = self._attend(q.index_select(0, tiles.sources), keys, values, tiles.pages, layer)
             parts.append(out.index_select(0, tiles.places))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _tiles(self, plan: XformersPlan, queries: int) -> Tiles:
-        if queries not in plan.tiles:
-            plan.tiles[queries] = self._cut(plan.metadata, queries)
-        return plan.tiles[queries]
 
     def _cut(self, meta: AttentionMetadata, queries: int) -> Tiles:
         first, lengths = meta.num_decodes, meta.seq_lens_host[meta.num_decodes :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,19 +67,13 @@ def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLToke
 class GrammarRow:
     """One row: its matcher, once it is ready, and its reasoning, for which the grammar does not hold."""
 
-    __slots__ = ("_future", "_matcher", "progress")
-
     def __init__(self, future: Future[LLMatcher], progress: Progress | None) -> None:
-        self.progress = progress
-        self._future = future
-        self._matcher: LLMatcher | None = None
+        self._future, self.progress = future, progress
 
-    @property
+    @cached_property
     def matcher(self) -> LLMatcher:
         """The matcher behind the tokens so far; waits for it."""
-        if self._matcher is None:
-            self._matcher = self._future.result()
-        return self._matcher
+        return self._future.result()
 
     @property
     def phase(self) -> Phase:
@@ -133,7 +127,9 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
         for at in answering:
             matcher = self.states[int(rows[at])].matcher
             if matcher.is_stopped() and not matcher.is_error():
-                self._leave_end_token(logits[int(positions[at])])
+                assert self._grammars is not None
+                logits[int(positions[at])] = -torch.inf
+                logits[int(positions[at]), self._grammars.eos_token_ids[0]] = 0.0
 
     def _fill(self, states: list[GrammarRow]) -> NDArray[np.int32]:
         """The masks of these rows, a bit for each token: [R, V / 32]."""
@@ -149,11 +145,6 @@ class StructuredOutputs(LogitsProcessor[GrammarRow]):
                 start = state.progress.thinking.start_token_id
                 mask.view(np.uint32)[start // 32] |= np.uint32(1 << start % 32)
         return masks
-
-    def _leave_end_token(self, row: torch.Tensor) -> None:
-        assert self._grammars is not None
-        row.fill_(-torch.inf)
-        row[self._grammars.eos_token_ids[0]] = 0.0
 
 
 _MASKED = (Phase.BEGINNING, Phase.ANSWERING)

@@ -161,7 +161,7 @@ def test_padding_that_were_not_reset_would_be_seen(path: Path, monkeypatch: pyte
         test_a_step_leaves_nothing_behind_for_the_next_ones_padding(path, monkeypatch)
 
 
-def test_the_ladder_is_captured_at_start_and_the_rest_when_it_is_needed(
+def test_the_buckets_are_captured_at_start_and_the_rest_when_it_is_needed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs are (sequences, blocks of their tables): here tables of 32 tokens come before those of 128."""
@@ -169,14 +169,14 @@ def test_the_ladder_is_captured_at_start_and_the_rest_when_it_is_needed(
     driver = graph_driver(path, recorder, monkeypatch)
     forward = driver.runner.forward
     assert isinstance(forward, GraphForward)
-    assert forward.captured == [(64, 2), (32, 2), (16, 2), (8, 2), (4, 2), (2, 2), (1, 2)]
+    assert list(forward._graphs) == [(64, 2), (32, 2), (16, 2), (8, 2), (4, 2), (2, 2), (1, 2)]
     assert recorder.replays == 0
     assert "capture CUDA graphs" in dict(driver.info.stages)
     driver.add(0, random_prompt(4, 0))
     driver.run(0, until=30)
     assert recorder.captures == 7
     driver.run(0, until=40)
-    assert forward.captured[7:] == [(1, 8)]
+    assert list(forward._graphs)[7:] == [(1, 8)]
 
 
 def test_without_memory_for_a_graph_the_step_runs_as_it_is_and_the_log_says_so(
@@ -187,4 +187,4 @@ def test_without_memory_for_a_graph_the_step_runs_as_it_is_and_the_log_says_so(
     driver.add(0, prompt)
     with caplog.at_level(logging.WARNING):
         assert driver.run(0, until=16).tokens == reference.greedy(prompt, 10)
-    assert caplog.text.count("their CUDA graph has no memory") == 7  # of the ladder, and never again
+    assert caplog.text.count("their CUDA graph has no memory") == 7  # once a bucket, and never again
