@@ -14,6 +14,8 @@ from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.step_batch import StepBatch
 
+Pending = Callable[[], ModelRunnerOutput]  # waits for a step's output, on any thread
+
 
 class Speculator:
     """Adds draft tokens to the rows of a step; whether they were right is seen by the draw, never trusted.
@@ -43,10 +45,8 @@ class AsyncDecode:
         """Whether the step can run this way."""
         return False
 
-    def launch(
-        self, number: int, step: StepBatch, batch: InputBatch, forward: Forward
-    ) -> Callable[[], ModelRunnerOutput]:
-        """Start a step that it takes; what is returned waits for its output, on any thread."""
+    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> Pending:
+        """Start a step that it takes."""
         raise NotImplementedError
 
     def settle(self, batch: InputBatch) -> None:

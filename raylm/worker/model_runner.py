@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
 from raylm.worker.arrays import Ints
-from raylm.worker.features import Adapters, AsyncDecode, Speculator
+from raylm.worker.features import Adapters, AsyncDecode, Pending, Speculator
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
@@ -54,7 +54,7 @@ class ModelRunner:
         return self.launch(plan)()
 
     @torch.inference_mode()
-    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, plan: SchedulerOutput) -> Pending:
         """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Which attention backends there are, best first; one is imported when it is considered."""
+"""The attention backends, best first; one is imported when it is considered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACKENDS = Family[type[AnyBackend]]({
 def select_backend(
     specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int
 ) -> type[AnyBackend]:
-    """The first backend that serves all layers; the log tells why one that was made for the device does not.
+    """The first backend that serves all layers; the log says why one that was made for the device does not.
 
     Raises:
         ConfigError: none does; it says why, for each.

@@ -1,1 +1,1 @@
-"""What only a GPU needs: CUDA graphs, and decoding ahead of the host."""
+"""What only a GPU needs: xformers' attention, CUDA graphs, asynchronous decoding."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 from raylm.messages import ModelRunnerOutput
 from raylm.worker.arrays import Ints
 from raylm.worker.attention import StepLimits
-from raylm.worker.features import AsyncDecode
+from raylm.worker.features import AsyncDecode, Pending
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
@@ -54,7 +53,7 @@ class AsyncStep:
 
 
 class GPUAsyncDecode(AsyncDecode):
-    """Steps in which every sequence decodes greedily, with no wish that needs its logits on the host.
+    """Steps in which every sequence decodes greedily, and none needs its logits on the host.
 
     Each row's last token stays on the device, where the next step finds it. The host learns of it by a copy into
     pinned memory, which is awaited when the step's output is, while the next step is launched already. All memory that
@@ -81,14 +80,12 @@ class GPUAsyncDecode(AsyncDecode):
     def takes(self, step: StepBatch, batch: InputBatch) -> bool:
         if not (step.counts == 1).all() or not (step.draws == 1).all():
             return False
-        wishes = batch.sampling[step.rows]
-        if (wishes["temperature"] != 0).any() or (wishes["logprobs"] != NO_LOGPROBS).any():
+        sampling = batch.sampling[step.rows]
+        if (sampling["temperature"] != 0).any() or (sampling["logprobs"] != NO_LOGPROBS).any():
             return False
         return not any(processor.states and processor.owned(step.rows).size for processor in batch.processors)
 
-    def launch(
-        self, number: int, step: StepBatch, batch: InputBatch, forward: Forward
-    ) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> Pending:
         while len(self._under_way) > 1:
             self._settle_oldest(batch)
         self._turn ^= 1

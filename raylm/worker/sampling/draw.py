@@ -2,20 +2,17 @@
 
 Each token runs for Exponential(1) / weight, and the least time wins: it wins with probability weight / sum, exactly
 (the Gumbel-max trick without logarithms; vLLM draws so too). Against inverse CDF it needs no order and no cumulative
-sum, and it is stable: when noise moves the distribution by d (total variation) the winner of a race changes with
-probability at most 2 d, since every token keeps its own random number; an inverse CDF shifts all tokens behind the
-changed one, and swaps neighbours in likelihood whose order flips.
+sum, and noise that moves the distribution by d (total variation) changes the winner with probability at most 2 d.
 
-A race over a whole vocabulary would take one random number for each of its tokens. So there are two: the first among
-groups of 512 neighbouring token ids by their total weights, the second within the group that won. That takes about 800
-numbers for 151,936 tokens and gives the same distribution, and the same winner whether the weights come as a few
-candidates or as a whole row.
+A race over a whole vocabulary would take a random number for each token. So there are two: the first among groups of
+512 neighbouring token ids by their total weights, the second within the group that won. That takes about 800 numbers
+for 151,936 tokens and gives the same distribution, and the same winner whether the weights come as a few candidates or
+as a whole row.
 
 The random numbers are a pure function of (seed, position of the token in its sequence, index), so neighbours, order,
-preemption and restarts cannot change them, and no generator state is kept. The function is SplitMix64 (Steele, Lea and
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finalizer of Stafford's variant 13),
-nested: the n-th output of one generator is the state of the next. It was chosen over Philox4x32-10 because it takes
-nine vector operations for 64 bits where Philox's ten rounds take about a hundred for 128.
+preemption and restarts cannot change them. It is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014, with the finalizer of Stafford's variant 13), nested: the n-th output of one generator
+is the state of the next. It takes nine vector operations for 64 bits where Philox4x32-10 takes about fifty.
 
 What is left to draw from is small, so it comes to the host, where numpy takes a third of torch's time per operation.
 """
