@@ -81,7 +81,8 @@ class ModelRunner:
         hidden = self.forward.hidden(inputs)
         draws = DrawRows.of(step)
         logits = self.forward.logits(_rows(hidden, draws.tokens))
-        _synchronize(logits.device)
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)  # the time is the forward pass's, and the buffers may be written anew
         forward_s = time.perf_counter() - forward_started
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
         pooled, lost = self.pooler.pool(step, hidden, self.batch)
@@ -168,9 +169,3 @@ class ModelRunner:
 def _rows(hidden: Tensor, tokens: Ints) -> Tensor:
     """Some rows of ``hidden``, in order; all of them where every token draws, and then nothing is copied."""
     return hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens).to(hidden.device)]
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for a GPU: then the time is the forward pass's, and the buffers may be laid out anew."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -48,19 +48,6 @@ ASYNC_DECODES = Family[Callable[[StepLimits, torch.device], AsyncDecode]]({
 _WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
 
 
-class Stages:
-    """Collects (name, seconds) of what ran under it."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, float]] = []
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.done.append((name, time.perf_counter() - started))
-
-
 @dataclass(frozen=True, slots=True)
 class _Rank:
     """Where this rank computes, and with whom."""
@@ -92,20 +79,27 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         ConfigError: the model cannot be served as configured.
         PeerLostError: another rank is gone.
     """
-    stages = Stages()
+    stages: list[tuple[str, float]] = []  # (name, seconds)
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        stages.append((name, time.perf_counter() - started))
+
     rank = _join(config, rendezvous or Rendezvous())
     if rank.device.type == "cpu":
-        with stages("native kernels"):
+        with stage("native kernels"):
             use_threads(rank.most_threads)
-    with stages("load weights"):
+    with stage("load weights"):
         loaded = _load(config, rank)
-    with stages("profile run"):
+    with stage("profile run"):
         activations = _profile(config, rank, loaded)
-    with stages("allocate KV cache"):
+    with stage("allocate KV cache"):
         pool = _size_pool(config, rank, loaded, activations)
         runner = _runner(config, rank, loaded, pool)
     if runner.forward.captures:
-        with stages("capture CUDA graphs"):
+        with stage("capture CUDA graphs"):
             runner.forward.capture_at_start()
     return runner, WorkerInfo(
         num_blocks=pool.num_blocks,
@@ -118,7 +112,7 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         threads=loaded.threads,
         weights_bytes=loaded.weights_bytes,
         kv_cache_bytes=pool.num_blocks * pool.block_bytes,
-        stages=stages.done,
+        stages=stages,
         quantization=loaded.model.quantization,
         tensor_parallel_size=rank.ranks.size,
     )

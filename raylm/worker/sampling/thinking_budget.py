@@ -52,13 +52,13 @@ class Progress:
         return True
 
 
-class BudgetRow:
-    """One row of ThinkingBudget: its progress, and which tokens end its reasoning when the budget is used up."""
+class BudgetRow(Progress):
+    """One row of ThinkingBudget, which knows the tokens that end its reasoning when the budget is used up."""
 
-    __slots__ = ("_budget", "_end_token_ids", "_forbidden", "progress")
+    __slots__ = ("_budget", "_end_token_ids", "_forbidden")
 
     def __init__(self, new: NewSequence, thinking: Thinking, forbidden: Ints) -> None:
-        self.progress = Progress(thinking)
+        super().__init__(thinking)
         self._forbidden = forbidden
         ids = list(thinking.closing_token_ids)
         ids = ids[: ids.index(thinking.end_token_id) + 1]
@@ -68,18 +68,17 @@ class BudgetRow:
 
     def next_token(self) -> int | None:
         """The only token that may come now, None if there is a choice."""
-        progress = self.progress
-        if progress.phase is Phase.CLOSING:
-            return progress.closing[0]
-        if progress.phase is not Phase.THINKING or self._budget is None:
+        if self.phase is Phase.CLOSING:
+            return self.closing[0]
+        if self.phase is not Phase.THINKING or self._budget is None:
             return None
-        at = progress.num_thinking_tokens - (self._budget - (len(self._end_token_ids) - 1))
+        at = self.num_thinking_tokens - (self._budget - (len(self._end_token_ids) - 1))
         return self._end_token_ids[at] if at >= 0 else None
 
     @property
     def forbidden(self) -> Ints:
         """Tokens that may not come now."""
-        return self._forbidden if self.progress.phase is Phase.THINKING else self._forbidden[:0]
+        return self._forbidden if self.phase is Phase.THINKING else self._forbidden[:0]
 
 
 class ThinkingBudget(LogitsProcessor[BudgetRow]):
@@ -95,14 +94,14 @@ class ThinkingBudget(LogitsProcessor[BudgetRow]):
         ends = self._possible(new.stop_token_ids) if new.grammar is not None else np.zeros(0, np.int64)
         state = BudgetRow(new, new.thinking, ends)
         for token in new.token_ids[new.num_prompt_tokens :]:
-            state.progress.push(token)
-        return None if state.progress.phase is Phase.ANSWERING else state
+            state.push(token)
+        return None if state.phase is Phase.ANSWERING else state
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         for row, token in self._owned_tokens(rows, token_ids):
-            progress = self.states[row].progress
-            progress.push(token)
-            if progress.phase is Phase.ANSWERING:
+            state = self.states[row]
+            state.push(token)
+            if state.phase is Phase.ANSWERING:
                 self.remove(row)
 
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
