@@ -1,4 +1,4 @@
-"""MessageBlocks: the content blocks of one of Anthropic's messages as they grow, and the events that tell of it."""
+"""MessageBlocks: the content blocks of one of Anthropic's messages as they grow, and their events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Events = list[JSONObject]
 
-# What a block begins as, which of its fields grows, and how a piece of it is told.
+# What a block begins as, which of its fields grows, and the event of a piece of it.
 _EMPTY: dict[str, JSONObject] = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
@@ -27,7 +27,7 @@ _DELTAS = {
 
 
 class MessageBlocks:
-    """Thoughts, text and calls, each a block that is started, grows, and is stopped before the next one starts.
+    """Reasoning, text and calls, each a block that is started, grows, and is stopped before the next one starts.
 
     ``blocks`` are whole once they are stopped.
     """
@@ -39,7 +39,6 @@ class MessageBlocks:
         self._call = -1
 
     def add(self, delta: CompletionDelta) -> Events:
-        """Take in what is new."""
         events: Events = []
         for kind, text in (("thinking", delta.reasoning), ("text", delta.text)):
             if text:

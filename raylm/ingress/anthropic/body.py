@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeAlias
 
-from pydantic import Field
+import orjson
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
-from raylm.errors import InvalidRequestError
-from raylm.ingress.anthropic.messages import chat_messages, chat_tools, system_text
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import Body, Strings, check_fields, json_name, unsupported, wrong
+from raylm.ingress.openai.fields import Body, OneOf, Part, Strings, closed, refuse
 from raylm.ingress.openai.messages import MAX_TOOLS
 
 # A chat completion's names of fields, and what they are called here; for errors.
@@ -24,12 +24,157 @@ PARAM_NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Hints and labels that by Anthropic's definition do not change the answer.
-_HINTS = {"cache_control"}
+
+Ignored: TypeAlias = Any
+"""Hints that by Anthropic's definition do not change the answer: equal beginnings are cached without
+``cache_control``, and ``citations`` are of documents, which there are none of."""
+
+
+@closed
+class TextBlock(TypedDict):
+    type: Literal["text"]
+    text: str
+    cache_control: NotRequired[Ignored]
+    citations: NotRequired[Ignored]
+
+
+@closed
+class ThinkingBlock(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: NotRequired[Ignored]
+
+
+@closed
+class ToolUseBlock(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: NotRequired[Ignored]
+    caller: NotRequired[Ignored]
+
+
+def _blocks(kinds: str) -> OneOf:
+    refusal = f"blocks of type {{got}} are not supported here; {kinds} are."
+    return OneOf(refusal, key="type", served=False)
+
+
+_TEXT_OR_BLOCKS = OneOf("expected a string or an array of blocks, but got {got}")
+_SOME = Field(min_length=1, fail_fast=True)
+TextBlocks = Annotated[list[Annotated[TextBlock, _blocks("text")]], _SOME]
+Text = Annotated[str | TextBlocks, _TEXT_OR_BLOCKS]
+
+
+@closed
+class ToolResultBlock(TypedDict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[Annotated[str | list[Annotated[TextBlock, _blocks("text")]], _TEXT_OR_BLOCKS] | None]
+    is_error: NotRequired[bool | None]
+    cache_control: NotRequired[Ignored]
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, _blocks("text, tool_result")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, _blocks("text, thinking, tool_use")]
+
+
+@closed
+class UserMessage(TypedDict):
+    role: Literal["user"]
+    content: Annotated[str | Annotated[list[UserBlock], _SOME], _TEXT_OR_BLOCKS]
+
+
+@closed
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: Annotated[str | Annotated[list[AssistantBlock], _SOME], _TEXT_OR_BLOCKS]
+
+
+Message = Annotated[UserMessage | AssistantMessage, OneOf("expected user or assistant, but got {got}", key="role")]
+
+
+@closed
+class CustomTool(TypedDict):
+    type: NotRequired[Literal["custom"] | None]
+    name: str
+    description: NotRequired[str | None]
+    input_schema: dict[str, Any]
+    strict: NotRequired[bool | None]
+    cache_control: NotRequired[Ignored]
+    eager_input_streaming: NotRequired[Ignored]
+
+
+Tool = Annotated[
+    CustomTool, OneOf("{got} is not supported; only custom tools are.", key="type", served=False, default="custom")
+]
+
+
+class AnyToolChoice(Part):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+    cache_control: Any = None
+
+    def as_chat(self) -> str | JSONObject:
+        return _TOOL_CHOICES[self.type]
+
+
+class NamedToolChoice(Part):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+    cache_control: Any = None
+
+    def as_chat(self) -> str | JSONObject:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+ToolChoice = Annotated[AnyToolChoice | NamedToolChoice, OneOf("expected auto, any, tool or none", key="type")]
+
+
+class Thinking(Part):
+    """``enabled`` needs a budget."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Any = None
+    cache_control: Any = None
+
+    @model_validator(mode="after")
+    def _served(self) -> Thinking:
+        if self.display not in (None, "summarized"):
+            raise refuse("the reasoning is always shown.", at="display", served=False)
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise refuse("expected a positive integer, but got null", at="budget_tokens")
+        return self
+
+
+class OutputFormat(Part):
+    type: Literal["json_schema"]
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    cache_control: Any = None
+
+
+class OutputConfig(Part):
+    effort: Any = None
+    format: (
+        Annotated[
+            OutputFormat, OneOf("only {{'type': 'json_schema', 'schema': …}} is supported.", key="type", served=False)
+        ]
+        | None
+    ) = None
+    cache_control: Any = None
+
+
+class Metadata(Part):
+    """The end user's id, for abuse detection."""
+
+    user_id: Any = None
+    cache_control: Any = None
 
 
 class CountTokensRequest(Body):
-    """What makes a prompt. ``cache_control`` is a hint: equal beginnings are cached without it."""
+    """What makes a prompt."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({
         "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "output_format", "speed",
@@ -37,12 +182,12 @@ class CountTokensRequest(Body):
     })  # fmt: skip
 
     model: str
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
-    system: Any = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    system: Text | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
@@ -51,35 +196,34 @@ class CountTokensRequest(Body):
         Raises:
             InvalidRequestError: a value is wrong; ``param`` may have a chat completion's name for it (PARAM_NAMES).
         """
-        messages = chat_messages(self.messages)
-        goes_on = messages[-1]["role"] == "assistant"
-        if system := system_text(self.system):
-            messages.insert(0, {"role": "system", "content": system})
-        body = self.chat_fields() | {"model": self.model, "messages": messages, "continue_final_message": goes_on}
-        if self.tools:
-            body["tools"] = chat_tools(self.tools)
-        return ChatCompletionRequest.parse({name: value for name, value in body.items() if value is not None})
+        system = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        fields = self.chat_fields() | {
+            "model": self.model,
+            "messages": system + [turn for message in self.messages for turn in _turns(message)],
+            "continue_final_message": self.messages[-1]["role"] == "assistant",
+            "tools": [_function(tool) for tool in self.tools or ()] or None,
+        }
+        return ChatCompletionRequest.parse({name: value for name, value in fields.items() if value is not None})
 
     def chat_fields(self) -> JSONObject:
         """What tool_choice, thinking and output_config are in a chat completion."""
         fields: JSONObject = {"chat_template_kwargs": {"enable_thinking": False}}
         if self.tool_choice is not None:
-            fields |= _chat_tool_choice(self.tool_choice)
-        if self.thinking is not None:
-            fields |= _chat_thinking(self.thinking)
+            fields["tool_choice"] = self.tool_choice.as_chat()
+            fields["parallel_tool_calls"] = False if self.tool_choice.disable_parallel_tool_use else None
+        if self.thinking is not None and self.thinking.type != "disabled":
+            fields["chat_template_kwargs"] = {"enable_thinking": True}
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         if self.output_config is not None:
-            check_fields(self.output_config, {"effort", "format"} | _HINTS, "output_config")
-            fields["response_format"] = _chat_format(self.output_config.get("format"))
-            fields["reasoning_effort"] = self.output_config.get("effort")
+            fields["reasoning_effort"] = self.output_config.effort
+            if (chosen := self.output_config.format) is not None:
+                schema = {"name": "output", "schema": chosen.schema_, "strict": True}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
 
 class MessagesRequest(CountTokensRequest):
-    """Fields of a message.
-
-    ``metadata`` (the end user's id, for abuse detection) and ``service_tier`` are accepted with the values that this
-    server does anyway.
-    """
+    """``metadata`` and ``service_tier`` are accepted with the values that this server does anyway."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
@@ -87,21 +231,18 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_sequences: Strings | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def chat_fields(self) -> JSONObject:
-        """The same, and how to draw.
+    @model_validator(mode="after")
+    def _leaves_an_answer(self) -> MessagesRequest:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and budget >= self.max_tokens:
+            raise refuse("it must be less than 'max_tokens'", at="thinking.budget_tokens")
+        return self
 
-        Raises:
-            InvalidRequestError: a value is wrong.
-        """
-        if self.metadata is not None:
-            check_fields(self.metadata, {"user_id"} | _HINTS, "metadata")
-        budget = (self.thinking or {}).get("budget_tokens")
-        if isinstance(budget, int) and budget >= self.max_tokens:
-            message = "'thinking.budget_tokens' must be less than 'max_tokens'."
-            raise InvalidRequestError(message, param="thinking.budget_tokens")
+    def chat_fields(self) -> JSONObject:
+        """The same, and how to draw."""
         return super().chat_fields() | {
             "max_completion_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -111,36 +252,42 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
-def _chat_tool_choice(choice: JSONObject) -> JSONObject:
-    kind = choice.get("type")
-    check_fields(choice, {"type", "name", "disable_parallel_tool_use"} | _HINTS, "tool_choice")
-    parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
-    if kind == "tool":
-        return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}} | parallel
-    if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
-        raise wrong("tool_choice.type", "expected auto, any, tool or none")
-    return {"tool_choice": _TOOL_CHOICES[kind]} | parallel
+def _text(content: Text | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block["text"] for block in content or ())
 
 
-def _chat_thinking(thinking: JSONObject) -> JSONObject:
-    kind = thinking.get("type")
-    check_fields(thinking, {"type", "budget_tokens", "display"} | _HINTS, "thinking")
-    if thinking.get("display") not in (None, "summarized"):
-        raise unsupported("thinking.display", "thoughts are always shown.")
-    if kind == "disabled":
-        return {}
-    if kind not in ("enabled", "adaptive"):
-        raise wrong("thinking.type", "expected enabled, adaptive or disabled")
-    budget = thinking.get("budget_tokens")
-    if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-        raise wrong("thinking.budget_tokens", f"expected a positive integer, but got {json_name(budget)}")
-    return {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": budget}
+def _function(tool: CustomTool) -> JSONObject:
+    function: JSONObject = {"name": tool["name"], "parameters": tool["input_schema"]}
+    function |= {name: value for name in ("description", "strict") if (value := tool.get(name)) is not None}
+    return {"type": "function", "function": function}
 
 
-def _chat_format(chosen: object) -> JSONObject | None:
-    if chosen is None:
-        return None
-    if not isinstance(chosen, dict) or chosen.get("type") != "json_schema":
-        raise unsupported("output_config.format", "only {'type': 'json_schema', 'schema': …} is supported.")
-    check_fields(chosen, {"type", "schema"} | _HINTS, "output_config.format")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": chosen.get("schema"), "strict": True}}
+def _turns(message: UserMessage | AssistantMessage) -> list[JSONObject]:
+    """A message as chat messages: first the results of tools, each a message of its own, then what the user says."""
+    if isinstance(message["content"], str):
+        return [{"role": message["role"], "content": message["content"]}]
+    blocks: list[Any] = list(message["content"])
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    if message["role"] == "user":
+        results = [_result(block) for block in blocks if block["type"] == "tool_result"]
+        return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
+    turn: JSONObject = {"role": "assistant", "content": "".join(texts)}
+    if thinking := "\n".join(block["thinking"] for block in blocks if block["type"] == "thinking"):
+        turn["reasoning_content"] = thinking
+    if calls := [_call(block) for block in blocks if block["type"] == "tool_use"]:
+        turn["tool_calls"] = calls
+    return [turn]
+
+
+def _call(block: ToolUseBlock) -> JSONObject:
+    arguments = orjson.dumps(block["input"]).decode()
+    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
+
+
+def _result(block: ToolResultBlock) -> JSONObject:
+    """What a tool answered; that it failed is said in words."""
+    text = _text(block.get("content"))
+    content = f"Error: {text}" if block.get("is_error") else text
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}

@@ -16,7 +16,7 @@ from raylm.ingress.anthropic.body import PARAM_NAMES, CountTokensRequest, Messag
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.sse import named_event
-from raylm.ingress.openai.chat import ChatCompletionRequest, Conversations
+from raylm.ingress.openai.chat import Conversations
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
 
@@ -41,10 +41,11 @@ class CreateMessage:
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = self.body.parse(data)
+        body = await self.body.read(data)
         message_id = f"msg_{uuid.uuid4().hex}"
         with renamed(PARAM_NAMES):
-            _, outputs = await self._conversations.start(await _as_chat(body), message_id, time.time())
+            chat = await offload(body.as_chat, len(body.messages))
+            _, outputs = await self._conversations.start(chat, message_id, time.time())
         message = Message(message_id, body.model)
         if body.stream:
             return _encode(message.events(outputs))
@@ -64,9 +65,10 @@ class CountTokens:
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
         """{input_tokens}: of the prompt that the same request to /v1/messages would come to."""
-        body = self.body.parse(data)
+        body = await self.body.read(data)
         with renamed(PARAM_NAMES):
-            return orjson.dumps({"input_tokens": await self._conversations.count(await _as_chat(body))})
+            chat = await offload(body.as_chat, len(body.messages))
+            return orjson.dumps({"input_tokens": await self._conversations.count(chat)})
 
 
 class Message:
@@ -136,13 +138,6 @@ class Message:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         }
-
-
-async def _as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
-    contents = (message.get("content") for message in body.messages)
-    return await offload(
-        body.as_chat, len(body.messages) + sum(len(content) for content in contents if isinstance(content, list))
-    )
 
 
 async def _encode(items: AsyncGenerator[Events, None]) -> Chunks:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from raylm.errors import InvalidRequestError
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import Body, RequestId, at_most, check_fields, json_name, unsupported
+from raylm.ingress.openai.fields import Body, OneOf, Part, RequestId, at_most, closed, refuse, unsupported
 from raylm.ingress.openai.messages import MAX_TOOLS
+from raylm.ingress.responses.input import Input
 from raylm.params import MAX_LOGPROBS
 
-MAX_ITEMS = 4096
 _LOGPROBS = "message.output_text.logprobs"
 _SAME_NAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "user", "safety_identifier", "metadata",
@@ -36,6 +38,64 @@ PARAM_NAMES = {
 }
 
 
+@closed
+class FunctionTool(TypedDict):
+    type: Literal["function"]
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+Tool = Annotated[FunctionTool, OneOf("{got} is not supported; only function is.", key="type", served=False)]
+
+
+@closed
+class NamedToolChoice(TypedDict):
+    type: Literal["function"]
+    name: str
+
+
+ToolChoice = Annotated[
+    str | Annotated[NamedToolChoice, OneOf("only function is supported.", key="type", served=False)],
+    OneOf("expected a string or an object, but got {got}"),
+]
+
+
+class StreamOptions(Part):
+    include_obfuscation: bool | None = None
+
+    @model_validator(mode="after")
+    def _served(self) -> StreamOptions:
+        if self.include_obfuscation:
+            raise refuse("obfuscation is not supported; give false.", at="include_obfuscation", served=False)
+        return self
+
+
+class TextOptions(Part):
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+    @model_validator(mode="after")
+    def _served(self) -> TextOptions:
+        if self.verbosity not in (None, "medium"):
+            raise refuse("only medium is supported.", at="verbosity", served=False)
+        return self
+
+
+class ReasoningOptions(Part):
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
+
+    @model_validator(mode="after")
+    def _served(self) -> ReasoningOptions:
+        for name in ("summary", "generate_summary"):
+            if getattr(self, name) not in (None, "auto"):
+                raise refuse("the reasoning is returned whole and is not summarized.", at=name, served=False)
+        return self
+
+
 class ResponsesRequest(Body):
     """Fields of a response.
 
@@ -48,11 +108,11 @@ class ResponsesRequest(Body):
     })  # fmt: skip
 
     model: str
-    input: Any
+    input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -60,10 +120,10 @@ class ResponsesRequest(Body):
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Any = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, Any] | None, at_most(16)] = None
@@ -109,22 +169,6 @@ class ResponsesRequest(Body):
         for name in self.include or ():
             if name != _LOGPROBS:
                 raise unsupported("include", f"only {_LOGPROBS} is supported.")
-        self._check_objects()
-
-    def _check_objects(self) -> None:
-        if self.stream_options is not None:
-            check_fields(self.stream_options, {"include_obfuscation"}, "stream_options")
-            if self.stream_options.get("include_obfuscation"):
-                raise unsupported("stream_options.include_obfuscation", "obfuscation is not supported; give false.")
-        if self.text is not None:
-            check_fields(self.text, {"format", "verbosity"}, "text")
-            if self.text.get("verbosity") not in (None, "medium"):
-                raise unsupported("text.verbosity", "only medium is supported.")
-        if self.reasoning is not None:
-            check_fields(self.reasoning, {"effort", "summary", "generate_summary"}, "reasoning")
-            for name in ("summary", "generate_summary"):
-                if self.reasoning.get(name) not in (None, "auto"):
-                    raise unsupported(f"reasoning.{name}", "thoughts are returned whole and are not summarized.")
 
     @property
     def with_logprobs(self) -> bool:
@@ -142,41 +186,18 @@ class ResponsesRequest(Body):
         if self.with_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.tools:
-            body["tools"] = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)]
+            body["tools"] = [_nested(tool, "function") for tool in self.tools]
         if self.tool_choice is not None:
-            body["tool_choice"] = _chat_tool_choice(self.tool_choice)
-        if self.text is not None and self.text.get("format") is not None:
-            body["response_format"] = _chat_format(self.text["format"])
-        if self.reasoning is not None and self.reasoning.get("effort") is not None:
-            body["reasoning_effort"] = self.reasoning["effort"]
+            choice = self.tool_choice
+            body["tool_choice"] = choice if isinstance(choice, str) else _nested(choice, "function")
+        if self.text is not None and (chosen := self.text.format) is not None:
+            body["response_format"] = _nested(chosen, "json_schema") if chosen.get("type") == "json_schema" else chosen
+        if self.reasoning is not None:
+            body["reasoning_effort"] = self.reasoning.effort
         return ChatCompletionRequest.parse({name: value for name, value in body.items() if value is not None})
 
 
-def _chat_tool(tool: JSONObject, path: str) -> JSONObject:
-    """{"type": "function", "name": …} as chat completions nest it."""
-    kind = tool.get("type")
-    if kind != "function":
-        shown = f"'{kind[:30]}'" if isinstance(kind, str) else json_name(kind)
-        raise unsupported(f"{path}.type", f"{shown} is not supported; only function is.")
-    check_fields(tool, {"type", "name", "description", "parameters", "strict"}, path)
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
-
-
-def _chat_tool_choice(choice: object) -> object:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") != "function":
-        raise unsupported("tool_choice.type", "only function is supported.")
-    check_fields(choice, {"type", "name"}, "tool_choice")
-    return {"type": "function", "function": {"name": choice.get("name")}}
-
-
-def _chat_format(chosen: object) -> JSONObject:
-    if not isinstance(chosen, dict):
-        where = "text.format"
-        raise InvalidRequestError(f"Invalid type for '{where}': expected an object.", param=where)
-    if chosen.get("type") != "json_schema":
-        return chosen
-    inner = {name: value for name, value in chosen.items() if name != "type" and value is not None}
-    return {"type": "json_schema", "json_schema": inner}
+def _nested(given: Mapping[str, Any], name: str) -> JSONObject:
+    """{"type": …, …} as chat completions write it: {"type": …, name: {…}}."""
+    inner = {key: value for key, value in given.items() if key != "type" and value is not None}
+    return {"type": given["type"], name: inner}

@@ -22,7 +22,7 @@ from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
-from raylm.ingress.responses.input import chat_messages, count_input, input_items
+from raylm.ingress.responses.input import chat_messages, input_items
 from raylm.ingress.responses.items import ResponseItems
 from raylm.ingress.responses.job import ResponseJob
 from raylm.ingress.responses.store import Responses
@@ -53,10 +53,10 @@ class CreateResponse:
         Raises:
             RayLMError: the request is refused or failed.
         """
-        body = self.body.parse(data)
+        body = await self.body.read(data)
         body.check()
         check_model(body.model, self._llm)
-        items = await offload(lambda: input_items(body.input), count_input(body.input))
+        items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
         history = await self._history(body.previous_response_id)
         # Ids are unguessable: whoever knows one may read the response.
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -153,9 +153,9 @@ class CreateResponse:
 
     async def _follow(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
         """Read to the end; the store hears of the beginning."""
-        told = False
+        announced = False
         async with aclosing(job.events(outputs)) as items:
             async for _ in items:
-                if not told:
+                if not announced:
                     await self._keep(job, record)
-                told = True
+                announced = True

@@ -1,23 +1,105 @@
-"""Items of the Responses API: what clients send as input, checked, given ids, and turned into chat messages."""
+"""Items of the Responses API: what clients send as input, given ids, and turned into chat messages."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.http.errors import clip
-from raylm.ingress.openai.fields import check_fields, json_name, string_field, unsupported, wrong
-from raylm.ingress.responses.body import MAX_ITEMS
+from raylm.ingress.openai.fields import OneOf, closed, refuse
 
-_ROLES = ("user", "system", "developer", "assistant")
+MAX_ITEMS = 4096
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_FIELDS = {
-    "message": {"type", "role", "content", "id", "status", "phase"},
-    "function_call": {"type", "id", "call_id", "name", "arguments", "status"},
-    "function_call_output": {"type", "id", "call_id", "output", "status"},
-    "reasoning": {"type", "id", "summary", "content", "encrypted_content", "status"},
-}
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+Ignored: TypeAlias = Any
+"""What an answer has that is sent back as history, and that means nothing there."""
+
+
+@closed
+class TextPart(TypedDict):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: NotRequired[Ignored]
+    logprobs: NotRequired[Ignored]
+
+
+@closed
+class RefusalPart(TypedDict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    TextPart | RefusalPart,
+    OneOf("parts of type {got} are not supported; only text is.", key="type", served=False),
+]
+_TEXT_OR_PARTS = OneOf("expected a string or an array of text parts, but got {got}")
+Content = Annotated[str | Annotated[list[Part], Field(min_length=1, fail_fast=True)], _TEXT_OR_PARTS]
+Summary = Annotated[str | Annotated[list[Part], Field(fail_fast=True)], _TEXT_OR_PARTS]
+
+
+def _not_encrypted(value: object) -> object:
+    if value is not None:
+        raise refuse("reasoning is not encrypted here; send its content.", served=False)
+    return value
+
+
+@closed
+class MessageItem(TypedDict):
+    type: NotRequired[Literal["message"] | None]
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Content
+    id: NotRequired[str | None]
+    status: NotRequired[Ignored]
+    phase: NotRequired[Ignored]
+
+
+@closed
+class FunctionCallItem(TypedDict):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: NotRequired[str | None]
+    status: NotRequired[Ignored]
+
+
+@closed
+class FunctionCallOutputItem(TypedDict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: NotRequired[str | None]
+    status: NotRequired[Ignored]
+
+
+@closed
+class ReasoningItem(TypedDict):
+    type: Literal["reasoning"]
+    summary: NotRequired[Summary | None]
+    content: NotRequired[Summary | None]
+    encrypted_content: NotRequired[Annotated[Any, AfterValidator(_not_encrypted)]]
+    id: NotRequired[str | None]
+    status: NotRequired[Ignored]
+
+
+Item = Annotated[
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+    OneOf(
+        f"items of type {{got}} are not supported; {', '.join(_PREFIXES)} are.",
+        key="type",
+        served=False,
+        default="message",
+    ),
+]
+Input = Annotated[
+    str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)],
+    OneOf("expected a string or an array of items, but got {got}"),
+]
 
 
 def new_id(kind: str) -> str:
@@ -25,32 +107,40 @@ def new_id(kind: str) -> str:
     return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
 
 
-def input_items(value: object) -> list[JSONObject]:
-    """``input`` as items with ids, each in the form in which it can be listed.
-
-    Raises:
-        InvalidRequestError: an item is wrong; ``param`` is its dotted path.
-        UnsupportedFieldError: its type is not served.
-    """
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise wrong("input", f"expected a string or an array of items, but got {json_name(value)}")
-    if not 1 <= len(value) <= MAX_ITEMS:
-        raise wrong("input", f"expected between 1 and {MAX_ITEMS} items")
-    return [_item(item, f"input[{index}]") for index, item in enumerate(value)]
+def input_items(given: Input) -> list[JSONObject]:
+    """``input`` as items with ids, each in the form in which it can be listed."""
+    return [_listed(item) for item in ([{"role": "user", "content": given}] if isinstance(given, str) else given)]
 
 
-def count_input(value: object) -> int:
-    """Items and their parts: what is to be walked through."""
-    if not isinstance(value, list):
-        return 1
-    contents = (item.get("content") for item in value if isinstance(item, dict))
-    return len(value) + sum(len(content) for content in contents if isinstance(content, list))
+def _listed(item: Any) -> JSONObject:
+    kind = item.get("type") or "message"
+    head = {"id": item.get("id") or new_id(kind), "type": kind, "status": "completed"}
+    if kind == "message":
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        return head | {"role": item["role"], "content": _parts(item["content"], part)}
+    if kind == "function_call":
+        return head | {name: item[name] for name in ("call_id", "name", "arguments")}
+    if kind == "function_call_output":
+        return head | {"call_id": item["call_id"], "output": _joined(_parts(item["output"], "input_text"))}
+    head["summary"] = _parts(item.get("summary") or (), "summary_text")
+    return head | {"content": _parts(item["content"], "reasoning_text")} if item.get("content") else head
+
+
+def _parts(content: str | Iterable[TextPart | RefusalPart], kind: str) -> list[JSONObject]:
+    """A content as a list of text parts of this kind; refusals stay what they are."""
+    if isinstance(content, str):
+        content = [TextPart(type="text", text=content)]
+    empty: JSONObject = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return [
+        {"type": "refusal", "refusal": part["refusal"]}
+        if part["type"] == "refusal"
+        else {"type": kind, "text": part["text"]} | empty
+        for part in content
+    ]
 
 
 def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
-    """Checked items as chat messages; thoughts, text and calls that follow each other are one assistant's turn."""
+    """Checked items as chat messages; reasoning, text and calls that follow each other are one assistant's turn."""
     messages: list[JSONObject] = []
     for item in items:
         if item["type"] == "function_call_output":
@@ -79,85 +169,3 @@ def _add_to_turn(messages: list[JSONObject], item: JSONObject) -> None:
 
 def _joined(parts: list[JSONObject]) -> str:
     return "\n".join(part["text"] if "text" in part else part["refusal"] for part in parts)
-
-
-def _item(item: object, path: str) -> JSONObject:
-    if not isinstance(item, dict):
-        raise wrong(path, f"expected an object, but got {json_name(item)}")
-    kind = item.get("type", "message")
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        shown = f"'{clip(kind, 40)}'" if isinstance(kind, str) else json_name(kind)
-        raise unsupported(f"{path}.type", f"items of type {shown} are not supported; {', '.join(_FIELDS)} are.")
-    check_fields(item, _FIELDS[kind], path)
-    item_id = item.get("id")
-    if item_id is not None and not isinstance(item_id, str):
-        raise wrong(f"{path}.id", f"expected a string, but got {json_name(item_id)}")
-    head = {"id": item_id or new_id(kind), "type": kind, "status": "completed"}
-    return head | _READ[kind](item, path)
-
-
-def _message(item: JSONObject, path: str) -> JSONObject:
-    role = item.get("role")
-    if role not in _ROLES:
-        shown = f"'{clip(role, 30)}'" if isinstance(role, str) else json_name(role)
-        raise wrong(f"{path}.role", f"expected one of {', '.join(_ROLES)}, but got {shown}")
-    kind = "output_text" if role == "assistant" else "input_text"
-    return {"role": role, "content": _parts(item.get("content"), f"{path}.content", kind)}
-
-
-def _function_call(item: JSONObject, path: str) -> JSONObject:
-    return {name: string_field(item, name, path) for name in ("call_id", "name", "arguments")}
-
-
-def _function_call_output(item: JSONObject, path: str) -> JSONObject:
-    output = item.get("output")
-    text = output if isinstance(output, str) else _joined(_parts(output, f"{path}.output", "input_text"))
-    return {"call_id": string_field(item, "call_id", path), "output": text}
-
-
-def _reasoning(item: JSONObject, path: str) -> JSONObject:
-    if item.get("encrypted_content") is not None:
-        raise unsupported(f"{path}.encrypted_content", "thoughts are not encrypted here; send their content.")
-    found: JSONObject = {"summary": _thoughts(item.get("summary"), f"{path}.summary", "summary_text")}
-    if item.get("content"):
-        found["content"] = _thoughts(item["content"], f"{path}.content", "reasoning_text")
-    return found
-
-
-def _thoughts(value: object, path: str, kind: str) -> list[JSONObject]:
-    return _parts(value, path, kind) if value else []
-
-
-_READ = {
-    "message": _message,
-    "function_call": _function_call,
-    "function_call_output": _function_call_output,
-    "reasoning": _reasoning,
-}
-
-
-def _parts(value: object, path: str, kind: str) -> list[JSONObject]:
-    """A content as a list of text parts of this kind; refusals stay what they are."""
-    if isinstance(value, str):
-        return [_text(kind, value)]
-    if not isinstance(value, list) or not value:
-        raise wrong(path, f"expected a string or an array of text parts, but got {json_name(value)}")
-    return [_part(part, f"{path}[{index}]", kind) for index, part in enumerate(value)]
-
-
-def _part(part: object, path: str, kind: str) -> JSONObject:
-    if not isinstance(part, dict):
-        raise wrong(path, f"expected an object, but got {json_name(part)}")
-    given = part.get("type")
-    if given == "refusal":
-        return {"type": "refusal", "refusal": string_field(part, "refusal", path)}
-    if given not in _TEXT_PARTS:
-        shown = f"'{clip(given, 30)}'" if isinstance(given, str) else json_name(given)
-        raise unsupported(f"{path}.type", f"parts of type {shown} are not supported; only text is.")
-    check_fields(part, {"type", "text", "annotations", "logprobs"}, path)
-    return _text(kind, string_field(part, "text", path))
-
-
-def _text(kind: str, text: str) -> JSONObject:
-    part: JSONObject = {"type": kind, "text": text}
-    return part | {"annotations": [], "logprobs": []} if kind == "output_text" else part

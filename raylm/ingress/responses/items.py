@@ -1,4 +1,4 @@
-"""ResponseItems: the output items of one response as they grow, and the events that tell of every change."""
+"""ResponseItems: the output items of one response as they grow, and the events that report every change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Events = list[JSONObject]
 
 
 class ResponseItems:
-    """Thoughts, text and calls, each an item that is opened, grows, and is closed before the next one opens.
+    """Reasoning, text and calls, each an item that is opened, grows, and is closed before the next one opens.
 
-    Events lack their sequence_number, which whoever sends them counts.
+    Events lack their sequence_number: the sender counts it.
     """
 
     def __init__(self, tokens: TokenTexts, *, with_logprobs: bool) -> None:
@@ -31,7 +31,6 @@ class ResponseItems:
         self._call = -1
 
     def add(self, delta: CompletionDelta) -> Events:
-        """Take in what is new."""
         events: Events = []
         if self._with_logprobs:
             entries = (delta.logprobs or [])[delta.reasoning_tokens :]
@@ -90,7 +89,6 @@ class _OpenItem(ABC):
         self._pieces: list[str] = []
 
     def begin(self) -> Events:
-        """The events of its opening."""
         return [{"type": "response.output_item.added", "output_index": self._index, "item": dict(self.item)}]
 
     @abstractmethod
@@ -98,7 +96,6 @@ class _OpenItem(ABC):
         """The event of a new piece."""
 
     def end(self, status: str, logprobs: list[JSONObject]) -> Events:
-        """The events of its end."""
         self.item["status"] = status
         return [{"type": "response.output_item.done", "output_index": self._index, "item": self.item}]
 
@@ -189,7 +186,7 @@ class _OpenCall(_OpenItem):
 
 
 def _without_bytes(logprobs: Iterable[JSONObject]) -> list[JSONObject]:
-    """Events tell log-probabilities without bytes, by OpenAI's specification."""
+    """In events log-probabilities have no bytes, by OpenAI's specification."""
     return [
         {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": _tops(entry["top_logprobs"])}
         for entry in logprobs

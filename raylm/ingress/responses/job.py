@@ -57,7 +57,7 @@ class ResponseJob:
         """Read the one sequence to its end; every item is what happened since the last one.
 
         Raises:
-            RayLMError: nothing was generated at all; what goes wrong later is told as an event.
+            RayLMError: nothing was generated at all; what goes wrong later becomes an event.
         """
         try:
             async with aclosing(outputs):
@@ -109,11 +109,11 @@ class ResponseJob:
             "model": body.model,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": params.temperature,
-            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"strict": None, "parameters": None} | tool for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,

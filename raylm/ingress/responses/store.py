@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import orjson
 
@@ -31,7 +31,7 @@ class Responses(Protocol):
         """Forget a record; whether there was one. One that is being made is cancelled too."""
 
     async def cancel(self, response_id: str) -> bytes | None:
-        """Mark an unfinished response as cancelled, wake who makes it, and return its record."""
+        """Mark an unfinished response as cancelled, wake the replica that makes it, and return its record."""
 
     async def until_cancelled(self, response_id: str) -> None:
         """Wait until a response is cancelled or deleted."""
@@ -48,7 +48,6 @@ class ResponseStore:
         self._cancelled: dict[str, asyncio.Event] = {}
 
     async def put(self, response_id: str, record: bytes) -> None:
-        """Keep a record."""
         known = self._records.get(response_id)
         if known is not None and _status(known) == "cancelled":
             return
@@ -57,14 +56,12 @@ class ResponseStore:
             self._drop(next(iter(self._records)))
 
     async def get(self, response_id: str) -> bytes | None:
-        """The record."""
         record = self._records.get(response_id)
         if record is not None:
             self._records.move_to_end(response_id)
         return record
 
     async def delete(self, response_id: str) -> bool:
-        """Forget a record."""
         found = response_id in self._records
         if found:
             self._drop(response_id)
@@ -72,7 +69,6 @@ class ResponseStore:
         return found
 
     async def cancel(self, response_id: str) -> bytes | None:
-        """Mark and wake."""
         record = self._records.get(response_id)
         if record is None or _status(record) not in _UNFINISHED:
             return record
@@ -112,25 +108,18 @@ class SharedResponses:
         self._store = store
 
     async def put(self, response_id: str, record: bytes) -> None:
-        """Keep a record."""
         await self._store.put.remote(response_id, record)
 
     async def get(self, response_id: str) -> bytes | None:
-        """The record."""
-        record: bytes | None = await self._store.get.remote(response_id)
-        return record
+        return cast(bytes | None, await self._store.get.remote(response_id))
 
     async def delete(self, response_id: str) -> bool:
-        """Forget a record."""
         return bool(await self._store.delete.remote(response_id))
 
     async def cancel(self, response_id: str) -> bytes | None:
-        """Mark and wake."""
-        record: bytes | None = await self._store.cancel.remote(response_id)
-        return record
+        return cast(bytes | None, await self._store.cancel.remote(response_id))
 
     async def until_cancelled(self, response_id: str) -> None:
-        """Wait."""
         await self._store.until_cancelled.remote(response_id)
 
 

@@ -275,7 +275,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ({"text": {"tone": "kind"}}, "text.tone"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"n": 2}, "n"),
