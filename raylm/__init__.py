@@ -7,27 +7,21 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.app import build_app
-    from raylm.config import CacheConfig, Config, EngineConfig, IngressConfig, SchedulerConfig
-    from raylm.llm import LLM
-    from raylm.params import SamplingParams
+    from raylm.app import build_app as build_app
+    from raylm.config import CacheConfig as CacheConfig
+    from raylm.config import Config as Config
+    from raylm.config import EngineConfig as EngineConfig
+    from raylm.config import IngressConfig as IngressConfig
+    from raylm.config import SchedulerConfig as SchedulerConfig
+    from raylm.llm import LLM as LLM
+    from raylm.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = [
-    "LLM",
-    "CacheConfig",
-    "Config",
-    "EngineConfig",
-    "IngressConfig",
-    "SamplingParams",
-    "SchedulerConfig",
-    "build_app",
-]
+_MODULES = {
+    "app": ("build_app",),
+    "config": ("CacheConfig", "Config", "EngineConfig", "IngressConfig", "SchedulerConfig"),
+    "llm": ("LLM",),
+    "params": ("SamplingParams",),
+}
 
-_HOMES = {
-    "build_app": "raylm.app",
-    "LLM": "raylm.llm",
-    "SamplingParams": "raylm.params",
-} | dict.fromkeys(("CacheConfig", "Config", "EngineConfig", "IngressConfig", "SchedulerConfig"), "raylm.config")
-
-__getattr__ = front_door(__name__, _HOMES)
+__getattr__ = front_door(__name__, _MODULES)

@@ -1,16 +1,17 @@
-"""Names that are imported when they are first asked for: front doors of rooms, and members of families."""
+"""Names that are imported when they are first asked for: front doors of packages, and members of families."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def front_door(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package whose public names are at home in the modules that ``homes`` says."""
+def front_door(package: str, modules: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``package``, whose public names are those of ``modules`` (paths relative to it)."""
+    homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
 
     def find(name: str) -> Any:
         if name not in homes:

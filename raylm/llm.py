@@ -6,9 +6,10 @@ import asyncio
 import threading
 import uuid
 import weakref
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from raylm.frontend import AsyncLLM, ChatRequest, CompletionDelta, LocalEngineCl
 from raylm.messages import EngineInfo, FinishReason, LoRAAdapter, WorkerInfo
 from raylm.params import PoolingParams, SamplingParams
 
+J = TypeVar("J")
 T = TypeVar("T")
 Prompt = str | list[int]
 Conversation = list[dict[str, Any]]
@@ -52,17 +54,14 @@ class GenerationResult:
 
     @property
     def text(self) -> str:
-        """The first completion's text."""
         return self.completions[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """The first completion's tokens."""
         return self.completions[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first completion ended."""
         return self.completions[0].finish_reason
 
 
@@ -107,9 +106,7 @@ class LLM:
             InvalidRequestError: a prompt or parameter is wrong; nothing of the call is returned then.
             EngineDiedError: the engine failed.
         """
-        listed = _as_prompts(prompts)
-        jobs = _jobs(listed, self._params(params, len(listed)), adapters)
-        return self._call(self._engine.run(jobs, progress))
+        return self._generate(_as_prompts(prompts), params, adapters, progress)
 
     def chat(
         self,
@@ -142,9 +139,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        prompts = self._call(self._engine.render(requests))
-        jobs = _jobs(prompts, self._params(params, len(prompts)), adapters)
-        return self._call(self._engine.run(jobs, progress))
+        return self._generate(self._call(self._engine.render(requests)), params, adapters, progress)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None, *, progress: bool = True
@@ -156,10 +151,10 @@ class LLM:
             EngineDiedError: the engine failed.
         """
         chosen = params or PoolingParams(pooling=self._engine.async_llm.pooling_defaults.pooling)
-        return self._call(self._engine.embed(_as_prompts(prompts), chosen, progress))
+        work = partial(self._engine.embed, chosen)
+        return self._call(self._engine.each(work, _as_prompts(prompts), progress))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``."""
         return self._call(self._engine.async_llm.tokenize(text, add_special_tokens=add_special_tokens))
 
     def load_adapter(self, name: str, path: str) -> None:
@@ -190,16 +185,23 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None:
-            params = SamplingParams(**self._engine.async_llm.sampling_defaults)
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if not isinstance(params, Sequence) or any(not isinstance(each, SamplingParams) for each in params):
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapters: str | Sequence[str | None] | None,
+        progress: bool,
+    ) -> list[GenerationResult]:
+        params = SamplingParams(**self._engine.async_llm.sampling_defaults) if params is None else params
+        one = isinstance(params, SamplingParams)
+        if not one and (not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params)):
             raise InvalidRequestError("params must be SamplingParams, or a list of them.", param="params")
-        if len(params) != count:
-            raise InvalidRequestError(f"params holds {len(params)} entries for {count} prompts.", param="params")
-        return list(params)
+        each_params = _one_each("params", params, len(prompts), shared=one)
+        each_adapter = _one_each(
+            "adapters", adapters, len(prompts), shared=adapters is None or isinstance(adapters, str)
+        )
+        jobs: list[_Job] = list(zip(prompts, each_params, each_adapter, strict=True))
+        return self._call(self._engine.each(self._engine.generate, jobs, progress))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the loop's thread; an interrupt of the caller (Ctrl-C) aborts what it waited for."""
@@ -226,7 +228,6 @@ class _LocalEngine:
         self._started = False
 
     async def start(self) -> WorkerInfo:
-        """Load tokenizer and model, and begin to step."""
         self.async_llm = AsyncLLM(self._config)
         self._started = True
         info = await self._core.start()
@@ -236,21 +237,44 @@ class _LocalEngine:
         return info
 
     async def render(self, requests: list[ChatRequest]) -> list[Prompt]:
-        """Token ids of each conversation."""
         return [await self.async_llm.render_chat(request) for request in requests]
 
-    async def run(self, jobs: list[_Job], progress: bool) -> list[GenerationResult]:
-        """All prompts at once, as many open as keeps the batch full; the first error ends them all."""
-        gate = self._gate()
+    async def each(self, work: Callable[[J, _Meter], Awaitable[T]], jobs: list[J], progress: bool) -> list[T]:
+        """``work`` on all jobs, as many open as keeps the batch full; the first error ends them all."""
+        gate = asyncio.Semaphore(_MOST_OPEN_FACTOR * self._config.scheduler.max_num_seqs)
+
+        async def one(job: J) -> T:
+            async with gate:
+                result = await work(job, meter)
+            meter.finish()
+            return result
+
         with tqdm(total=len(jobs), disable=not progress, unit="prompt", dynamic_ncols=True) as bar:
             meter = _Meter(bar)
-            return await _all(self._one(gate, meter, *job) for job in jobs)
+            tasks = [asyncio.create_task(one(job)) for job in jobs]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def embed(self, prompts: list[Prompt], params: PoolingParams, progress: bool) -> list[memoryview[float]]:
-        """As ``run``, for vectors."""
-        gate = self._gate()
-        with tqdm(total=len(prompts), disable=not progress, unit="prompt", dynamic_ncols=True) as bar:
-            return await _all(self._vector(gate, bar, prompt, params) for prompt in prompts)
+    async def generate(self, job: _Job, meter: _Meter) -> GenerationResult:
+        prompt, params, adapter = job
+        wholes = [CompletionDelta(index) for index in range(params.n)]
+        async with aclosing(self.async_llm.generate(prompt, params, _head(adapter=adapter))) as outputs:
+            async for output in outputs:
+                for delta in output.deltas:
+                    wholes[delta.index].add(delta)
+                    meter.tokens += len(delta.token_ids)
+        return GenerationResult(
+            output.prompt_token_ids, [*map(_completion, wholes)], output.num_cached_tokens, output.prompt_logprobs
+        )
+
+    async def embed(self, params: PoolingParams, prompt: Prompt, _: _Meter) -> memoryview[float]:
+        async with aclosing(self.async_llm.embed(prompt, params, _head(param="input"))) as outputs:
+            output = await anext(outputs)
+        return memoryview(output.vector or b"").cast("f")
 
     async def stop(self) -> None:
         """End what runs, then the core and its worker; safe after a failed start."""
@@ -261,72 +285,25 @@ class _LocalEngine:
             await asyncio.gather(self._running, return_exceptions=True)
         await self._core.shutdown()
 
-    def _gate(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(_MOST_OPEN_FACTOR * self._config.scheduler.max_num_seqs)
-
-    async def _vector(
-        self, gate: asyncio.Semaphore, bar: tqdm[Any], prompt: Prompt, params: PoolingParams
-    ) -> memoryview[float]:
-        async with gate, aclosing(self.async_llm.embed(prompt, params, _head(param="input"))) as outputs:
-            output = await anext(outputs)
-        bar.update()
-        return memoryview(output.vector or b"").cast("f")
-
-    async def _one(
-        self, gate: asyncio.Semaphore, meter: _Meter, prompt: Prompt, params: SamplingParams, adapter: str | None
-    ) -> GenerationResult:
-        gathered = _Gathered([CompletionDelta(index) for index in range(params.n)])
-        async with gate, aclosing(self.async_llm.generate(prompt, params, _head(adapter=adapter))) as outputs:
-            async for output in outputs:
-                for delta in output.deltas:
-                    gathered.add(delta)
-                    meter.count(len(delta.token_ids))
-        meter.finish()
-        return GenerationResult(
-            output.prompt_token_ids, gathered.completions(), output.num_cached_tokens, output.prompt_logprobs
-        )
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """The completions of one prompt while they grow."""
-
-    wholes: list[CompletionDelta]
-    texts: dict[int, list[str]] = field(default_factory=dict)
-
-    def add(self, delta: CompletionDelta) -> None:
-        whole = self.wholes[delta.index]
-        self.texts.setdefault(delta.index, []).append(delta.text)
-        whole.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            whole.logprobs = (whole.logprobs or []) + delta.logprobs
-        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-
-    def completions(self) -> list[Completion]:
-        return [self._completion(whole) for whole in self.wholes]
-
-    def _completion(self, whole: CompletionDelta) -> Completion:
-        if whole.finish_reason not in ("stop", "length"):
-            raise EngineDiedError("The engine ended this request before it was finished.")
-        text = "".join(self.texts[whole.index])
-        return Completion(whole.index, text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.logprobs)
-
 
 class _Meter:
     """Drives the progress bar: prompts done, and generated tokens per second."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
+        self.tokens = 0
         self._bar = bar
-        self._tokens = 0
-
-    def count(self, tokens: int) -> None:
-        self._tokens += tokens
 
     def finish(self) -> None:
-        elapsed = self._bar.format_dict["elapsed"] if not self._bar.disable else 0.0
+        elapsed = self._bar.format_dict["elapsed"] if self.tokens and not self._bar.disable else 0.0
         if elapsed:
-            self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s", refresh=False)
         self._bar.update()
+
+
+def _completion(whole: CompletionDelta) -> Completion:
+    if whole.finish_reason not in ("stop", "length"):
+        raise EngineDiedError("The engine ended this request before it was finished.")
+    return Completion(whole.index, whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.logprobs)
 
 
 def _head(*, param: str = "prompt", adapter: str | None = None) -> RequestHead:
@@ -334,18 +311,8 @@ def _head(*, param: str = "prompt", adapter: str | None = None) -> RequestHead:
     return RequestHead(request_id=uuid.uuid4().hex, param=param, adapter=adapter)
 
 
-async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: _LocalEngine) -> None:
-    # At the interpreter's end the worker's thread has been joined already and can take no farewell.
+    # At the interpreter's end the worker's thread has been joined already and takes no more calls.
     with suppress(RuntimeError):
         asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
@@ -362,14 +329,11 @@ def _local_config(model: str, given: dict[str, Any]) -> Config:
     return Config(model=model, engine=engine, **given)
 
 
-def _jobs(
-    prompts: list[Prompt], params: list[SamplingParams], adapters: str | Sequence[str | None] | None
-) -> list[_Job]:
-    """Each prompt with its parameters and adapter."""
-    named = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
-    if len(named) != len(prompts):
-        raise InvalidRequestError(f"adapters holds {len(named)} entries for {len(prompts)} prompts.", param="adapters")
-    return list(zip(prompts, params, named, strict=True))
+def _one_each(name: str, given: Any, count: int, *, shared: bool) -> list[Any]:
+    listed = [given] * count if shared else list(given)
+    if len(listed) != count:
+        raise InvalidRequestError(f"{name} holds {len(listed)} entries for {count} prompts.", param=name)
+    return listed
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -379,9 +343,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise InvalidRequestError(f"prompts must be a list, not {type(prompts).__name__}.", param="prompts")
     listed = [prompts] if prompts and isinstance(prompts[0], int) else prompts
     for place, prompt in enumerate(listed):
-        if isinstance(prompt, str) or (
-            isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt)
-        ):
-            continue
-        raise InvalidRequestError(f"prompts[{place}] must be a str or a list of int.", param="prompts")
+        is_ids = isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt)
+        if not (is_ids or isinstance(prompt, str)):
+            raise InvalidRequestError(f"prompts[{place}] must be a str or a list of int.", param="prompts")
     return [prompt if isinstance(prompt, str) else list(prompt) for prompt in listed]  # type: ignore[arg-type]

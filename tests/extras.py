@@ -47,7 +47,7 @@ EXTRAS = {
     ),
     "tool_parsers": Extra(
         paths=("raylm/frontend/answers/tool_parsers", "tests/frontend/answers/tool_parsers"),
-        lines={},
+        lines={"raylm/frontend/answers/tool_calls.py": ("raylm.frontend.answers.tool_parsers.",)},
     ),
     "quantization": Extra(
         paths=("raylm/models/quantization", "tests/models/quantization"),

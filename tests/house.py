@@ -21,7 +21,10 @@ ROOMS = [
     "frontend",
     "ingress",
 ]  # from the ground up; the floor lies below, app above
-FLOOR = {"config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy"}
+FLOOR = {
+    "config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy",
+    "logprob_columns",
+}  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
     "step_budget", "adapter_table",

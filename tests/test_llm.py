@@ -134,7 +134,7 @@ def test_ctrl_c_aborts_and_leaves_the_engine_fit(llm: LLM) -> None:
     timer.join()
     (result,) = llm.generate("one", GREEDY, progress=False)
     assert len(result.token_ids) == 8
-    assert llm._engine.async_llm._outputs.num_open == 0
+    assert not llm._engine.async_llm._outputs._open
     assert not llm._engine._core.scheduler.open_requests()
 
 

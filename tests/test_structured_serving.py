@@ -18,6 +18,7 @@ from benchmarks.structured import grade, in_process
 from benchmarks.structured_cases import KINDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+USES_TOOLS = pytest.mark.uses("tool_parsers")
 MODEL = "embedded"
 WEATHER = {
     "type": "function",
@@ -47,7 +48,9 @@ async def api(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://raylm/v1", api_key="none", max_retries=0, http_client=client)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[USES_TOOLS] * (kind in ("required", "named"))) for kind in KINDS]
+)
 async def test_answers_have_the_form_that_was_asked_for(client: httpx.AsyncClient, kind: str) -> None:
     found, faults = await grade(client, MODEL, kind, 40)
     assert faults == []
@@ -103,11 +106,12 @@ async def test_streams_stop_strings_logprobs_and_free_requests_beside(client: ht
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}},
             "response_format.json_schema.schema",
         ),
-        (
-            {"tools": [WEATHER, BAD_TOOL], "tool_choice": "required"},
-            "tools[1].function.parameters",
+        pytest.param(
+            {"tools": [WEATHER, BAD_TOOL], "tool_choice": "required"}, "tools[1].function.parameters", marks=USES_TOOLS
         ),
-        ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        pytest.param(
+            {"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex", marks=USES_TOOLS
+        ),
     ],
 )  # fmt: skip
 async def test_a_bad_form_fails_its_request_alone(client: httpx.AsyncClient, fields: Any, param: str) -> None:
@@ -138,6 +142,10 @@ async def test_parse_into_a_model(api: openai.AsyncOpenAI) -> None:
             model=MODEL, messages=ASK, response_format=Booking, temperature=1.0, seed=seed
         )
         assert isinstance(answer.choices[0].message.parsed, Booking)
+
+
+@pytest.mark.uses("tool_parsers")
+async def test_parse_calls_into_a_model(api: openai.AsyncOpenAI) -> None:
     tools: Any = [openai.pydantic_function_tool(GetWeather)]
     for choice in ("auto", "required"):
         called = await api.chat.completions.parse(model=MODEL, messages=ASK, tools=tools, tool_choice=choice, seed=1)
@@ -146,6 +154,7 @@ async def test_parse_into_a_model(api: openai.AsyncOpenAI) -> None:
     assert called.choices[0].message.tool_calls
 
 
+@pytest.mark.uses("tool_parsers")
 async def test_a_whole_round_trip_with_tools(api: openai.AsyncOpenAI) -> None:
     """The model was trained for this: it calls by itself, and tells what the tool said."""
     tools: Any = [WEATHER]
@@ -162,6 +171,7 @@ async def test_a_whole_round_trip_with_tools(api: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.uses("tool_parsers")
 async def test_calls_that_must_come_are_streamed(api: openai.AsyncOpenAI, choice: Any) -> None:
     body: Any = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "tool_choice": choice, "seed": 2}
     async with api.chat.completions.stream(**body, temperature=1.0) as stream:
@@ -176,6 +186,7 @@ async def test_calls_that_must_come_are_streamed(api: openai.AsyncOpenAI, choice
     assert events.count("tool_calls.function.arguments.delta") > len(calls)
 
 
+@pytest.mark.uses("tool_parsers")
 async def test_a_call_or_an_answer_in_json(api: openai.AsyncOpenAI) -> None:
     body: Any = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "response_format": {"type": "json_object"}}
     for seed in range(5):

@@ -7,52 +7,32 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT, NAMESPACE, create_engine_core, engine_core_prefix
-    from raylm.engine.engine_core import EngineCore
-    from raylm.engine.model_executor import LocalExecutor, ModelExecutor, WorkerInterface
-    from raylm.engine.outbox import Outbox
-    from raylm.engine.ray_executor import RayExecutor, as_raylm_error, create_worker, prepare_process
-    from raylm.engine.scheduler import Scheduler
-    from raylm.engine.supervisor import SUPERVISOR_CPUS, Engine, placement_bundles
+    from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
+    from raylm.engine.actor import NAMESPACE as NAMESPACE
+    from raylm.engine.actor import create_engine_core as create_engine_core
+    from raylm.engine.actor import engine_core_prefix as engine_core_prefix
+    from raylm.engine.engine_core import EngineCore as EngineCore
+    from raylm.engine.model_executor import LocalExecutor as LocalExecutor
+    from raylm.engine.model_executor import ModelExecutor as ModelExecutor
+    from raylm.engine.model_executor import WorkerInterface as WorkerInterface
+    from raylm.engine.outbox import Outbox as Outbox
+    from raylm.engine.ray_executor import RayExecutor as RayExecutor
+    from raylm.engine.ray_executor import as_raylm_error as as_raylm_error
+    from raylm.engine.ray_executor import create_worker as create_worker
+    from raylm.engine.ray_executor import prepare_process as prepare_process
+    from raylm.engine.scheduler import Scheduler as Scheduler
+    from raylm.engine.supervisor import SUPERVISOR_CPUS as SUPERVISOR_CPUS
+    from raylm.engine.supervisor import Engine as Engine
+    from raylm.engine.supervisor import placement_bundles as placement_bundles
 
-__all__ = [
-    "MAX_OUTPUTS_IN_FLIGHT",
-    "NAMESPACE",
-    "SUPERVISOR_CPUS",
-    "Engine",
-    "EngineCore",
-    "LocalExecutor",
-    "ModelExecutor",
-    "Outbox",
-    "RayExecutor",
-    "Scheduler",
-    "WorkerInterface",
-    "as_raylm_error",
-    "create_engine_core",
-    "create_worker",
-    "engine_core_prefix",
-    "placement_bundles",
-    "prepare_process",
-]
-
-_HOMES = {
-    "MAX_OUTPUTS_IN_FLIGHT": "raylm.engine.actor",
-    "NAMESPACE": "raylm.engine.actor",
-    "SUPERVISOR_CPUS": "raylm.engine.supervisor",
-    "Engine": "raylm.engine.supervisor",
-    "EngineCore": "raylm.engine.engine_core",
-    "LocalExecutor": "raylm.engine.model_executor",
-    "ModelExecutor": "raylm.engine.model_executor",
-    "Outbox": "raylm.engine.outbox",
-    "RayExecutor": "raylm.engine.ray_executor",
-    "Scheduler": "raylm.engine.scheduler",
-    "WorkerInterface": "raylm.engine.model_executor",
-    "as_raylm_error": "raylm.engine.ray_executor",
-    "create_engine_core": "raylm.engine.actor",
-    "create_worker": "raylm.engine.ray_executor",
-    "engine_core_prefix": "raylm.engine.actor",
-    "placement_bundles": "raylm.engine.supervisor",
-    "prepare_process": "raylm.engine.ray_executor",
+_MODULES = {
+    "actor": ("MAX_OUTPUTS_IN_FLIGHT", "NAMESPACE", "create_engine_core", "engine_core_prefix"),
+    "engine_core": ("EngineCore",),
+    "model_executor": ("LocalExecutor", "ModelExecutor", "WorkerInterface"),
+    "outbox": ("Outbox",),
+    "ray_executor": ("RayExecutor", "as_raylm_error", "create_worker", "prepare_process"),
+    "scheduler": ("Scheduler",),
+    "supervisor": ("SUPERVISOR_CPUS", "Engine", "placement_bundles"),
 }
 
-__getattr__ = front_door(__name__, _HOMES)
+__getattr__ = front_door(__name__, _MODULES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from itertools import accumulate
 
+from raylm import logprob_columns
 from raylm.engine.sequence import Sequence
 from raylm.errors import RayLMError
 from raylm.messages import EngineCoreOutputs, EngineStats, FinishReason, Logprobs, ModelRunnerOutput
@@ -49,7 +49,7 @@ class ClientOutputs:
             stop_reasons=stop_reasons,
             cached_tokens=[seq.num_cached for seq in self.sequences],
             stats=stats,
-            logprobs=select_logprobs(result.logprobs, self.positions) if result.logprobs else None,
+            logprobs=logprob_columns.select(result.logprobs, self.positions) if result.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
             errors=self.errors,
             pooled=self.pooled,
@@ -104,10 +104,7 @@ class Outbox:
 
 def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutputs:
     """One message that says what the two say one after the other; takes over the lists of ``held``."""
-    logprobs = held.logprobs
-    if logprobs is not None or fresh.logprobs is not None:
-        logprobs = _padded(logprobs, len(held.token_ids))
-        _extend_logprobs(logprobs, _padded(fresh.logprobs, len(fresh.token_ids)))
+    logprobs = logprob_columns.append(held.logprobs, len(held.token_ids), fresh.logprobs, len(fresh.token_ids))
     for name in ("keys", "indexes", "token_counts", "token_ids", "finish_reasons", "stop_reasons", "cached_tokens"):
         getattr(held, name).extend(getattr(fresh, name))
     held.prompt_logprobs.extend(fresh.prompt_logprobs)
@@ -116,37 +113,3 @@ def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutput
     adapters = held.adapters if fresh.adapters is None else fresh.adapters
     created = max(held.created, fresh.created)
     return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, created=created)
-
-
-def select_logprobs(logprobs: Logprobs, positions: list[int]) -> Logprobs | None:
-    """The entries at ``positions``; None if they are all empty."""
-    counts = [logprobs.counts[position] for position in positions]
-    if not any(counts):
-        return None
-    ends = list(accumulate(logprobs.counts))
-    spans = [slice(ends[position] - logprobs.counts[position], ends[position]) for position in positions]
-    return Logprobs(
-        counts=counts,
-        token_ids=[token for span in spans for token in logprobs.token_ids[span]],
-        logprobs=[value for span in spans for value in logprobs.logprobs[span]],
-        ranks=[logprobs.ranks[position] for position in positions],
-    )
-
-
-def join_logprobs(parts: list[Logprobs]) -> Logprobs:
-    """Consecutive parts as one."""
-    whole = Logprobs([], [], [], [])
-    for part in parts:
-        _extend_logprobs(whole, part)
-    return whole
-
-
-def _padded(logprobs: Logprobs | None, count: int) -> Logprobs:
-    return logprobs if logprobs is not None else Logprobs([0] * count, [], [], [0] * count)
-
-
-def _extend_logprobs(whole: Logprobs, part: Logprobs) -> None:
-    whole.counts.extend(part.counts)
-    whole.token_ids.extend(part.token_ids)
-    whole.logprobs.extend(part.logprobs)
-    whole.ranks.extend(part.ranks)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
+from raylm import logprob_columns
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
-from raylm.engine.outbox import ClientOutputs, join_logprobs
+from raylm.engine.outbox import ClientOutputs
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
@@ -308,7 +309,7 @@ class Scheduler:
         if seq.index == 0:
             self.counters.prompt_tokens += seq.num_prompt_tokens
         if seq.prompt_logprobs is not None:
-            news.prompt_logprobs.append((seq.key, join_logprobs(seq.prompt_logprobs)))
+            news.prompt_logprobs.append((seq.key, logprob_columns.join(seq.prompt_logprobs)))
             seq.prompt_logprobs = None
         for sibling in seq.state.fork(self._ids):
             self._enqueue(sibling)

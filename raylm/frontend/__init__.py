@@ -1,4 +1,4 @@
-"""Front door of this room: AsyncLLM and the lines to the engines, imported when first used (Discovery needs Ray)."""
+"""Front door of the front end: AsyncLLM and what its callers need, imported when first used (Discovery needs Ray)."""
 
 from __future__ import annotations
 
@@ -7,72 +7,47 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
-    from raylm.frontend.admission.queue import Admission, Reservation
-    from raylm.frontend.admission.throttle import Throttle
-    from raylm.frontend.answers.answer_format import AnswerFormat
-    from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest, NamedTool, ToolChoice
-    from raylm.frontend.async_llm import AsyncLLM
-    from raylm.frontend.engines.adapters import AdapterDirectory
-    from raylm.frontend.engines.discovery import Discovery
-    from raylm.frontend.engines.engine_client import EngineClient
-    from raylm.frontend.engines.local_engine_client import LocalEngineClient
-    from raylm.frontend.engines.ray_engine_client import RayEngineClient
-    from raylm.frontend.engines.router import Router
-    from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta, join_calls
-    from raylm.frontend.request_head import RequestHead
-    from raylm.frontend.threads import LARGE, offload
+    from raylm.frontend.admission.lifecycle import ClientDisconnectedError as ClientDisconnectedError
+    from raylm.frontend.admission.lifecycle import Lifecycle as Lifecycle
+    from raylm.frontend.admission.lifecycle import OngoingRequest as OngoingRequest
+    from raylm.frontend.admission.queue import Admission as Admission
+    from raylm.frontend.admission.queue import Reservation as Reservation
+    from raylm.frontend.admission.throttle import Throttle as Throttle
+    from raylm.frontend.answers.answer_format import AnswerFormat as AnswerFormat
+    from raylm.frontend.answers.answer_format import ChatPrompt as ChatPrompt
+    from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
+    from raylm.frontend.engines.adapters import AdapterDirectory as AdapterDirectory
+    from raylm.frontend.engines.discovery import Discovery as Discovery
+    from raylm.frontend.engines.engine_client import EngineClient as EngineClient
+    from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
+    from raylm.frontend.engines.ray_engine_client import RayEngineClient as RayEngineClient
+    from raylm.frontend.engines.router import Router as Router
+    from raylm.frontend.outputs import CompletionDelta as CompletionDelta
+    from raylm.frontend.outputs import RequestOutput as RequestOutput
+    from raylm.frontend.outputs import TokenLogprob as TokenLogprob
+    from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
+    from raylm.frontend.outputs import join_calls as join_calls
+    from raylm.frontend.threads import LARGE as LARGE
+    from raylm.frontend.threads import offload as offload
+    from raylm.frontend.types import ChatRequest as ChatRequest
+    from raylm.frontend.types import NamedTool as NamedTool
+    from raylm.frontend.types import RequestHead as RequestHead
+    from raylm.frontend.types import ToolChoice as ToolChoice
 
-__all__ = [
-    "LARGE",
-    "AdapterDirectory",
-    "Admission",
-    "AnswerFormat",
-    "AsyncLLM",
-    "ChatPrompt",
-    "ChatRequest",
-    "ClientDisconnectedError",
-    "CompletionDelta",
-    "Discovery",
-    "EngineClient",
-    "Lifecycle",
-    "LocalEngineClient",
-    "NamedTool",
-    "OngoingRequest",
-    "RayEngineClient",
-    "RequestHead",
-    "RequestOutput",
-    "Reservation",
-    "Router",
-    "Throttle",
-    "TokenLogprob",
-    "ToolCallDelta",
-    "ToolChoice",
-    "join_calls",
-    "offload",
-]
+_MODULES = {
+    "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest"),
+    "admission.queue": ("Admission", "Reservation"),
+    "admission.throttle": ("Throttle",),
+    "answers.answer_format": ("AnswerFormat", "ChatPrompt"),
+    "async_llm": ("AsyncLLM",),
+    "engines.adapters": ("AdapterDirectory",),
+    "engines.discovery": ("Discovery",),
+    "engines.engine_client": ("EngineClient", "LocalEngineClient"),
+    "engines.ray_engine_client": ("RayEngineClient",),
+    "engines.router": ("Router",),
+    "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"),
+    "threads": ("LARGE", "offload"),
+    "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
+}
 
-_HOMES = {
-    "LARGE": "raylm.frontend.threads",
-    "AdapterDirectory": "raylm.frontend.engines.adapters",
-    "Admission": "raylm.frontend.admission.queue",
-    "AnswerFormat": "raylm.frontend.answers.answer_format",
-    "AsyncLLM": "raylm.frontend.async_llm",
-    "offload": "raylm.frontend.threads",
-    "Discovery": "raylm.frontend.engines.discovery",
-    "EngineClient": "raylm.frontend.engines.engine_client",
-    "Reservation": "raylm.frontend.admission.queue",
-    "LocalEngineClient": "raylm.frontend.engines.local_engine_client",
-    "RayEngineClient": "raylm.frontend.engines.ray_engine_client",
-    "Throttle": "raylm.frontend.admission.throttle",
-    "RequestHead": "raylm.frontend.request_head",
-    "Router": "raylm.frontend.engines.router",
-} | dict.fromkeys(("ChatPrompt", "ChatRequest", "NamedTool", "ToolChoice"), "raylm.frontend.answers.chat_request")
-_HOMES |= dict.fromkeys(
-    ("ClientDisconnectedError", "Lifecycle", "OngoingRequest"), "raylm.frontend.admission.lifecycle"
-)
-_HOMES |= dict.fromkeys(
-    ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"), "raylm.frontend.outputs"
-)
-
-__getattr__ = front_door(__name__, _HOMES)
+__getattr__ = front_door(__name__, _MODULES)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError, UnsupportedFieldError
 from raylm.frontend.admission.queue import Admission, Reservation
-from raylm.frontend.answers.answer_format import AnswerFormat
+from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
 from raylm.frontend.answers.chat_processor import ChatProcessor
-from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
+from raylm.frontend.defaults import PoolingDefaults, default_max_tokens, pooling_defaults, sampling_defaults
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.frontend.engines.router import RoutedEngine, Router
-from raylm.frontend.input_processor import InputProcessor, Limits, default_max_tokens, sampling_defaults
-from raylm.frontend.output_processor import OutputProcessor
-from raylm.frontend.output_queue import OutputQueue
+from raylm.frontend.engines.router import Router
+from raylm.frontend.input_processor import InputProcessor, Limits
+from raylm.frontend.output_processor import OutputProcessor, OutputQueue
 from raylm.frontend.outputs import RequestOutput
-from raylm.frontend.pooling import PoolingDefaults, pooling_defaults
-from raylm.frontend.request_head import RequestHead
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.types import ChatRequest, RequestHead
 from raylm.messages import EngineCoreRequest
 from raylm.params import PoolingParams, SamplingParams
 
@@ -35,7 +34,7 @@ class AsyncLLM:
     Args:
         config: names the checkpoint, whose tokenizer, chat template and generation_config are read here and now.
         router: the engines, if the caller wants to keep hold of it.
-        admission: who may wait for a first token; by default everybody.
+        admission: how much may wait for a first token; by default any number.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
@@ -73,7 +72,6 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine is ready."""
         return self._router.is_ready
 
     @property
@@ -86,7 +84,7 @@ class AsyncLLM:
         """Longest sequence in tokens that every ready engine takes; without one, what configuration and model say.
 
         Raises:
-            EngineUnavailableError: no engine is ready, and neither of them says.
+            EngineUnavailableError: no engine is ready, and neither of them limits it.
         """
         if self._router.is_ready:
             return self._router.limits.max_model_len
@@ -108,8 +106,8 @@ class AsyncLLM:
         """Generate for one prompt; nothing happens before the first item is asked for.
 
         Closing the generator, or cancelling who waits for it, aborts the request. What the caller has not read is
-        merged, so reading slowly is safe. With an ``answer_format`` (of ``prepare_chat``) thoughts and tool calls are
-        told from the text.
+        merged, so reading slowly is safe. With an ``answer_format`` (of ``prepare_chat``) reasoning and tool calls are
+        separated from the text.
 
         Raises:
             InvalidRequestError: a field is wrong; ContextLengthError if prompt and answer do not fit.
@@ -121,7 +119,7 @@ class AsyncLLM:
         spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
         if params.thinking_token_budget is not None and thinking is None:
             raise UnsupportedFieldError(
-                "'thinking_token_budget' needs a conversation whose answers are told from thoughts.",
+                "'thinking_token_budget' needs a conversation with a model that thinks before it answers.",
                 param="thinking_token_budget",
             )
         grammar = await self._grammars.compile(spec) if spec is not None else None
@@ -134,17 +132,14 @@ class AsyncLLM:
             grammar=grammar,
             thinking=thinking,
         )
-        engine, queue, hold = self._send(request, answer_format)
-        try:
+        with self._sent(request, answer_format) as (queue, reservation):
             while True:
                 output = await queue.get()
-                if hold.requests:
-                    hold.begin(delta.index for delta in output.deltas)
+                if reservation.requests:
+                    reservation.begin(delta.index for delta in output.deltas)
                 yield output
                 if output.finished:
                     return
-        finally:
-            self._leave(engine, request, hold)
 
     async def embed(
         self, prompt: str | list[int], params: PoolingParams, head: RequestHead
@@ -154,39 +149,37 @@ class AsyncLLM:
         self.pooling_defaults.check(params)
         token_ids = await self._token_ids(prompt, limits, head.param)
         request = self._input.build_pooling(token_ids, params, limits, head)
-        engine, queue, hold = self._send(request)
-        try:
+        with self._sent(request) as (queue, _):
             yield await queue.get()
-        finally:
-            self._leave(engine, request, hold)
 
     async def _token_ids(self, prompt: str | list[int], limits: Limits, param: str) -> list[int]:
         if isinstance(prompt, list):
             return prompt
-        self._input.check_text(prompt, limits, param)
+        self._input.check_chars(len(prompt), limits.max_model_len, param)
         self.admission.check(len(prompt))
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=param)
 
-    def _send(
+    @contextmanager
+    def _sent(
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
-    ) -> tuple[RoutedEngine, OutputQueue, Reservation]:
+    ) -> Iterator[tuple[OutputQueue, Reservation]]:
+        """Send ``request`` to an engine, and abort it there unless it has ended by then."""
         engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
-        hold = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
+        reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
         queue = self._outputs.open(request, form)
         engine.open_keys.add(request.key)
         engine.client.add(request)
-        return engine, queue, hold
-
-    def _leave(self, engine: RoutedEngine, request: EngineCoreRequest, hold: Reservation) -> None:
-        """No await may stand here: a cancelled task must not lose the abort."""
-        hold.release()
-        engine.open_keys.discard(request.key)
-        if self._outputs.close(request.key):
-            engine.client.abort([request.key])
+        try:
+            yield queue, reservation
+        finally:  # no await may stand here: a cancelled task must not lose the abort
+            reservation.release()
+            engine.open_keys.discard(request.key)
+            if self._outputs.close(request.key):
+                engine.client.abort([request.key])
 
     @property
     def chat_description(self) -> str:
-        """How tool calls and thoughts are found in answers, in words."""
+        """How tool calls and reasoning are found in answers, in words."""
         return self._chat.description
 
     async def prepare_chat(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
@@ -210,11 +203,6 @@ class AsyncLLM:
         return await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``.
-
-        Raises:
-            InvalidRequestError: it is not valid Unicode.
-        """
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, ids: list[int]) -> str:

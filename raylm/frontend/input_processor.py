@@ -6,19 +6,16 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
-from raylm.checkpoint import Checkpoint
-from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
-from raylm.frontend.request_head import RequestHead
+from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
+from raylm.frontend.types import RequestHead
 from raylm.messages import EngineCoreRequest, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
 MAX_STOP_CHARS = 2_048
 _NO_SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +37,15 @@ class InputProcessor:
         self._default_max_tokens = default_max_tokens
         self._keys = count(1)
 
-    def check_text(self, text: str, limits: Limits, param: str) -> None:
+    def check_chars(self, num_chars: int, max_model_len: int, param: str) -> None:
         """Refuse a text that is too long for the context whatever its tokens are, before it is tokenized.
 
         Raises:
             ContextLengthError: naming ``param``.
         """
-        self.check_chars(len(text), limits.max_model_len, param)
-
-    def check_chars(self, num_chars: int, max_model_len: int, param: str) -> None:
-        """As ``check_text``, for a text that is not put together yet."""
-        most = max_model_len * self._tokenizer.longest_token_chars
-        if num_chars > most:
-            raise ContextLengthError(
-                f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
-                f"{num_chars} characters, which can never fit. Please shorten it.",
-                param=param,
-            )
+        if num_chars > max_model_len * self._tokenizer.longest_token_chars:
+            what = f"your prompt has {num_chars} characters, which can never fit. Please shorten it."
+            raise _too_long(max_model_len, what, param)
 
     def build(
         self,
@@ -72,19 +61,24 @@ class InputProcessor:
         """Check and complete one request.
 
         ``bad_words`` are those of ``params``, tokenized; ``grammar`` is what ``params.structured_outputs`` come to;
-        ``thinking`` tells how answers may begin.
+        ``thinking`` describes how answers may begin.
 
         Raises:
             ContextLengthError: prompt and max_tokens do not fit.
             InvalidRequestError: a field is out of its range.
         """
-        self._check_prompt(prompt_token_ids, limits, head.param)
-        check_length(len(prompt_token_ids), params.max_tokens, limits, head.param)
-        self._check_params(params, limits)
+        num_prompt_tokens = len(prompt_token_ids)
+        _check_prompt(prompt_token_ids, limits, head.param)
+        _check_length(num_prompt_tokens, params.max_tokens, limits.max_model_len, head.param)
+        _check_params(params, limits)
         head.check()
+        available = limits.max_model_len - num_prompt_tokens
+        default = available  # gives way to the context, and to ``min_tokens``
+        if self._default_max_tokens is not None:
+            default = min(available, max(self._default_max_tokens, params.min_tokens))
         complete = replace(
             params,
-            max_tokens=params.max_tokens or self._max_tokens(limits.max_model_len - len(prompt_token_ids), params),
+            max_tokens=params.max_tokens or default,
             seed=random.getrandbits(63) if params.seed is None else params.seed,
             structured_outputs=None,
         )
@@ -96,12 +90,6 @@ class InputProcessor:
             thinking=thinking,
         )
 
-    def _max_tokens(self, room: int, params: SamplingParams) -> int:
-        """What holds where the caller says nothing: a default gives way to the context, and to ``min_tokens``."""
-        if self._default_max_tokens is None:
-            return room
-        return min(room, max(self._default_max_tokens, params.min_tokens))
-
     def build_pooling(
         self, prompt_token_ids: list[int], params: PoolingParams, limits: Limits, head: RequestHead
     ) -> EngineCoreRequest:
@@ -111,18 +99,14 @@ class InputProcessor:
             ContextLengthError: the prompt does not fit.
             InvalidRequestError: a field is out of its range.
         """
-        self._check_prompt(prompt_token_ids, limits, head.param)
+        _check_prompt(prompt_token_ids, limits, head.param)
         if len(prompt_token_ids) > limits.max_model_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {limits.max_model_len} tokens. However, your {head.param} has "
-                f"{len(prompt_token_ids)} tokens. Please shorten it.",
-                param=head.param,
-            )
+            what = f"your {head.param} has {len(prompt_token_ids)} tokens. Please shorten it."
+            raise _too_long(limits.max_model_len, what, head.param)
         head.check()
         return replace(self._request(prompt_token_ids, _NO_SAMPLING, head), pooling=params)
 
     def _request(self, prompt_token_ids: list[int], params: SamplingParams, head: RequestHead) -> EngineCoreRequest:
-        """What all requests have, with a number of its own."""
         return EngineCoreRequest(
             key=next(self._keys),
             request_id=head.request_id,
@@ -133,18 +117,6 @@ class InputProcessor:
             arrival_time=head.arrival_time,
             adapter=head.adapter,
         )
-
-    def _check_prompt(self, token_ids: list[int], limits: Limits, param: str) -> None:
-        if not token_ids:
-            raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        _check_ids(param, (min(token_ids), max(token_ids)), limits)
-
-    def _check_params(self, params: SamplingParams, limits: Limits) -> None:
-        _check_ids("logit_bias", params.logit_bias, limits)
-        _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
-        _check_ids("stop_token_ids", params.stop_token_ids, limits)
-        if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
-            raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
 
     async def bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
         """The tokens of ``words``; many of them, or long ones, are tokenized in a thread.
@@ -165,53 +137,36 @@ class InputProcessor:
         return tuple(found)
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, param: str) -> None:
-    """Check that the prompt, and the answer that is asked for, fit into the context.
+def _check_prompt(token_ids: list[int], limits: Limits, param: str) -> None:
+    if not token_ids:
+        raise InvalidRequestError(f"{param} must not be empty.", param=param)
+    _check_ids(param, (min(token_ids), max(token_ids)), limits)
 
-    Raises:
-        ContextLengthError: naming ``param``.
-    """
-    most = limits.max_model_len
-    head = f"This model's maximum context length is {most} tokens. However, "
-    if num_prompt_tokens >= most:
-        raise ContextLengthError(
-            f"{head}your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer. "
-            "Please shorten the prompt.",
-            param=param,
-        )
-    if max_tokens is not None and num_prompt_tokens + max_tokens > most:
-        raise ContextLengthError(
-            f"{head}you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, "
+
+def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
+    if num_prompt_tokens >= max_model_len:
+        what = f"your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer. "
+        raise _too_long(max_model_len, what + "Please shorten the prompt.", param)
+    if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
+        raise _too_long(
+            max_model_len,
+            f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, "
             f"{max_tokens} in the completion). Please reduce the length of the {param} or of the completion.",
-            param=param,
+            param,
         )
 
 
-def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's own wishes for sampling: the values its generation_config.json sets.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-    found = {name: checkpoint.generation_config.get(name) for name in _DEFAULTS}
-    defaults = {name: value for name, value in found.items() if value is not None}
-    try:
-        SamplingParams(**defaults)
-    except (InvalidRequestError, TypeError) as error:
-        raise ConfigError(f"model: generation_config.json holds a bad value: {error}") from error
-    return defaults
+def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthError:
+    message = f"This model's maximum context length is {max_model_len} tokens. However, {what}"
+    return ContextLengthError(message, param=param)
 
 
-def default_max_tokens(checkpoint: Checkpoint) -> int | None:
-    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers for which nobody asks.
-
-    Raises:
-        ConfigError: it is no positive integer.
-    """
-    found = checkpoint.generation_config.get("max_new_tokens")
-    if found is None or (type(found) is int and found >= 1):
-        return found
-    raise ConfigError("model: generation_config.json holds a bad value: max_new_tokens must be at least 1.")
+def _check_params(params: SamplingParams, limits: Limits) -> None:
+    _check_ids("logit_bias", params.logit_bias, limits)
+    _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits)
+    if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
+        raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
 
 
 def _check_ids(param: str, token_ids: Iterable[int], limits: Limits) -> None:

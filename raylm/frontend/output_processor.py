@@ -2,21 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from raylm.errors import RayLMError
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
-from raylm.frontend.output_queue import OutputQueue
-from raylm.frontend.outputs import CompletionDelta, TokenLogprob
+from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.text.sequence_text import SequenceText
+from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, Logprobs
+from raylm.frontend.threads import offload
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
 
 logger = logging.getLogger("raylm.frontend")
+
+PromptLogprobs = list[TokenLogprob | None]
+
+
+class OutputQueue:
+    """What one caller has not read yet, at most one output: a slow caller's deltas merge.
+
+    One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop.
+    """
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.num_cached_tokens = 0
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._unread: tuple[Callable[[], PromptLogprobs], int] | None = None
+        self._request = request
+        self._deltas: dict[int, CompletionDelta] = {}
+        self._error: RayLMError | None = None
+        self._finished = False
+        self._vector: bytes | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, delta: CompletionDelta, *, finished: bool) -> None:
+        """Add what is new of one sequence; ``finished`` if nothing else of the request will come."""
+        waiting = self._deltas.get(delta.index)
+        if waiting is None:
+            self._deltas[delta.index] = delta
+        else:
+            waiting.add(delta)
+        self._finished = self._finished or finished
+        self._wake.set()
+
+    def finish(self, vector: bytes) -> None:
+        """The prompt has come to a vector."""
+        self._vector, self._finished = vector, True
+        self._wake.set()
+
+    def put_prompt_logprobs(self, read: Callable[[], PromptLogprobs], size: int) -> None:
+        """The prompt's logprobs, ``size`` numbers to be read when the caller takes them."""
+        self._unread = (read, size)
+
+    def fail(self, error: RayLMError) -> None:
+        """End the request: the reader gets ``error`` at once, in place of what it has not read."""
+        self._error = error
+        self._wake.set()
+
+    async def get(self) -> RequestOutput:
+        """Everything since the last call; waits until there is something.
+
+        Raises:
+            RayLMError: what ``fail`` was called with.
+        """
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        if self._unread is not None:
+            self._prompt_logprobs, self._unread = await offload(*self._unread), None
+        deltas, self._deltas = list(self._deltas.values()), {}
+        return RequestOutput(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            deltas=deltas,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+            finished=self._finished,
+            vector=self._vector,
+        )
 
 
 class OpenRequest:
@@ -41,7 +109,7 @@ class OpenRequest:
 class OutputProcessor:
     """One for all engines; a request is known by its key, unique in this process.
 
-    A sequence that a stop string ends still runs in the engine, until that is told: its further tokens are dropped.
+    A sequence that a stop string ends runs on in the engine until the stop reaches it; its further tokens are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, telemetry: Telemetry) -> None:
@@ -49,13 +117,8 @@ class OutputProcessor:
         self._telemetry = telemetry
         self._open: dict[int, OpenRequest] = {}
 
-    @property
-    def num_open(self) -> int:
-        """Requests whose callers still want news."""
-        return len(self._open)
-
     def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OutputQueue:
-        """Expect outputs of ``request``, in which ``form`` says what to find; its caller reads the queue."""
+        """Expect outputs of ``request``, to be read as ``form`` describes; its caller reads the queue."""
         opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form)
         return opened.queue
 
@@ -87,18 +150,21 @@ class OutputProcessor:
         """
         now = time.time()
         stops: list[tuple[int, int]] = []
-        for key, logprobs in outputs.prompt_logprobs:
+        for key, columns in outputs.prompt_logprobs:
             if key in self._open:
-                self._add_prompt_logprobs(self._open[key], logprobs)
-        start, logprobs_start = 0, 0
+                self._add_prompt_logprobs(self._open[key], columns)
+        logprobs = None if outputs.logprobs is None else read_logprobs(outputs.logprobs)
+        start = 0
         for entry, key in enumerate(outputs.keys):
             end = start + outputs.token_counts[entry]
-            entries = None
-            if outputs.logprobs is not None:
-                entries, logprobs_start = read_logprobs(outputs.logprobs, start, end, logprobs_start)
-            opened = self._open.get(key)
-            if opened is not None:
-                ended = self._advance(opened, outputs, entry, outputs.token_ids[start:end], entries, now)
+            described = None if logprobs is None else list(islice(logprobs, end - start))
+            opened, index = self._open.get(key), outputs.indexes[entry]
+            if opened is not None and not opened.texts[index].finished:
+                delta = CompletionDelta(index, "", outputs.token_ids[start:end], described)
+                delta.stop_reason = outputs.stop_reasons[entry]
+                if index == 0:  # the others find the prompt that this one has computed
+                    opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
+                ended = self._advance(opened, delta, outputs.finish_reasons[entry], now)
                 stops += [(key, index) for index in ended]
                 if opened.finished:
                     del self._open[key]
@@ -110,56 +176,34 @@ class OutputProcessor:
         return stops
 
     def _advance(
-        self,
-        opened: OpenRequest,
-        outputs: EngineCoreOutputs,
-        entry: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob] | None,
-        now: float,
+        self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None, now: float
     ) -> Iterable[int]:
-        """Take in the news of one sequence; returns the indexes of those that run on for nobody."""
-        index, ended = outputs.indexes[entry], outputs.finish_reasons[entry]
-        text = opened.texts[index]
-        if text.finished:
-            return ()
+        """Take in what is new of one sequence; returns the indexes of those that the engine need not go on with."""
         try:
-            delta = self._read(opened, outputs, entry, token_ids, logprobs)
+            self._read(opened, delta, ended)
         except Exception:
             logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
             opened.num_finished = len(opened.texts)
             opened.queue.fail(RayLMError("The answer could not be decoded."))
             self._count_unfinished(opened, "error")
             return range(len(opened.texts))
-        if index == 0:  # the others find the prompt that this one has computed
-            opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
         self._measure(opened, delta, now)
         opened.num_finished += delta.finish_reason is not None
         opened.queue.put(delta, finished=opened.finished)
-        return (index,) if delta.finish_reason is not None and ended is None else ()
+        return (delta.index,) if delta.finish_reason is not None and ended is None else ()
 
-    def _read(
-        self,
-        opened: OpenRequest,
-        outputs: EngineCoreOutputs,
-        entry: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob] | None,
-    ) -> CompletionDelta:
-        """What the tokens of one sequence come to: text, thoughts, calls, and whether it is over."""
-        index, ended = outputs.indexes[entry], outputs.finish_reasons[entry]
-        text = opened.texts[index]
-        piece, count, stop = text.push(token_ids, ended)
-        delta = CompletionDelta(index, piece, token_ids[:count], finish_reason=ended)
-        delta.stop_reason = outputs.stop_reasons[entry]
-        if opened.request.params.logprobs is not None:
-            delta.logprobs = (logprobs or [])[:count]
+    def _read(self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None) -> None:
+        """What the tokens of one sequence come to: text, reasoning, calls, and whether it is over."""
+        text = opened.texts[delta.index]
+        delta.text, count, stop = text.push(delta.token_ids, ended)
+        delta.finish_reason = ended
+        delta.token_ids = delta.token_ids[:count]
+        delta.logprobs = None if opened.request.params.logprobs is None else (delta.logprobs or [])[:count]
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
         if opened.readers is not None:
-            opened.readers[index].read(delta)
+            opened.readers[delta.index].read(delta)
             text.finished = delta.finish_reason is not None
-        return delta
 
     def _finish_pooled(self, key: int, vector: bytes, now: float) -> None:
         opened = self._open.pop(key, None)
@@ -178,30 +222,8 @@ class OutputProcessor:
     def _add_prompt_logprobs(self, opened: OpenRequest, logprobs: Logprobs) -> None:
         """They come once, with the first token; nothing comes before the prompt's first token, so it has none."""
         missing = len(opened.request.prompt_token_ids) - len(logprobs.counts)
-        opened.queue.put_prompt_logprobs(lambda: read_prompt_logprobs(logprobs, missing), len(logprobs.token_ids))
 
+        def read() -> PromptLogprobs:
+            return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(logprobs))]
 
-def read_prompt_logprobs(columns: Logprobs, missing: int) -> list[TokenLogprob | None]:
-    """One entry a prompt token, None for the first ``missing`` ones and where nothing is known."""
-    found, _ = read_logprobs(columns, 0, len(columns.counts), 0)
-    entries = [entry if count else None for entry, count in zip(found, columns.counts, strict=True)]
-    return [*repeat(None, missing), *entries]
-
-
-def read_logprobs(columns: Logprobs, start: int, end: int, offset: int) -> tuple[list[TokenLogprob], int]:
-    """Entries of the tokens start .. end, whose columns begin at ``offset``; and where the next ones begin.
-
-    A token that nobody asked about has an entry with token id -1.
-    """
-    found = []
-    for place in range(start, end):
-        stop = offset + columns.counts[place]
-        ids, values = columns.token_ids[offset:stop], columns.logprobs[offset:stop]
-        if ids:
-            found.append(
-                TokenLogprob(ids[0], values[0], columns.ranks[place], list(zip(ids[1:], values[1:], strict=True)))
-            )
-        else:
-            found.append(TokenLogprob(-1, 0.0, 0))
-        offset = stop
-    return found, offset
+        opened.queue.put_prompt_logprobs(read, len(logprobs.token_ids))

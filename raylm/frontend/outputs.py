@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raylm.messages import FinishReason
+from raylm.messages import FinishReason, Logprobs
 
 AnswerFinishReason = FinishReason | Literal["tool_calls"]
 
@@ -20,6 +21,18 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
+def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
+    """Each token's entry; where none was asked for, it has the token id -1 and the rank 0."""
+    offset = 0
+    for count, rank in zip(columns.counts, columns.ranks, strict=True):
+        ids, values = columns.token_ids[offset : offset + count], columns.logprobs[offset : offset + count]
+        offset += count
+        if ids:
+            yield TokenLogprob(ids[0], values[0], rank, list(zip(ids[1:], values[1:], strict=True)))
+        else:
+            yield TokenLogprob(-1, 0.0, 0)
+
+
 @dataclass(slots=True)
 class ToolCallDelta:
     """What is new of one of the calls that a sequence makes, counted by ``index`` from 0.
@@ -32,6 +45,12 @@ class ToolCallDelta:
     name: str | None = None
     arguments: str = ""
 
+    def add(self, later: ToolCallDelta) -> None:
+        """Take in the next piece of the arguments, without copying those that are there."""
+        arguments, self.arguments = self.arguments, ""
+        arguments += later.arguments
+        self.arguments = arguments
+
 
 @dataclass(slots=True)
 class CompletionDelta:
@@ -41,8 +60,8 @@ class CompletionDelta:
     ``text``. ``logprobs`` is aligned with ``token_ids`` or None. ``finish_reason`` is set on the last delta only;
     ``stop_reason`` is then the stop string or stop token id that matched, None for EOS.
 
-    Where the request has an AnswerFormat, thoughts and tool calls are no part of ``text``: they are in ``reasoning``
-    and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are thoughts.
+    Where the request has an AnswerFormat, reasoning and tool calls are no part of ``text``: they are in ``reasoning``
+    and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are reasoning.
     A sequence that made calls and ended by itself has the finish reason "tool_calls".
     """
 
@@ -56,19 +75,38 @@ class CompletionDelta:
     reasoning_tokens: int = 0
     tool_calls: list[ToolCallDelta] | None = None
 
+    def add(self, later: CompletionDelta) -> None:
+        """Take in the sequence's next delta; the lists of ``later`` may become this one's own."""
+        # A text that only a local name holds grows in place; otherwise all of a long answer is copied for each token.
+        text, self.text = self.text, ""
+        text += later.text
+        self.text = text
+        reasoning, self.reasoning = self.reasoning, ""
+        reasoning += later.reasoning
+        self.reasoning = reasoning
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += later.logprobs
+        self.reasoning_tokens += later.reasoning_tokens
+        self.tool_calls = join_calls(self.tool_calls, later.tool_calls)
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 def join_calls(first: list[ToolCallDelta] | None, later: list[ToolCallDelta] | None) -> list[ToolCallDelta] | None:
     """What is new by two deltas of one sequence; takes over both lists."""
     if not first or not later:
         return first or later
     if first[-1].index == later[0].index:
-        first[-1].arguments += later.pop(0).arguments
-    return first + later
+        first[-1].add(later.pop(0))
+    first += later
+    return first
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """News of one request: the deltas of its sequences, at most one a sequence; ``finished`` on the last one.
+    """What is new of one request: the deltas of its sequences, at most one a sequence; ``finished`` on the last one.
 
     ``prompt_logprobs`` (None if not asked for) has one entry a prompt token, None for the first; it is complete in
     the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served. ``vector`` is what a

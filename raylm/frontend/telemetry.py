@@ -1,4 +1,4 @@
-"""Telemetry: owns the Prometheus series of one AsyncLLM: latencies seen here, and what its engines last told."""
+"""Telemetry: owns the Prometheus series of one AsyncLLM: latencies seen here, and its engines' newest stats."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -14,19 +15,17 @@ from prometheus_client.registry import Collector
 from raylm import metrics
 from raylm.messages import EngineStats
 
-_ENGINE_GAUGES: list[tuple[metrics.Metric, Callable[[EngineStats], float]]] = [
-    (metrics.RUNNING, lambda stats: stats.running),
-    (metrics.WAITING, lambda stats: stats.waiting),
-    (metrics.KV_USAGE, lambda stats: stats.kv_usage),
-]
-_ENGINE_COUNTERS: list[tuple[metrics.Metric, Callable[[EngineStats], float]]] = [
-    (metrics.PREEMPTIONS, lambda stats: stats.counters.preemptions),
-    (metrics.PREFIX_QUERIES, lambda stats: stats.counters.prefix_queries),
-    (metrics.PREFIX_HITS, lambda stats: stats.counters.prefix_hits),
-    (metrics.PROMPT_TOKENS, lambda stats: stats.counters.prompt_tokens),
-    (metrics.GENERATION_TOKENS, lambda stats: stats.counters.generation_tokens),
-    (metrics.DRAFTED_TOKENS, lambda stats: stats.counters.drafted_tokens),
-    (metrics.ACCEPTED_TOKENS, lambda stats: stats.counters.accepted_tokens),
+_ENGINE_SERIES: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], metrics.Metric, str]] = [
+    (GaugeMetricFamily, metrics.RUNNING, "running"),
+    (GaugeMetricFamily, metrics.WAITING, "waiting"),
+    (GaugeMetricFamily, metrics.KV_USAGE, "kv_usage"),
+    (CounterMetricFamily, metrics.PREEMPTIONS, "counters.preemptions"),
+    (CounterMetricFamily, metrics.PREFIX_QUERIES, "counters.prefix_queries"),
+    (CounterMetricFamily, metrics.PREFIX_HITS, "counters.prefix_hits"),
+    (CounterMetricFamily, metrics.PROMPT_TOKENS, "counters.prompt_tokens"),
+    (CounterMetricFamily, metrics.GENERATION_TOKENS, "counters.generation_tokens"),
+    (CounterMetricFamily, metrics.DRAFTED_TOKENS, "counters.drafted_tokens"),
+    (CounterMetricFamily, metrics.ACCEPTED_TOKENS, "counters.accepted_tokens"),
 ]
 
 
@@ -85,14 +84,11 @@ class Telemetry(Collector):
     def collect(self) -> Iterator[Metric]:
         """What prometheus_client calls to read the series."""
         engines = self._engines()
-        for metric, read in _ENGINE_GAUGES:
-            yield self._filled(
-                GaugeMetricFamily(metric.name, metric.help, labels=["model_name", "engine"]), engines, read
-            )
-        for metric, read in _ENGINE_COUNTERS:
-            yield self._filled(
-                CounterMetricFamily(metric.name, metric.help, labels=["model_name", "engine"]), engines, read
-            )
+        for kind, metric, attribute in _ENGINE_SERIES:
+            family = kind(metric.name, metric.help, labels=["model_name", "engine"])
+            for engine_id, stats in engines.items():
+                family.add_metric([self._model_name, engine_id], attrgetter(attribute)(stats))
+            yield family
         for metric, histogram in ((metrics.TTFT, self._ttft), (metrics.ITL, self._itl), (metrics.E2E, self._e2e)):
             yield histogram.family(metric, self._model_name)
         success = CounterMetricFamily(
@@ -108,13 +104,3 @@ class Telemetry(Collector):
     def describe(self) -> Iterable[Metric]:
         """No names are reserved: this collector is the only one of its registry."""
         return []
-
-    def _filled(
-        self,
-        family: GaugeMetricFamily | CounterMetricFamily,
-        engines: Mapping[str, EngineStats],
-        read: Callable[[EngineStats], float],
-    ) -> Metric:
-        for engine_id, stats in engines.items():
-            family.add_metric([self._model_name, engine_id], read(stats))
-        return family

@@ -1,4 +1,4 @@
-"""offload: large pieces of work off the event loop, small ones on it; nobody waits long for anybody else's request."""
+"""offload: large pieces of work off the event loop, small ones on it; no request holds up the others for long."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from tests.conformance.run import Report, faults_of, run, stream_events
 from tests.ingress.fake_llm import FakeAsyncLLM
 
 
+@pytest.mark.uses("tool_parsers")
 def test_no_violations(url: str) -> None:
     with httpx.Client(base_url=url, timeout=120) as client:
         report = run(client)
@@ -25,6 +26,7 @@ def test_no_violations(url: str) -> None:
     assert min(report.checked.values()) > 0
 
 
+@pytest.mark.uses("tool_parsers")
 def test_tools_and_thoughts_are_among_what_is_checked(url: str) -> None:
     found: dict[str, set[str]] = {"/v1/responses": set(), "/v1/messages": set()}
     with httpx.Client(base_url=url, timeout=120) as client:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from raylm.engine.outbox import Outbox, merge, select_logprobs
+from raylm.engine.outbox import Outbox, merge
 from raylm.errors import EngineDiedError
+from raylm.logprob_columns import select
 from raylm.messages import EngineCoreOutputs, EngineStats, Logprobs
 
 
@@ -63,8 +64,8 @@ def test_tokens_without_logprobs_are_padded(first: bool) -> None:
 
 def test_selected_logprobs() -> None:
     whole = Logprobs([2, 0, 1], [1, 2, 3], [-1.0, -2.0, -3.0], [4, 0, 5])
-    assert select_logprobs(whole, [2, 0]) == Logprobs([1, 2], [3, 1, 2], [-3.0, -1.0, -2.0], [5, 4])
-    assert select_logprobs(whole, [1]) is None
+    assert select(whole, [2, 0]) == Logprobs([1, 2], [3, 1, 2], [-3.0, -1.0, -2.0], [5, 4])
+    assert select(whole, [1]) is None
 
 
 async def test_get_waits() -> None:

@@ -11,7 +11,8 @@ import pytest
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from raylm.frontend import RequestHead
-from raylm.frontend.input_processor import InputProcessor, Limits, default_max_tokens, sampling_defaults
+from raylm.frontend.defaults import default_max_tokens, sampling_defaults
+from raylm.frontend.input_processor import InputProcessor, Limits
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.messages import EngineCoreRequest
 from raylm.params import SamplingParams
@@ -94,9 +95,9 @@ def test_refuses(processor: InputProcessor, prompt: list[int], params: dict[str,
 
 def test_long_texts_are_refused_before_they_are_tokenized(processor: InputProcessor, tokenizer: Tokenizer) -> None:
     most = 100 * tokenizer.longest_token_chars
-    processor.check_text("x" * most, LIMITS, "prompt")
+    processor.check_chars(most, LIMITS.max_model_len, "prompt")
     with pytest.raises(ContextLengthError, match="maximum context length is 100 tokens"):
-        processor.check_text("x" * (most + 1), LIMITS, "prompt")
+        processor.check_chars(most + 1, LIMITS.max_model_len, "prompt")
 
 
 def test_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest, RequestHead
+from raylm.frontend.defaults import PoolingDefaults
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
-from raylm.frontend.pooling import PoolingDefaults
 from raylm.frontend.text.chat_template import prepare_messages
 from raylm.params import PoolingParams, SamplingParams
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raylm.frontend.answers.reasoning_parsers import ReasoningParser
-from raylm.frontend.answers.tool_parsers import ToolParser
-from raylm.frontend.answers.tool_parsers.base import Tools
+from raylm.frontend.answers.reasoning_parsers import ReasoningMarkers, ReasoningParser, ReasoningTokenCounter
+from raylm.frontend.answers.tool_calls import ToolParser, Tools
 from raylm.frontend.outputs import CompletionDelta, join_calls
 from raylm.messages import Thinking
+from raylm.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What there is to find in the texts of one request: thoughts, tool calls, or both.
+    """What there is to find in the texts of one request: reasoning, tool calls, or both.
 
     ``reasoning`` and ``thinking`` are None together. With ``one_call`` a sequence ends with its first call.
     """
 
-    reasoning: type[ReasoningParser] | None = None
+    reasoning: ReasoningMarkers | None = None
     thinking: Thinking | None = None
     tool_parser: type[ToolParser] | None = None
     tools: Tools | None = None
@@ -29,6 +29,15 @@ class AnswerFormat:
         return AnswerReader(self)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as AsyncLLM.generate takes it."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    answer_format: AnswerFormat | None
+
+
 class AnswerReader:
     """Sorts the text of one sequence; what stands in its deltas' ``text`` is then the answer alone."""
 
@@ -37,8 +46,8 @@ class AnswerReader:
     def __init__(self, form: AnswerFormat) -> None:
         self._reasoning = self._tokens = self._tools = None
         if form.reasoning is not None and form.thinking is not None:
-            self._reasoning = form.reasoning(thinking=form.thinking.begun)
-            self._tokens = ThoughtCounter(form.thinking)
+            self._reasoning = ReasoningParser(form.reasoning, thinking=form.thinking.begun)
+            self._tokens = ReasoningTokenCounter(form.thinking)
         if form.tool_parser is not None:
             self._tools = form.tool_parser(form.tools or {}, one_call=form.one_call)
 
@@ -49,8 +58,8 @@ class AnswerReader:
             delta.reasoning_tokens = self._tokens.count(delta.token_ids)
             delta.reasoning, delta.text = self._reasoning.push(delta.text)
             if ended:
-                thoughts, text = self._reasoning.flush()
-                delta.reasoning, delta.text = delta.reasoning + thoughts, delta.text + text
+                reasoning, text = self._reasoning.flush()
+                delta.reasoning, delta.text = delta.reasoning + reasoning, delta.text + text
         if self._tools is not None:
             self._find_calls(delta, self._tools, ended)
 
@@ -62,27 +71,3 @@ class AnswerReader:
         if tools.over or (tools.has_calls and delta.finish_reason == "stop"):
             delta.finish_reason = "tool_calls"
         delta.text, delta.tool_calls = content, calls or None
-
-
-class ThoughtCounter:
-    """Counts the tokens of one sequence's thoughts by the tokens that begin and end them, which are not counted."""
-
-    __slots__ = ("_beginning", "_thinking", "_tokens")
-
-    def __init__(self, tokens: Thinking) -> None:
-        self._tokens = tokens
-        self._thinking = tokens.begun
-        self._beginning = not tokens.begun
-
-    def count(self, token_ids: list[int]) -> int:
-        """How many of the next tokens are thoughts."""
-        if self._beginning and token_ids:
-            self._beginning = False
-            self._thinking = token_ids[0] == self._tokens.start_token_id
-            token_ids = token_ids[self._thinking :]
-        if not self._thinking:
-            return 0
-        if self._tokens.end_token_id not in token_ids:
-            return len(token_ids)
-        self._thinking = False
-        return token_ids.index(self._tokens.end_token_id)

@@ -8,14 +8,13 @@ from typing import Any
 
 from raylm.config import Config
 from raylm.errors import ConfigError, UnsupportedFieldError
-from raylm.frontend.answers.answer_format import AnswerFormat
-from raylm.frontend.answers.chat_request import ChatPrompt, ChatRequest
+from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
-from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningParser, detect_reasoning_parser
-from raylm.frontend.answers.tool_forms import ToolForms
-from raylm.frontend.answers.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningMarkers, detect_reasoning_parser
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.types import ChatRequest
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
 
@@ -32,6 +31,7 @@ class ChatProcessor:
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate, compiler: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._compiler = compiler
         source = template.source
         self.tool_parser_name = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(source))
         detected = detect_reasoning_parser(source)
@@ -39,7 +39,6 @@ class ChatProcessor:
         self._tool_parser: type[ToolParser] | None = None
         if self.tool_parser_name != "none":
             self._tool_parser = TOOL_PARSERS[self.tool_parser_name]
-            self._tools = ToolForms(self._tool_parser, tokenizer, compiler)
         self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
 
     @property
@@ -69,8 +68,9 @@ class ChatProcessor:
             params = replace(params, thinking_token_budget=None)
             if not tools:
                 return ChatPrompt(token_ids, params, None)
-        if tools:
-            params = replace(params, structured_outputs=await self._tools.form_of(request, tools, params))
+        if tools and self._tool_parser is not None:
+            calls = await self._tool_parser.form_of(request, params, self._tokenizer, self._compiler)
+            params = replace(params, structured_outputs=calls)
         form = AnswerFormat(
             reasoning=self._reasoning_parser,
             thinking=thinking,
@@ -105,7 +105,7 @@ class ChatProcessor:
             return replace(params, skip_special_tokens=False)
         return params
 
-    def _find_reasoning_parser(self, asked: str) -> type[ReasoningParser] | None:
+    def _find_reasoning_parser(self, asked: str) -> ReasoningMarkers | None:
         if self.reasoning_parser_name == "none":
             return None
         parser = REASONING_PARSERS[self.reasoning_parser_name]

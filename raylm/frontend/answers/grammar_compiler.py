@@ -62,7 +62,6 @@ class GrammarCompiler:
         return grammar
 
     def close(self) -> None:
-        """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _work(self, spec: StructuredOutputs) -> Verdict:
@@ -87,11 +86,10 @@ class GrammarCompiler:
         return grammar, None if any(mask) else "it allows no answer."
 
     def _keep(self, key: Key, verdict: Verdict) -> None:
-        if len(key[1]) + len(verdict[0]) > MAX_KEPT_CHARS:
-            return
-        self._verdicts[key] = verdict
-        while len(self._verdicts) > MAX_KEPT:
-            self._verdicts.popitem(last=False)
+        if len(key[1]) + len(verdict[0]) <= MAX_KEPT_CHARS:
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > MAX_KEPT:
+                self._verdicts.popitem(last=False)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -101,13 +99,10 @@ class GrammarCompiler:
 
 
 def _key(spec: StructuredOutputs) -> Key:
-    if spec.json is not None:
-        return "json", spec.json if isinstance(spec.json, str) else json.dumps(spec.json)
-    if spec.choice is not None:
-        return "choice", json.dumps(spec.choice)
-    if spec.regex is not None:
-        return "regex", spec.regex
-    return "grammar", spec.grammar or ""
+    """What is asked, whatever field it was asked by."""
+    given = {"json": spec.json, "choice": spec.choice, "regex": spec.regex, "grammar": spec.grammar}
+    kind, form = next(((kind, form) for kind, form in given.items() if form is not None), ("json_object", ""))
+    return kind, form if isinstance(form, str) else json.dumps(form)
 
 
 def _clipped(fault: str) -> str:

@@ -1,1 +1,1 @@
-"""The lines to the engines: discovery, routing, and one client for each EngineCore."""
+"""The engines as an ingress replica sees them: discovery, routing, and one client for each EngineCore."""

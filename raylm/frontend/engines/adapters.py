@@ -1,10 +1,10 @@
-"""AdapterDirectory: the LoRA adapters that this replica's engines have, learned from them."""
+"""AdapterDirectory: the LoRA adapters that this replica's engines have, as they report them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 
 from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
@@ -14,7 +14,7 @@ logger = logging.getLogger("raylm.frontend")
 
 
 class AdapterDirectory:
-    """Engines own adapters and tell all their clients of every change, so each replica knows what any has loaded.
+    """Engines own adapters and report every change to all clients, so each replica knows what any has loaded.
 
     ``known`` are the adapters by name that requests may name, ``lost`` why one that was known is gone without having
     been unloaded. An engine that takes the place of a lost one, or joins later, is given what is known.
@@ -42,7 +42,7 @@ class AdapterDirectory:
         """The ids of the engines that can serve an adapter.
 
         Raises:
-            ModelNotFoundError: nobody knows it.
+            ModelNotFoundError: it is not loaded.
             EngineUnavailableError: it is being loaded into an engine that is new.
         """
         self.check(name)
@@ -52,19 +52,19 @@ class AdapterDirectory:
             raise EngineUnavailableError(f"The LoRA adapter '{name}' is being loaded again; try again shortly.")
         return found
 
-    def heard(self, client: EngineClient, adapters: Iterable[LoRAAdapter]) -> None:
-        """An engine says what it has; called from a task that outlives every request."""
+    def on_report(self, client: EngineClient, adapters: Iterable[LoRAAdapter]) -> None:
+        """An engine reports what it has; called from a task that outlives every request."""
         engine_id, now = client.info.engine_id, frozenset(adapters)
-        joined = engine_id not in self._engines
-        before = self._engines.get(engine_id, (client, frozenset()))[1]
+        known = self._engines.get(engine_id)
+        before = known[1] if known else frozenset[LoRAAdapter]()
         self._engines[engine_id] = client, now
         for adapter in now - before:
             self._learn(adapter)
         for adapter in before - now:
             if self.known.get(adapter.name) == adapter:
                 del self.known[adapter.name]
-        if joined:
-            for adapter in [adapter for adapter in self.known.values() if adapter not in now]:
+        if known is None:
+            for adapter in set(self.known.values()) - now:
                 task = asyncio.create_task(self._restore(client, adapter))
                 self._restoring.add(task)
                 task.add_done_callback(self._restoring.discard)
@@ -85,15 +85,14 @@ class AdapterDirectory:
                 f"A LoRA adapter '{adapter.name}' is loaded already; unload it first.", param="lora_name"
             )
         clients = self._clients()
-        had = {client.info.engine_id for client in clients if adapter in self._engines[client.info.engine_id][1]}
+        fresh = [client for client in clients if adapter not in self._engines[client.info.engine_id][1]]
         try:
-            await _all(clients, lambda client: client.load_adapter(adapter))
+            await _all(client.load_adapter(adapter) for client in clients)
         except RayLMError:
-            undo = [client for client in clients if client.info.engine_id not in had]
-            for client in undo:
+            for client in fresh:
                 await self._undo(client, adapter)
             raise
-        for client in clients:  # what the engines tell comes by another way, and may come later
+        for client in clients:  # the engines' own reports come by the stream, and may come later
             engine_id = client.info.engine_id
             if engine_id in self._engines:
                 self._engines[engine_id] = client, self._engines[engine_id][1] | {adapter}
@@ -103,13 +102,12 @@ class AdapterDirectory:
         """Take an adapter out of every engine; requests that use it end with an error that names it.
 
         Raises:
-            NotFoundError: nobody knows it; ``param`` is ``lora_name``.
+            NotFoundError: it is not loaded; ``param`` is ``lora_name``.
             EngineUnavailableError: there is no engine.
         """
         if name not in self.known:
             raise NotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="lora_name")
-        clients = self._clients()
-        await _all(clients, lambda client: client.unload_adapter(name))
+        await _all(client.unload_adapter(name) for client in self._clients())
         self.known.pop(name, None)
 
     def _clients(self) -> list[EngineClient]:
@@ -141,9 +139,8 @@ class AdapterDirectory:
                 self.lost[adapter.name] = error.message
 
 
-async def _all(clients: list[EngineClient], ask: Callable[[EngineClient], Awaitable[None]]) -> None:
-    """Ask all, hear all, and raise the first error."""
-    results = await asyncio.gather(*map(ask, clients), return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
-        raise errors[0]
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait for all, whatever becomes of them, and raise the first error."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if result is not None:
+            raise result

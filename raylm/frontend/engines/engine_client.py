@@ -1,11 +1,17 @@
-"""EngineClient: AsyncLLM's line to one EngineCore, whether that lives in this process or in an actor."""
+"""EngineClient: AsyncLLM's line to one EngineCore; and LocalEngineClient, for a core on this very event loop."""
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
+from raylm.errors import RayLMError
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
+
+if TYPE_CHECKING:
+    from raylm.engine import EngineCore
 
 
 class EngineClient(ABC):
@@ -52,3 +58,41 @@ class EngineClient(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Abort all that is open and leave the engine."""
+
+
+class LocalEngineClient(EngineClient):
+    """Calls the core directly; an engine that is gone is reported by the stream alone."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo) -> None:
+        self.info = info
+        self._core = core
+        self._client_id = uuid.uuid4().hex
+        self._outbox = core.connect(self._client_id)
+        self._lost = False
+
+    def add(self, request: EngineCoreRequest) -> None:
+        if self._lost:
+            return
+        try:
+            self._core.add(self._client_id, [request])
+        except RayLMError:
+            self._lost = True
+
+    def abort(self, keys: list[int]) -> None:
+        self._core.abort(self._client_id, keys)
+
+    def stop(self, sequences: list[tuple[int, int]]) -> None:
+        self._core.stop(self._client_id, sequences)
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        await self._core.load_adapter(adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._core.unload_adapter(name)
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        while True:
+            yield await self._outbox.get()
+
+    async def close(self) -> None:
+        self._core.drop_client(self._client_id, self._outbox)

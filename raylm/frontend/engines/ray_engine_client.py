@@ -19,7 +19,7 @@ from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, En
 
 logger = logging.getLogger("raylm.frontend")
 
-_Question = tuple[str, object, asyncio.Future[None]]
+_Call = tuple[str, object, asyncio.Future[None]]
 _LOST = "The engine that served this request was lost; sending it again is safe."
 
 
@@ -27,7 +27,7 @@ class RayEngineClient(EngineClient):
     """One stream down and one task up, whatever the number of requests; both are started here and never in a request.
 
     Ray cancels what a cancelled request started, recursively; so a request only puts into this client's lists, and
-    whatever collects there while a batch is on its way makes the next one.
+    what collects there while a batch is on its way makes the next one.
     """
 
     def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
@@ -35,15 +35,13 @@ class RayEngineClient(EngineClient):
         self.left = asyncio.Event()  # set by close
         self._core = core
         self._client_id = uuid.uuid4().hex
-        self._adds: list[EngineCoreRequest] = []
-        self._aborts: list[int] = []
-        self._stops: list[tuple[int, int]] = []
+        self._batch = ClientBatch([], [])
         self._wake = asyncio.Event()
         self._stream: ObjectRefGenerator = core.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
         ).remote(self._client_id)
         self._first: EngineCoreOutputs | None = None
-        self._questions: asyncio.Queue[_Question] = asyncio.Queue()
+        self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -58,34 +56,27 @@ class RayEngineClient(EngineClient):
             client._first = await (await anext(client._stream))
         except RayError as error:
             raise EngineDiedError("The engine ended before it was ready.") from error
-        client._tasks = [asyncio.create_task(client._send()), asyncio.create_task(client._ask_all())]
+        client._tasks = [asyncio.create_task(client._send()), asyncio.create_task(client._make_calls())]
         return client
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Put a request into the next batch."""
-        self._adds.append(request)
+        self._batch.adds.append(request)
         self._wake.set()
 
     def abort(self, keys: list[int]) -> None:
-        """Put keys into the next batch."""
-        self._aborts.extend(keys)
+        self._batch.aborts.extend(keys)
         self._wake.set()
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
-        """Put sequences into the next batch."""
-        self._stops.extend(sequences)
+        self._batch.stops.extend(sequences)
         self._wake.set()
 
     async def _send(self) -> None:
-        """Send batch after batch; ends with the engine, which the stream reports to everybody.
-
-        What an engine that lives does not take would never be answered, so the stream ends then too.
-        """
+        """Send batch after batch. What the engine refuses would never be answered, so the stream ends then too."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            batch = ClientBatch(self._adds, self._aborts, self._stops)
-            self._adds, self._aborts, self._stops = [], [], []
+            batch, self._batch = self._batch, ClientBatch([], [])
             try:
                 await self._core.submit.remote(self._client_id, batch)
             except RayError as error:
@@ -95,22 +86,20 @@ class RayEngineClient(EngineClient):
                 return
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
-        """Ask the engine, and wait for its answer."""
-        await self._ask("load_adapter", adapter)
+        await self._call("load_adapter", adapter)
 
     async def unload_adapter(self, name: str) -> None:
-        """Ask the engine, and wait for its answer."""
-        await self._ask("unload_adapter", name)
+        await self._call("unload_adapter", name)
 
-    async def _ask(self, method: str, argument: object) -> None:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._questions.put_nowait((method, argument, answer))
-        await answer
+    async def _call(self, method: str, argument: object) -> None:
+        result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait((method, argument, result))
+        await result
 
-    async def _ask_all(self) -> None:
-        """Ask one question after the other, as a task that no request's end cancels."""
+    async def _make_calls(self) -> None:
+        """Make one call after the other, in a task that the end of a request does not cancel."""
         while True:
-            method, argument, answer = await self._questions.get()
+            method, argument, result = await self._calls.get()
             error: Exception | None = EngineDiedError(_LOST)
             try:
                 await getattr(self._core, method).remote(argument)
@@ -118,10 +107,9 @@ class RayEngineClient(EngineClient):
             except RayError as failure:
                 error = as_raylm_error(failure)
             finally:
-                _give(answer, error)
+                _settle(result, error)
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        """The stream; every item is one or more scheduler steps."""
         if self._first is not None:
             yield self._first
         try:
@@ -135,17 +123,16 @@ class RayEngineClient(EngineClient):
         """Leave the engine, which ends this client's requests; dropping the stream alone would leave it running."""
         for task in self._tasks:
             task.cancel()
-        while not self._questions.empty():
-            _give(self._questions.get_nowait()[2], EngineDiedError(_LOST))
+        while not self._calls.empty():
+            _settle(self._calls.get_nowait()[2], EngineDiedError(_LOST))
         ray.cancel(self._stream)
         self.left.set()
 
 
-def _give(answer: asyncio.Future[None], error: Exception | None) -> None:
-    """Answer, unless nobody waits any more."""
-    if answer.done():
+def _settle(result: asyncio.Future[None], error: Exception | None) -> None:
+    if result.done():  # the caller was cancelled
         return
     if error is None:
-        answer.set_result(None)
+        result.set_result(None)
     else:
-        answer.set_exception(error)
+        result.set_exception(error)

@@ -25,7 +25,7 @@ Fail = Callable[[Iterable[int], RayLMError], None]
 
 
 class RoutedEngine:
-    """One ready engine: its client, this process's open requests on it, and what it last said of itself."""
+    """One ready engine: its client, this process's open requests on it, and its newest stats."""
 
     __slots__ = ("client", "open_keys", "reader", "stats")
 
@@ -49,7 +49,7 @@ class Router:
         self._prefixes: OrderedDict[int, str] = OrderedDict()
         self._deliver: Deliver | None = None
         self._fail: Fail | None = None
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self.adapters = AdapterDirectory()
 
     def bind(self, deliver: Deliver, fail: Fail) -> None:
@@ -58,7 +58,6 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is an engine to send requests to."""
         return bool(self._engines)
 
     @property
@@ -73,7 +72,6 @@ class Router:
         return Limits(min(i.max_model_len for i in infos), min(i.worker.vocab_size for i in infos))
 
     def stats(self) -> dict[str, EngineStats]:
-        """The newest stats by engine id."""
         return {engine_id: engine.stats for engine_id, engine in self._engines.items()}
 
     def add(self, client: EngineClient) -> None:
@@ -90,13 +88,12 @@ class Router:
         if engine.reader is not None:
             engine.reader.cancel()
         self._lose(engine, EngineUnavailableError("The engine that served this request was taken out of service."))
-        await self._farewell(engine.client)
+        await self._close_client(engine.client)
 
     async def close(self) -> None:
-        """Leave all engines."""
         for engine_id in list(self._engines):
             await self.remove(engine_id)
-        await asyncio.gather(*self._farewells)
+        await asyncio.gather(*self._closing)
 
     def pick(self, prompt_token_ids: list[int], cache_salt: str | None, adapter: str | None = None) -> RoutedEngine:
         """The least loaded engine; among those about as free, the one that has seen most of the prompt's beginning.
@@ -139,7 +136,7 @@ class Router:
             async for outputs in engine.client.outputs():
                 engine.stats = outputs.stats
                 if outputs.adapters is not None:
-                    self.adapters.heard(engine.client, outputs.adapters)
+                    self.adapters.on_report(engine.client, outputs.adapters)
                 if stops := deliver(outputs):
                     engine.client.stop(stops)
         except EngineDiedError as error:
@@ -149,9 +146,9 @@ class Router:
             logger.exception("engine %s: reading its outputs failed", engine.client.info.engine_id)
             lost.__cause__ = error
         self._lose(engine, lost)
-        task = asyncio.create_task(self._farewell(engine.client))
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+        task = asyncio.create_task(self._close_client(engine.client))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _lose(self, engine: RoutedEngine, error: RayLMError) -> None:
         engine_id = engine.client.info.engine_id
@@ -161,7 +158,7 @@ class Router:
         assert self._fail is not None
         self._fail(list(engine.open_keys), error)
 
-    async def _farewell(self, client: EngineClient) -> None:
+    async def _close_client(self, client: EngineClient) -> None:
         try:
             await client.close()
         except Exception as error:

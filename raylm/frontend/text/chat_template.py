@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raylm.errors import ConfigError, InvalidRequestError
-from raylm.frontend.answers.chat_request import ChatRequest
 from raylm.frontend.text.tokenizer import check_chars
+from raylm.frontend.types import ChatRequest
 
 RENDER_LIMIT_S = 5.0
 _THREADS = 2

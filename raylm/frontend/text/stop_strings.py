@@ -1,4 +1,4 @@
-"""StopStrings: finds the first stop string in a text that comes in pieces, and holds back what might become one."""
+"""Finds stop strings and markers in a text that comes in pieces, and holds back what might become one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ class StopStrings:
     text is cut into pieces, and each character costs amortized constant time however long the strings are.
     """
 
-    __slots__ = ("_failures", "_firsts", "_held", "_include", "_states", "_stops")
+    __slots__ = ("_failures", "_firsts", "_held", "_include", "_states", "_stops", "rest")
 
     def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
+        self.rest = ""  # what stood behind the match
         self._stops = stops
         self._include = include
         self._failures = [_failure_table(stop) for stop in stops]
@@ -23,8 +24,8 @@ class StopStrings:
     def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Take in the next piece; return (text that is final, stop string that matched or None).
 
-        Without ``armed`` no match may end in this piece, though one may begin in it. After a match the object is
-        used up.
+        Without ``armed`` no match may end in this piece, though one may begin in it. After a match the search begins
+        anew.
         """
         if not self._held and self._firsts.isdisjoint(text):
             return text, None
@@ -34,6 +35,7 @@ class StopStrings:
             if ended and armed:
                 stop = max(ended, key=len)
                 end = place + 1
+                self._states, self._held, self.rest = [0] * len(self._stops), "", buffer[end:]
                 return buffer[: end if self._include else end - len(stop)], stop
         cut = len(buffer) - max(self._states)
         self._held = buffer[cut:]
@@ -58,6 +60,29 @@ class StopStrings:
                 state = failure[state - 1]
             self._states[which] = state
         return ended
+
+
+class MarkerSearch:
+    """Looks for one marker, again and again; white space before it is held back with its beginning, and dropped."""
+
+    __slots__ = ("_space", "_stops")
+
+    def __init__(self, marker: str) -> None:
+        self._stops = StopStrings((marker,), include=False)
+        self._space = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take in the next piece; return (text that is final, what stands behind the marker or None)."""
+        text, found = self._stops.push(text)
+        text = self._space + text
+        final = text.rstrip()
+        self._space = text[len(final) :] if found is None else ""
+        return final, None if found is None else self._stops.rest
+
+    def flush(self) -> str:
+        """What is held back, once no more text comes."""
+        held, self._space = self._space + self._stops.flush(), ""
+        return held
 
 
 def _failure_table(stop: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,7 +61,6 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> Mapping[int, str]:
-        """Tokens beside the trained vocabulary, by id."""
         return {token_id: str(token.content) for token_id, token in self.backend.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -77,9 +76,8 @@ class Tokenizer:
             InvalidRequestError: the text holds a lone surrogate or is too long; ``param`` is named.
         """
         check_chars(len(text), param)
-        if self._is_turn_of(len(text)):
-            return self.encode_now(text, add_special_tokens=add_special_tokens, param=param)
-        return await self._in_thread(lambda: self.encode_now(text, add_special_tokens=add_special_tokens, param=param))
+        encode = partial(self.encode_now, text, add_special_tokens=add_special_tokens, param=param)
+        return await self._run(len(text), encode)
 
     def encode_now(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Ids of ``text``, on the calling thread. The batch call is the one that lets go of the GIL."""
@@ -100,11 +98,9 @@ class Tokenizer:
             raise InvalidRequestError(f"tokens has more than {MAX_IDS} entries.", param="tokens")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise InvalidRequestError(f"tokens must hold ids from 0 to {self.vocab_size - 1}.", param="tokens")
-
-        def work() -> str:
-            return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
-
-        return work() if self._is_turn_of(len(token_ids)) else await self._in_thread(work)
+        decode = partial(self.backend.decode_batch, [token_ids], skip_special_tokens=skip_special_tokens)
+        texts: list[str] = await self._run(len(token_ids), decode)
+        return texts[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that the token adds to a text, b"" for an id without a token; may be part of a character."""
@@ -127,20 +123,17 @@ class Tokenizer:
     def _byte_level(self) -> bool:
         return b'"ByteLevel"' in self.backend.decoder.__getstate__() if self.backend.decoder else False
 
-    def _is_turn_of(self, num_chars: int) -> bool:
-        """Whether so many characters, or ids, may still be worked on in this turn of the event loop; counts them."""
-        if num_chars > self._inline_left:
-            return False
-        if self._inline_left == INLINE_CHARS and num_chars:
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        """``work()`` on ``size`` characters or ids, on a thread if that is too much for this turn of the event loop."""
+        if size > self._inline_left:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if self._inline_left == INLINE_CHARS and size:
             asyncio.get_running_loop().call_soon(self._begin_turn)
-        self._inline_left -= num_chars
-        return True
+        self._inline_left -= size
+        return work()
 
     def _begin_turn(self) -> None:
         self._inline_left = INLINE_CHARS
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def check_chars(num_chars: int, param: str) -> None:

@@ -21,12 +21,12 @@ from raylm.ingress.openai.fields import at_most, unsupported, wrong
 from raylm.ingress.openai.generation import GenerationBody, check_model, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_part
 from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice
-from raylm.ingress.openai.outputs import Choice, Usage, extras, gather
+from raylm.ingress.openai.outputs import Usage, extras, gather
 from raylm.ingress.openai.streams import ChatStream, assistant_message
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, ChatPrompt
+    from raylm.frontend import AsyncLLM, ChatPrompt, CompletionDelta
     from raylm.ingress.openai.outputs import Outputs
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
@@ -209,11 +209,11 @@ class ChatCompletions:
 
         return await json_answer(make, generation.num_details)
 
-    def _choice(self, index: int, choice: Choice, body: ChatCompletionRequest) -> JSONObject:
+    def _choice(self, index: int, choice: CompletionDelta, body: ChatCompletionRequest) -> JSONObject:
         shown: JSONObject = {
             "index": index,
             "message": assistant_message(choice),
-            "logprobs": chat_logprobs(choice.logprobs, self._tokens) if body.logprobs else None,
+            "logprobs": chat_logprobs(choice.logprobs or (), self._tokens) if body.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)

@@ -10,14 +10,15 @@ from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
+from raylm.frontend import CompletionDelta
 from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.sse import ChunkTemplate
 from raylm.ingress.openai.fields import Prompt, Prompts, unsupported
 from raylm.ingress.openai.generation import GenerationBody
-from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, join_columns, prompt_part
-from raylm.ingress.openai.outputs import Choice, Generation, Usage, extras, gather
+from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_part
+from raylm.ingress.openai.outputs import Generation, Usage, extras, gather
 from raylm.ingress.openai.streams import CompletionStream
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
@@ -132,10 +133,10 @@ class Completions:
         return await json_answer(make, sum(generation.num_details for generation in generations))
 
     def _choice(
-        self, index: int, choice: Choice, generation: Generation, body: CompletionRequest, echoed: str
+        self, index: int, choice: CompletionDelta, generation: Generation, body: CompletionRequest, echoed: str
     ) -> JSONObject:
         if body.max_tokens == 0:
-            choice = Choice(finish_reason="length")
+            choice = CompletionDelta(index, finish_reason="length")
         shown: JSONObject = {
             "index": index,
             "text": echoed + choice.text,
@@ -146,14 +147,15 @@ class Completions:
         return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
 
     def _logprobs(
-        self, choice: Choice, generation: Generation, body: CompletionRequest, echoed: str
+        self, choice: CompletionDelta, generation: Generation, body: CompletionRequest, echoed: str
     ) -> JSONObject | None:
         if body.logprobs is None:
             return None
         columns = CompletionLogprobs(self._tokens, body.logprobs)
         if not body.echo:
-            shown = columns.generated(choice.token_ids, choice.logprobs)
+            shown = columns.generated(choice.token_ids, choice.logprobs or ())
         else:
             prompt = columns.prompt(echoed, generation.prompt_token_ids, generation.prompt_logprobs or ())
-            shown = join_columns(prompt, columns.generated(choice.token_ids, choice.logprobs))
+            generated = columns.generated(choice.token_ids, choice.logprobs or ())
+            shown = {name: prompt[name] + generated[name] for name in prompt}
         return shown | {"top_logprobs": Pieces(shown["top_logprobs"])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from raylm.ingress.http.answer import Pieces
@@ -19,29 +20,18 @@ _LOWEST = -9999.0  # OpenAI's value for "very unlikely"; JSON has no -Infinity
 
 
 class TokenTexts:
-    """The bytes and text of token ids, remembered; at most one entry for each id of the vocabulary."""
+    """The bytes and text of token ids, remembered; at most one entry for each id of the vocabulary.
+
+    ``bytes_of`` gives UTF-8, which may be a part of a character; ``text_of`` shows that as OpenAI does.
+    """
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self._token_bytes = llm.token_bytes
-        self._known: dict[int, tuple[bytes, str]] = {}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The token's UTF-8 bytes, which may be a part of a character."""
-        return self._lookup(token_id)[0]
-
-    def text_of(self, token_id: int) -> str:
-        r"""The token's text; bytes that are no text by themselves are shown as \xe2\x80, as OpenAI does."""
-        return self._lookup(token_id)[1]
-
-    def _lookup(self, token_id: int) -> tuple[bytes, str]:
-        known = self._known.get(token_id)
-        if known is None:
-            raw = self._token_bytes(token_id)
-            known = self._known[token_id] = (raw, _readable(raw))
-        return known
+        self.bytes_of = cache(llm.token_bytes)
+        self.text_of = cache(lambda token_id: _readable(self.bytes_of(token_id)))
 
 
 def _readable(raw: bytes) -> str:
+    r"""Bytes that are no text by themselves are shown as \xe2\x80."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -86,7 +76,7 @@ class CompletionLogprobs:
         return self._columns(token_ids, entries, offsets)
 
     def prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> JSONObject:
-        """The columns of an echoed prompt; tokens that are not in ``text`` (a BOS put before it) take no room."""
+        """The columns of an echoed prompt; tokens that are not in ``text`` (a BOS put before it) have no length."""
         raw, place, offsets = text.encode(), 0, []
         for token_id in token_ids:
             offsets.append(self._offset)
@@ -113,11 +103,6 @@ class CompletionLogprobs:
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         likely = [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]
         return {self._tokens.text_of(token_id): max(logprob, _LOWEST) for token_id, logprob in likely}
-
-
-def join_columns(first: JSONObject, second: JSONObject) -> JSONObject:
-    """The columns of an echoed prompt and of what was generated after it, as one."""
-    return {name: first[name] + second[name] for name in first}
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], num_top: int, tokens: TokenTexts) -> Pieces:

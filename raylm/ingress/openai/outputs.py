@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raylm.errors import RayLMError
-from raylm.frontend import join_calls
+from raylm.frontend import CompletionDelta
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta, RequestOutput, TokenLogprob, ToolCallDelta
+    from raylm.frontend import RequestOutput, TokenLogprob
 
     Outputs = AsyncGenerator[RequestOutput, None]
     _Item = tuple[int, RequestOutput] | Exception | None
@@ -36,12 +36,10 @@ class Usage:
         self.cached_tokens += output.num_cached_tokens
 
     def count_delta(self, delta: CompletionDelta) -> None:
-        """Count what was generated."""
         self.completion_tokens += len(delta.token_ids)
         self.reasoning_tokens += delta.reasoning_tokens
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -52,43 +50,10 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Choice:
-    """One finished sequence."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    thoughts: list[str] = field(default_factory=list)
-    tool_calls: list[ToolCallDelta] | None = None
-
-    @property
-    def reasoning(self) -> str:
-        """All of its thoughts."""
-        return "".join(self.thoughts)
-
-    @property
-    def text(self) -> str:
-        """All of its text."""
-        return "".join(self.texts)
-
-    def add(self, delta: CompletionDelta) -> None:
-        """Append what is new."""
-        self.texts.append(delta.text)
-        self.thoughts.append(delta.reasoning)
-        self.tool_calls = join_calls(self.tool_calls, delta.tool_calls)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
-        self.finish_reason = finish_reason(delta)
-        self.stop_reason = delta.stop_reason
-
-
-@dataclass(slots=True)
 class Generation:
     """Everything that one prompt's request produced."""
 
-    choices: list[Choice]
+    choices: list[CompletionDelta]
     prompt_token_ids: list[int] = field(default_factory=list)
     seen: bool = False
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -102,12 +67,12 @@ class Generation:
         return shown + num_details(self.choices)
 
 
-def num_details(sequences: Sequence[CompletionDelta] | Sequence[Choice]) -> int:
-    """Roughly how many things the JSON of so much news has: one a token, and one for each alternative to it."""
+def num_details(sequences: Sequence[CompletionDelta]) -> int:
+    """Roughly how many things the JSON of these deltas has: one a token, and one for each alternative to it."""
     details = 0
-    for news in sequences:
-        alternatives = len(news.logprobs[0].top) + 1 if news.logprobs else 0
-        details += 1 + len(news.token_ids) * (1 + alternatives)
+    for delta in sequences:
+        alternatives = len(delta.logprobs[0].top) + 1 if delta.logprobs else 0
+        details += 1 + len(delta.token_ids) * (1 + alternatives)
     return details
 
 
@@ -130,7 +95,7 @@ def extras(with_token_ids: bool | None, token_ids: Sequence[int], stop_reason: i
 
 async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Generation]:
     """Read the requests of ``streams``, of ``n`` sequences each, to their end."""
-    found = [Generation([Choice() for _ in range(n)]) for _ in streams]
+    found = [Generation([CompletionDelta(index) for index in range(n)]) for _ in streams]
     async with aclosing(interleave(streams)) as outputs:
         async for place, output in outputs:
             generation = found[place]
@@ -140,6 +105,7 @@ async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Gener
                 generation.prompt_token_ids = output.prompt_token_ids
                 generation.prompt_logprobs = output.prompt_logprobs
             for delta in output.deltas:
+                finish_reason(delta)  # raises where the engine gave up
                 generation.choices[delta.index].add(delta)
                 usage.count_delta(delta)
     return found

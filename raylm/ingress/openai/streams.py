@@ -16,7 +16,6 @@ from raylm.ingress.http.sse import DONE, ChunkTemplate
 from raylm.ingress.openai.generation import GenerationBody
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from raylm.ingress.openai.outputs import (
-    Choice,
     Usage,
     check_finished,
     extras,
@@ -185,7 +184,7 @@ class CompletionStream(ChoiceStream):
         return {"text": delta.text, "logprobs": logprobs} | extras(self._with_token_ids, delta.token_ids, None)
 
 
-def assistant_message(choice: Choice) -> JSONObject:
+def assistant_message(choice: CompletionDelta) -> JSONObject:
     """The message of a finished choice; reasoning goes by both of the names in use."""
     message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -43,12 +42,6 @@ def describe_tokens(
     counts[wanted] = shown.sum(axis=1)
     entries = np.concatenate([tokens[:, None], ids], axis=1)[shown]
     return Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
-
-
-def join(parts: list[Logprobs]) -> Logprobs:
-    """The columns of all parts, one after the other."""
-    columns = zip(*((part.counts, part.token_ids, part.logprobs, part.ranks) for part in parts), strict=True)
-    return Logprobs(*(list(chain.from_iterable(column)) for column in columns)) if parts else Logprobs([], [], [], [])
 
 
 def _ordered(values: NDArray[np.float32], ids: Ids) -> tuple[NDArray[np.float32], Ids]:

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raylm import logprob_columns
 from raylm.messages import Logprobs
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.sampling.block_maxima import BlockMaxima
 from raylm.worker.sampling.draw import RandomRows, draw_from_candidates, draw_from_rows, draw_from_weights
-from raylm.worker.sampling.logprobs import describe_tokens, join
+from raylm.worker.sampling.logprobs import describe_tokens
 from raylm.worker.sampling.step_logits import process_logits
 from raylm.worker.sampling.truncation import truncate_candidates, truncate_row
 
@@ -92,7 +93,7 @@ class Sampler:
             usable = np.isfinite(maxima.peak)
             rows = np.arange(len(usable))
             parts.append(describe_tokens(maxima, rows, token_ids[some], np.full(len(rows), top), usable))
-        return join(parts)
+        return logprob_columns.join(parts)
 
     def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Positions:
         """Give each usable row a token by the way that its parameters need; others get 0."""

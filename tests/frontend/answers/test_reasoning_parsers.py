@@ -6,14 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.frontend.answers.answer_format import ThoughtCounter
-from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
+from raylm.frontend.answers.reasoning_parsers import (
+    REASONING_PARSERS,
+    ReasoningParser,
+    ReasoningTokenCounter,
+    detect_reasoning_parser,
+)
 from raylm.messages import Thinking
-from tests.frontend.answers.tool_parsers.test_tool_parsers import cut
+from tests.frontend.pieces import cut
 
 
 def read(name: str, pieces: list[str], *, thinking: bool) -> tuple[str, str]:
-    parser = REASONING_PARSERS[name](thinking=thinking)
+    parser = ReasoningParser(REASONING_PARSERS[name], thinking=thinking)
     found = [*(parser.push(piece) for piece in pieces), parser.flush()]
     return "".join(thoughts for thoughts, _ in found), "".join(answer for _, answer in found)
 
@@ -53,7 +57,7 @@ def test_the_cuts_do_not_matter(text: list[str], seed: int) -> None:
 
 
 def test_thoughts_come_as_they_are_thought() -> None:
-    parser = REASONING_PARSERS["think"](thinking=True)
+    parser = ReasoningParser(REASONING_PARSERS["think"], thinking=True)
     assert parser.push("one two ") == ("one two", "")
     assert parser.push("three") == (" three", "")
 
@@ -61,7 +65,7 @@ def test_thoughts_come_as_they_are_thought() -> None:
 @pytest.mark.parametrize("sizes", [1, 2, 100])
 def test_tokens_of_thoughts_are_counted_without_their_markers(sizes: int) -> None:
     def count(token_ids: list[int], *, begun: bool) -> int:
-        counter = ThoughtCounter(Thinking(3, 4, (4,), begun=begun))
+        counter = ReasoningTokenCounter(Thinking(3, 4, (4,), begun=begun))
         return sum(counter.count(token_ids[at : at + sizes]) for at in range(0, len(token_ids), sizes))
 
     assert count([3, 9, 9, 9, 4, 9, 3, 9], begun=False) == 3

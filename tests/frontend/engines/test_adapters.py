@@ -17,7 +17,7 @@ ONE, TWO = LoRAAdapter("one", "path/one"), LoRAAdapter("two", "path/two")
 def joined(directory: AdapterDirectory, *names: str) -> list[PlayedEngine]:
     engines = [PlayedEngine(name) for name in names]
     for engine in engines:
-        directory.heard(engine, ())
+        directory.on_report(engine, ())
     return engines
 
 
@@ -54,11 +54,11 @@ async def test_what_one_engine_refuses_is_in_none() -> None:
 async def test_what_another_replica_loaded_is_learned_and_forgotten() -> None:
     directory = AdapterDirectory()
     a, b = joined(directory, "a", "b")
-    directory.heard(a, (ONE,))
+    directory.on_report(a, (ONE,))
     assert directory.engines_with("one") == {"a"}
-    directory.heard(b, (ONE, TWO))
+    directory.on_report(b, (ONE, TWO))
     assert directory.known == {"one": ONE, "two": TWO}
-    directory.heard(a, ())
+    directory.on_report(a, ())
     assert directory.known == {"two": TWO}
     await settle()
     assert a.loaded == [], "an engine that is not new is told nothing"
@@ -74,7 +74,7 @@ async def test_an_engine_that_takes_the_place_of_a_lost_one_gets_its_adapters() 
     (b,) = joined(directory, "b")
     await settle()
     assert b.loaded == [ONE]
-    directory.heard(b, (ONE,))
+    directory.on_report(b, (ONE,))
     assert directory.engines_with("one") == {"b"}
 
 
@@ -85,7 +85,7 @@ async def test_an_adapter_that_cannot_be_restored_is_lost_by_name() -> None:
     directory.leave(a.info.engine_id)
     b = PlayedEngine("b")
     b.refusal = InvalidRequestError("Its files are gone.", param="lora_path")
-    directory.heard(b, ())
+    directory.on_report(b, ())
     await settle()
     with pytest.raises(ModelNotFoundError, match="'one' was lost: Its files are gone"):
         directory.engines_with("one")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from raylm.errors import ConfigError, InvalidRequestError
-from raylm.frontend.answers.chat_request import ChatRequest
 from raylm.frontend.text import chat_template
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, prepare_messages
+from raylm.frontend.types import ChatRequest
 from tests.frontend.checkpoints import TEMPLATE
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylm.frontend.text.sequence_text import SequenceText
+from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.params import SamplingParams
 from tests.frontend.text.test_stop_strings import brute_force

@@ -12,11 +12,13 @@ from starlette.applications import Starlette
 
 from raylm.frontend import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
-from raylm.frontend.answers.tool_parsers import TOOL_PARSERS
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, events, served
 from tests.ingress.openai.test_openai_schema import check
+
+pytestmark = pytest.mark.uses("tool_parsers")
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}]
 CALLS = [{"city": "Rome"}, {"city": "Oslo", "days": 2}]

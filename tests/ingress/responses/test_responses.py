@@ -17,7 +17,7 @@ from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.frontend import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
-from raylm.frontend.answers.tool_parsers import TOOL_PARSERS
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.ingress import build_asgi_app
 from raylm.ingress.responses.store import ResponseStore, SharedResponses
 from raylm.messages import Thinking
@@ -219,6 +219,7 @@ def think_and_call(llm: FakeAsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 500])
+@pytest.mark.uses("tool_parsers")
 async def test_thoughts_text_and_calls_are_items(client: httpx.AsyncClient, llm: FakeAsyncLLM, step: int) -> None:
     think_and_call(llm)
     llm.step = step
@@ -238,6 +239,7 @@ async def test_thoughts_text_and_calls_are_items(client: httpx.AsyncClient, llm:
     assert edges == [(index, edge) for index in range(4) for edge in ("added", ".done")]
 
 
+@pytest.mark.uses("tool_parsers")
 async def test_a_round_trip_of_a_call(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     think_and_call(llm)
     first = await create(client, tools=TOOLS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raylm.frontend.answers.tool_parsers.base import Mark
+from raylm.frontend.answers.tool_calls import Mark
 from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser
 
 END = "</tool_call>"

@@ -1,15 +1,173 @@
-"""JSONCallsParser: what the families share that write calls as JSON objects with a name and arguments."""
+"""JSONCallsParser: what the families share that write calls as JSON objects; and the scanners that read these."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
-from raylm.frontend.answers.tool_parsers.base import ToolParser, Tools
-from raylm.frontend.answers.tool_parsers.json_scanner import CallScanner
+import orjson
+
+from raylm.frontend.answers.tool_calls import Tools
+from raylm.frontend.answers.tool_parsers.base import MarkedCallsParser
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class JSONCallsParser(ToolParser):
+class ValueScanner:
+    """Finds the end of one JSON value; what is within it is not checked, only brackets and strings are followed."""
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._scalar = False
+
+    def push(self, text: str, start: int = 0) -> int:
+        """Read ``text`` from ``start`` on; returns where the value ends, or the text's length if it goes on.
+
+        The first character that is read must be the value's first one.
+        """
+        for place in range(start, len(text)):
+            char = text[place]
+            if self._in_string:
+                self._follow_string(char)
+            elif self._scalar:
+                self.done = char in ",]} \t\r\n"
+                if self.done:
+                    return place
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "]}":
+                self._depth -= 1
+            elif not self._depth:
+                self._scalar = True
+            if not (self._depth or self._in_string or self._scalar):
+                self.done = True
+                return place + 1
+        return len(text)
+
+    def _follow_string(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+
+
+class CallScanner:
+    """Reads one object {"name": …, "arguments": {…}} as it comes; other keys are passed over.
+
+    Attributes:
+        name: the function's, once it is known.
+        done: the object is closed.
+        failed: this is no such object.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.done = self.failed = False
+        self._read: list[str] = []
+        self._piece, self._place = "", 0
+        self._arguments = ""
+        self._given = False
+        self._steps = self._object()
+
+    def push(self, text: str) -> int:
+        """Read on; returns how much of ``text`` belongs to the object."""
+        self._piece, self._place = text, 0
+        next(self._steps, None)
+        self._read.append(text[: self._place])
+        return self._place
+
+    @property
+    def text(self) -> str:
+        """All that was read of the object, as it was written."""
+        return "".join(self._read)
+
+    def take_arguments(self) -> str:
+        """The text of the arguments that has come since the last call; an object without any has ``{}``."""
+        if self.done and not self._given:
+            self._give("{}")
+        taken, self._arguments = self._arguments, ""
+        return taken
+
+    def _object(self) -> Generator[None, None, None]:
+        """The whole object; this and what it calls stop where they need the next piece."""
+        self.failed = (yield from self._peek()) != "{"
+        self._place += not self.failed
+        while not (self.failed or self.done):
+            char = yield from self._peek()
+            if char == '"':
+                yield from self._member()
+            else:
+                self.done, self.failed = char == "}", char not in ",}"
+                self._place += not self.failed
+
+    def _member(self) -> Generator[None, None, None]:
+        key = _loaded_string((yield from self._value()))
+        self.failed = (yield from self._peek()) != ":"
+        self._place += 1
+        if self.failed:
+            return
+        yield from self._peek()
+        value = yield from self._value(gives_object=key in _ARGUMENT_KEYS)
+        if key == "name":
+            self.name = _loaded_string(value)
+            self.failed = self.name is None
+        elif key in _ARGUMENT_KEYS and value != "{":
+            self._give(_as_object(value))
+
+    def _peek(self) -> Generator[None, None, str]:
+        """The next character that is no white space."""
+        while True:
+            while self._place < len(self._piece):
+                if not self._piece[self._place].isspace():
+                    return self._piece[self._place]
+                self._place += 1
+            yield
+
+    def _value(self, *, gives_object: bool = False) -> Generator[None, None, str]:
+        """The text of the value that begins here; of an object that was given out as it came only ``{``."""
+        scanner, value = ValueScanner(), ""
+        while True:
+            start, self._place = self._place, scanner.push(self._piece, self._place)
+            piece = self._piece[start : self._place]
+            if gives_object and (value or piece)[0] == "{":
+                self._give(piece)
+                value = "{"
+            else:
+                value += piece
+            if scanner.done:
+                return value
+            yield
+
+    def _give(self, text: str) -> None:
+        self._arguments += text
+        self._given = True
+
+
+def _loaded_string(text: str) -> str | None:
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, str) and found else None
+
+
+def _as_object(text: str) -> str:
+    """Arguments that are no object: null for none, or an object written once more as a string."""
+    if text == "null":
+        return "{}"
+    return _loaded_string(text) or text
+
+
+class JSONCallsParser(MarkedCallsParser):
     """Members say what stands before and behind an object: ``_call`` begins one, ``_behind`` follows it."""
 
     def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
@@ -54,7 +212,7 @@ class JSONCallsParser(ToolParser):
     def _give_up(self) -> None:
         """This was no call: what was read is content."""
         assert self._scanner is not None
-        self._say(self.marker + self._scanner.text)
+        self._add_content(self.marker + self._scanner.text)
         self._scanner, self._state = None, self._text
 
     def _end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raylm.frontend.answers.tool_parsers.base import Mark
+from raylm.frontend.answers.tool_calls import Mark
 from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -57,6 +57,6 @@ class Llama3JSONParser(JSONCallsParser):
 
     def _rest(self) -> bool:
         """Content until the end."""
-        self._say(self._buffer)
+        self._add_content(self._buffer)
         self._buffer = ""
         return False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
+import string
 from collections.abc import Sequence
 
-from raylm.frontend.answers.tool_parsers.base import Mark, Tools, short_id
-from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser
-from raylm.frontend.answers.tool_parsers.json_scanner import ValueScanner
+from raylm.frontend.answers.tool_calls import Mark, Tools
+from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser, ValueScanner
 
+_ALPHANUMERIC = string.ascii_letters + string.digits
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
@@ -35,9 +37,9 @@ class MistralParser(JSONCallsParser):
         each = [f"{json.dumps(name, ensure_ascii=False)} {args} args_{i}" for i, name in enumerate(names)]
         return f"{mark(cls.marker)} named", "", "named: " + " | ".join(each)
 
-    def new_id(self) -> str:
+    def _new_id(self) -> str:
         """Mistral's templates take ids of nine letters and digits only."""
-        return short_id()
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def _call(self) -> bool:
         if not self._skip_space():
@@ -72,7 +74,7 @@ class MistralParser(JSONCallsParser):
     def _end(self) -> None:
         super()._end()
         if self._state == self._name:
-            self._say(self.marker)
+            self._add_content(self.marker)
 
     def _arguments(self) -> bool:
         end = self._value.push(self._buffer)

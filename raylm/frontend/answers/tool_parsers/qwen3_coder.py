@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from raylm.frontend.answers.tool_parsers.base import Tools
+from raylm.frontend.answers.tool_calls import Tools
 from raylm.frontend.answers.tool_parsers.hermes import HermesParser
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -14,7 +14,7 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
 class Qwen3CoderParser(HermesParser):
-    """Values are written bare; the schema says which of them are strings. They are given out one by one.
+    """Values are written bare; which of them are strings stands in the schema. They are given out one by one.
 
     An object in place of the XML is read in Hermes' form, which calls that must come are made to have: a grammar can
     hold JSON to a schema, but not a bare string to its pattern and length.
@@ -35,7 +35,7 @@ class Qwen3CoderParser(HermesParser):
         if self._buffer[0] == "{":
             return super()._call()
         if not self._buffer.startswith(_FUNCTION[: len(self._buffer)]):
-            self._say(self.marker)
+            self._add_content(self.marker)
             self._state = self._text
             return True
         return self._function()
@@ -79,7 +79,7 @@ class Qwen3CoderParser(HermesParser):
     def _typed(self, key: str, text: str) -> Any:
         """A bare value: a string where the schema says so, or where it is no JSON."""
         text = text.removeprefix("\n").removesuffix("\n")
-        schema = self._properties.get(key)  # which may be true or false, or anything: nobody holds the model to it
+        schema = self._properties.get(key)  # which may be true or false, or anything: it is not checked
         kinds = schema.get("type") if isinstance(schema, dict) else None
         if kinds == "string":
             return text

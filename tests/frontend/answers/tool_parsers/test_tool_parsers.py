@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from typing import Any
 
@@ -11,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.frontend.answers.tool_parsers import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
 from raylm.frontend.outputs import ToolCallDelta, join_calls
+from tests.frontend.pieces import cut
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -78,16 +78,6 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[ToolCallDelta
         assert len({call.index for call in news}) == len(news)
         calls = join_calls(calls, news)
     return content, calls or []
-
-
-def cut(text: str, seed: int) -> list[str]:
-    rng = random.Random(seed)
-    pieces = []
-    while text:
-        length = rng.choice((1, 1, 2, 3, 7, 40))
-        pieces.append(text[:length])
-        text = text[length:]
-    return pieces
 
 
 def plain(calls: list[ToolCallDelta]) -> list[Call]:

@@ -1,0 +1,107 @@
+"""Reasoning parsers: separate the reasoning of one sequence from its answer, as the text comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raylm.frontend.text.stop_strings import MarkerSearch
+from raylm.messages import Thinking
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """What stands before and behind the reasoning; each is a single token.
+
+    ``closing`` is what the model is made to write when its budget for thinking is used up; it holds ``end``.
+    """
+
+    start: str
+    end: str
+    closing: str
+
+
+REASONING_PARSERS = {
+    # DeepSeek-R1 and its distillates, Qwen3, QwQ, and the embedded model
+    "think": ReasoningMarkers("<think>", "</think>", "\n</think>\n\n"),
+    # Mistral's reasoning models (Magistral), whose markers are special tokens
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]", "[/THINK]"),
+    # ByteDance's Seed-OSS
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>", "</seed:think>"),
+}
+
+
+def detect_reasoning_parser(template: str) -> str | None:
+    """The name of the first parser whose end marker stands in a chat template."""
+    return next((name for name, markers in REASONING_PARSERS.items() if markers.end in template), None)
+
+
+class ReasoningParser:
+    """Reasoning stands between two markers, before the answer.
+
+    A sequence reasons from its beginning if the prompt has opened the reasoning already (``thinking``), else if its
+    own text begins with the start marker. White space around reasoning, and before an answer that follows some,
+    belongs to neither.
+    """
+
+    def __init__(self, markers: ReasoningMarkers, *, thinking: bool) -> None:
+        self._beginning = "" if not thinking else None  # of the text, while it may still become the start marker
+        self._thinking = thinking
+        self._fresh = thinking  # nothing but white space has come since the last marker
+        self._start = markers.start
+        self._search = MarkerSearch(markers.end)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take in the next piece; return what is final of (reasoning, answer)."""
+        if self._beginning is not None:
+            self._beginning += text
+            begun = self._beginning.lstrip()
+            if self._start.startswith(begun) and begun != self._start:
+                return "", ""
+            self._thinking = self._fresh = begun.startswith(self._start)
+            text, self._beginning = begun[len(self._start) :] if self._thinking else self._beginning, None
+        if not self._thinking:
+            return "", self._without_first_space(text)
+        reasoning, answer = self._search.push(text)
+        reasoning = self._without_first_space(reasoning)
+        if answer is None:
+            return reasoning, ""
+        self._thinking, self._fresh = False, True
+        return reasoning, self._without_first_space(answer)
+
+    def flush(self) -> tuple[str, str]:
+        """What is held back, once no more text comes."""
+        if self._thinking:
+            return self._without_first_space(self._search.flush()), ""
+        held, self._beginning = self._beginning or "", None
+        return "", held
+
+    def _without_first_space(self, text: str) -> str:
+        """``text`` without white space that follows a marker."""
+        if self._fresh:
+            text = text.lstrip()
+            self._fresh = not text
+        return text
+
+
+class ReasoningTokenCounter:
+    """Counts the tokens of one sequence's reasoning by the tokens that begin and end it, which are not counted."""
+
+    __slots__ = ("_beginning", "_thinking", "_tokens")
+
+    def __init__(self, tokens: Thinking) -> None:
+        self._tokens = tokens
+        self._thinking = tokens.begun
+        self._beginning = not tokens.begun
+
+    def count(self, token_ids: list[int]) -> int:
+        """How many of the next tokens are reasoning."""
+        if self._beginning and token_ids:
+            self._beginning = False
+            self._thinking = token_ids[0] == self._tokens.start_token_id
+            token_ids = token_ids[self._thinking :]
+        if not self._thinking:
+            return 0
+        if self._tokens.end_token_id not in token_ids:
+            return len(token_ids)
+        self._thinking = False
+        return token_ids.index(self._tokens.end_token_id)

@@ -1,0 +1,79 @@
+"""A checkpoint's defaults for what a request leaves open: sampling, the length of answers, pooling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError, InvalidRequestError
+from raylm.params import PoolingParams, PoolingType, SamplingParams
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# The switches of sentence-transformers' 1_Pooling/config.json; what it can do beyond them is not served.
+_POOLING_MODES: dict[str, PoolingType] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingDefaults:
+    """``pooling`` where a request leaves it open; a vector has ``size`` numbers, None if unknown."""
+
+    pooling: PoolingType
+    size: int | None
+
+    def check(self, params: PoolingParams) -> None:
+        """Refuse more dimensions than a vector has.
+
+        Raises:
+            InvalidRequestError: naming ``dimensions``.
+        """
+        if params.dimensions is not None and self.size is not None and params.dimensions > self.size:
+            raise InvalidRequestError(
+                f"dimensions must be at most {self.size}, the size of this model's vectors.", param="dimensions"
+            )
+
+
+def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
+    """The checkpoint's own pooling; without one, as with models that generate, the last token is pooled.
+
+    Raises:
+        ConfigError: it asks for a way of pooling that is not served.
+    """
+    wanted = [name for name, value in checkpoint.pooling_config.items() if name.startswith("pooling_mode_") and value]
+    wanted = wanted or ["pooling_mode_lasttoken"]
+    if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
+        raise ConfigError(
+            f"model: 1_Pooling/config.json asks for {', '.join(wanted)}; one of {', '.join(_POOLING_MODES)} is served."
+        )
+    return PoolingDefaults(_POOLING_MODES[wanted[0]], checkpoint.hidden_size)
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The values that the checkpoint's generation_config.json sets.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+    found = {name: checkpoint.generation_config.get(name) for name in _SAMPLING}
+    defaults = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except (InvalidRequestError, TypeError) as error:
+        raise ConfigError(f"model: generation_config.json holds a bad value: {error}") from error
+    return defaults
+
+
+def default_max_tokens(checkpoint: Checkpoint) -> int | None:
+    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers that requests leave open.
+
+    Raises:
+        ConfigError: it is no positive integer.
+    """
+    found = checkpoint.generation_config.get("max_new_tokens")
+    if found is None or (type(found) is int and found >= 1):
+        return found
+    raise ConfigError("model: generation_config.json holds a bad value: max_new_tokens must be at least 1.")

@@ -1,0 +1,77 @@
+"""What callers ask of AsyncLLM: RequestHead, beside any prompt, and ChatRequest, in place of one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from raylm.errors import InvalidRequestError
+
+MAX_CACHE_SALT_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHead:
+    """A request's id and how it is treated, whether it asks for text or for a vector.
+
+    A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
+    cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
+    name. ``adapter`` names a LoRA adapter, None means the base model.
+    """
+
+    request_id: str
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_time: float = field(default_factory=time.time)
+    param: str = "prompt"
+    adapter: str | None = None
+
+    def nth(self, place: int, param: str | None = None) -> RequestHead:
+        """The head of one of several prompts that came together, which may come from a field of its own."""
+        return replace(self, request_id=f"{self.request_id}-{place}", param=param or self.param)
+
+    def check(self) -> None:
+        """Refuse what is out of range.
+
+        Raises:
+            InvalidRequestError: naming the field.
+        """
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            message = f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters."
+            raise InvalidRequestError(message, param="cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The one tool that the answer must call."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a caller asks for the next turn of a conversation, in the terms of OpenAI's chat completions.
+
+    ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
+    ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
+    ``template_kwargs`` say otherwise. ``any_length`` says that more than the context holds is fine.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] | None = None
+    any_length: bool = False
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "'continue_final_message' cannot be combined with 'add_generation_prompt'."
+            raise InvalidRequestError(message, param="continue_final_message")
