@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raylm.lazy import front_door
+from raylm.version import VERSION
 
 if TYPE_CHECKING:
     from raylm.app import build_app as build_app
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from raylm.llm import LLM as LLM
     from raylm.params import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 _MODULES = {
     "app": ("build_app",),
     "config": ("CacheConfig", "Config", "EngineConfig", "IngressConfig", "SchedulerConfig"),

@@ -3,6 +3,8 @@
 # No `from __future__ import annotations` here: Serve validates the arguments of an application by the annotation of
 # its builder, and must find the class there, not its name.
 
+from typing import Any
+
 import ray
 from ray import serve
 from ray.serve import Application
@@ -11,14 +13,14 @@ from raylm import checkpoint
 from raylm.config import Config
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
-from raylm.ingress import Ingress, ResponseStore, read_keys
+from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
 from raylm.stages import say
 
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
 DRAIN_MARGIN_S = 3.0
 HEALTH_PERIOD_S = 1.0
-_STORE_REQUESTS = 16_384  # each response that is made in the background waits in one
+_SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background waits in one
 
 
 def build_app(config: Config) -> Application:
@@ -54,13 +56,14 @@ def build_app(config: Config) -> Application:
         graceful_shutdown_wait_loop_s=STOP_POLL_S,
         max_constructor_retry_count=1,
     )
-    if config.ingress.replicas == 1:
-        return ingress.bind(config, engine.bind(config, gpus))
-    # Any replica may be asked for a response that another one has made.
-    responses = serve.deployment(
-        ResponseStore, max_ongoing_requests=_STORE_REQUESTS, ray_actor_options={"num_cpus": INGRESS_CPUS}
-    )
-    return ingress.bind(config, engine.bind(config, gpus), responses.bind())
+    shared_actors = {}
+    if config.ingress.replicas > 1:
+        options: dict[str, Any] = {
+            "max_ongoing_requests": _SHARED_ACTOR_REQUESTS,
+            "ray_actor_options": {"num_cpus": INGRESS_CPUS},
+        }
+        shared_actors = {name: serve.deployment(actor, **options).bind() for name, actor in SHARED_ACTORS.items()}
+    return ingress.bind(config, engine.bind(config, gpus), **shared_actors)
 
 
 def _gpus(config: Config) -> int:

@@ -39,11 +39,23 @@ class Extra:
 EXTRAS = {
     "anthropic": Extra(
         paths=("raylm/ingress/anthropic", "tests/ingress/anthropic"),
-        lines={"raylm/ingress/routes.py": ("raylm.ingress.anthropic", "CreateMessage(", "CountTokens(")},
+        lines={
+            "raylm/ingress/routes.py": ("raylm.ingress.anthropic", "CreateMessage(", "CountTokens("),
+            "raylm/ingress/http/errors.py": ("raylm.ingress.anthropic",),
+        },
     ),
     "responses": Extra(
         paths=("raylm/ingress/responses", "tests/ingress/responses"),
-        lines={},
+        lines={
+            "raylm/ingress/routes.py": (
+                "raylm.ingress.responses",
+                "open_store(",
+                "CreateResponse(",
+                "response_routes(",
+            ),
+            "raylm/ingress/ingress.py": ("raylm.ingress.responses",),
+            "raylm/ingress/http/openapi.py": ("/v1/responses/",),
+        },
     ),
     "tool_parsers": Extra(
         paths=("raylm/frontend/answers/tool_parsers", "tests/frontend/answers/tool_parsers"),

@@ -155,9 +155,9 @@ def _key_header(config: IngressConfig) -> dict[str, str]:
     """
     if "/health" in config.open_paths or (config.api_keys_file is None and config.api_keys_env is None):
         return {}
-    from raylm.ingress import read_named_keys  # here, so that starting need not wait for it
+    from raylm.ingress import read_keys  # here, so that starting need not wait for it
 
-    (_, key), *_ = read_named_keys(config) or [("", "")]
+    (_, key), *_ = read_keys(config) or [("", "")]
     return {"x-api-key": key}
 
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.lifecycle import ClientDisconnectedError as ClientDisconnectedError
     from raylm.frontend.admission.lifecycle import Lifecycle as Lifecycle
     from raylm.frontend.admission.lifecycle import OngoingRequest as OngoingRequest
+    from raylm.frontend.admission.lifecycle import Throttle as Throttle
     from raylm.frontend.admission.queue import Admission as Admission
     from raylm.frontend.admission.queue import Reservation as Reservation
-    from raylm.frontend.admission.throttle import Throttle as Throttle
     from raylm.frontend.answers.answer_format import AnswerFormat as AnswerFormat
     from raylm.frontend.answers.answer_format import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from raylm.frontend.types import ToolChoice as ToolChoice
 
 _MODULES = {
-    "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest"),
+    "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
     "admission.queue": ("Admission", "Reservation"),
-    "admission.throttle": ("Throttle",),
     "answers.answer_format": ("AnswerFormat", "ChatPrompt"),
     "async_llm": ("AsyncLLM",),
     "engines.adapters": ("AdapterDirectory",),

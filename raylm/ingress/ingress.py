@@ -1,4 +1,4 @@
-"""Ingress: the Serve deployment whose replicas each hold one HTTP app, one AsyncLLM, and the lines to all engines."""
+"""Ingress: the Serve deployment whose replicas each hold one HTTP app and one AsyncLLM with clients of all engines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from raylm.config import Config
 from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
 from raylm.frontend import ChatRequest, Lifecycle, RequestHead
-from raylm.ingress.handle_calls import check_messages, check_options, check_pooling, check_prompt
-from raylm.ingress.responses.store import SharedResponses
+from raylm.ingress.handle_calls import check_arguments
+from raylm.ingress.openai.generation import check_priority
 from raylm.ingress.routes import build_asgi_app
+from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
 from raylm.stages import say
 
@@ -29,21 +30,26 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 
+# Actors that all replicas share where there are several, by the name under which the app knows them.
+SHARED_ACTORS: Family[type] = Family({
+    "response_store": "raylm.ingress.responses.store:ResponseStore",
+})  # fmt: skip
+
 
 class Ingress:
     """One replica. Python callers reach the public methods by handle, HTTP clients the app.
 
-    ``engine`` is bound only so that Serve deploys the engines with the ingress; ``responses`` is the ResponseStore that
-    several replicas share, None for a single one.
+    ``engine`` is bound only so that Serve deploys the engines with the ingress; ``shared_actors`` are SHARED_ACTORS,
+    none where there is a single replica.
     """
 
     _llm: AsyncLLM
     _lifecycle: Lifecycle
     _tasks: tuple[object, ...]
 
-    def __init__(self, config: Config, engine: DeploymentHandle, responses: DeploymentHandle | None = None) -> None:
+    def __init__(self, config: Config, engine: DeploymentHandle, **shared_actors: DeploymentHandle) -> None:
         self._config = config
-        self._responses = SharedResponses(responses) if responses is not None else None
+        self._shared_actors = shared_actors
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
@@ -57,7 +63,7 @@ class Ingress:
             say("error", "chat", error.message)
             raise
         say("stage", "chat", self._llm.chat_description)
-        app = build_asgi_app(self._llm, self._config, self._responses)
+        app = build_asgi_app(self._llm, self._config, self._shared_actors)
         self._lifecycle = app.state.lifecycle
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
@@ -78,14 +84,14 @@ class Ingress:
         """Generate for one prompt (text or token ids); call it with ``handle.options(stream=True)``.
 
         Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``. A
-        ``priority`` is refused where the server does not schedule by it. ``adapter``
-        names a LoRA adapter that was loaded.
+        ``priority`` is refused where the server does not schedule by it. ``adapter`` names a LoRA adapter that was
+        loaded.
 
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
-        check_prompt(prompt)
-        check_options(self._config, params, cache_salt, priority)
+        check_arguments(prompt=prompt, sampling=params, cache_salt=cache_salt, priority=priority)
+        check_priority(priority, self._config)
         head = RequestHead(
             request_id=f"handle-{uuid.uuid4()}",
             priority=priority or 0,
@@ -94,16 +100,14 @@ class Ingress:
             adapter=adapter,
         )
         outputs = self._llm.generate(prompt, params or SamplingParams(**self._llm.sampling_defaults), head)
-        ongoing, finished = self._lifecycle.admit(), False
-        try:
+        finished = False
+        with self._lifecycle.admit() as ongoing:
             async with aclosing(outputs):
                 while not finished:
                     with ongoing:
                         output = await anext(outputs)
                     finished = output.finished
                     yield output
-        finally:
-            self._lifecycle.release(ongoing)
 
     async def chat(
         self,
@@ -116,8 +120,9 @@ class Ingress:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the next turn of a conversation; as ``generate``, over the checkpoint's chat template."""
-        check_messages(messages, tools, template_kwargs)
-        check_options(self._config, params, cache_salt, priority)
+        check_arguments(messages=messages, tools=tools, template_kwargs=template_kwargs)
+        check_arguments(sampling=params, cache_salt=cache_salt, priority=priority)
+        check_priority(priority, self._config)
         self._llm.admission.check(sum(len(str(message)) for message in messages))
         request = ChatRequest(messages=messages, tools=tools, template_kwargs=template_kwargs)
         prompt = await self._llm.render_chat(request)
@@ -134,25 +139,19 @@ class Ingress:
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
-        check_prompt(prompt)
-        check_pooling(self._config, params, cache_salt)
+        check_arguments(prompt=prompt, pooling=params, cache_salt=cache_salt)
         chosen = params or PoolingParams(pooling=self._llm.pooling_defaults.pooling)
         head = RequestHead(request_id=f"handle-{uuid.uuid4()}", cache_salt=cache_salt, param="input")
         outputs = self._llm.embed(prompt, chosen, head)
-        ongoing = self._lifecycle.admit()
-        try:
+        with self._lifecycle.admit() as ongoing:
             async with aclosing(outputs):
                 with ongoing:
                     return await anext(outputs)
-        finally:
-            self._lifecycle.release(ongoing)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``."""
         return await self._llm.tokenize(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of ``token_ids``."""
         return await self._llm.detokenize(token_ids)
 
     async def _drain_when_stopped(self) -> None:

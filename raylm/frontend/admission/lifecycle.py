@@ -1,19 +1,54 @@
-"""Lifecycle: which requests an ingress replica holds at this moment, how many it takes, and how they end in order."""
+"""Which requests an ingress replica works on: Throttle paces them, Lifecycle bounds them and ends them in order."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 from raylm.errors import OverloadedError, ShuttingDownError
 
-_FAREWELL_S = 1.0
+PER_TURN = 8  # each then takes a part of a millisecond to be read, checked and rendered, or refused
+_ERROR_TIMEOUT_S = 1.0
+
+
+class Throttle:
+    """Lets a few requests pass in each turn of the event loop, first come, first served.
+
+    What does not pass here, such as /health, gets its turn in between.
+    """
+
+    def __init__(self) -> None:
+        self._left = PER_TURN
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        """Pass, in this turn of the loop or a later one."""
+        if self._left == PER_TURN:
+            asyncio.get_running_loop().call_soon(self._turn)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        passing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(passing)
+        await passing
+
+    def _turn(self) -> None:
+        self._left = PER_TURN
+        while self._waiting and self._left:
+            passing = self._waiting.popleft()
+            if not passing.done():
+                passing.set_result(None)
+                self._left -= 1
+        if self._left < PER_TURN:
+            asyncio.get_running_loop().call_soon(self._turn)
 
 
 class ClientDisconnectedError(Exception):
-    """The client hung up; nobody reads the answer any more."""
+    """The client hung up, so that there is no one to answer."""
 
 
 class OngoingRequest:
@@ -60,13 +95,9 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def num_ongoing(self) -> int:
-        """Requests admitted and not yet answered to the end."""
-        return len(self._ongoing)
-
-    def admit(self) -> OngoingRequest:
-        """Take in one request; the caller must ``release`` it.
+    @contextmanager
+    def admit(self) -> Iterator[OngoingRequest]:
+        """Hold one request until the end of the block.
 
         Raises:
             ShuttingDownError: ``drain`` was called.
@@ -79,13 +110,12 @@ class Lifecycle:
         ongoing = OngoingRequest()
         self._ongoing.add(ongoing)
         self._idle.clear()
-        return ongoing
-
-    def release(self, ongoing: OngoingRequest) -> None:
-        """Forget a request that ``admit`` returned."""
-        self._ongoing.discard(ongoing)
-        if not self._ongoing:
-            self._idle.set()
+        try:
+            yield ongoing
+        finally:
+            self._ongoing.remove(ongoing)
+            if not self._ongoing:
+                self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests from now on, give running ones ``grace_s`` seconds, then end them with an error."""
@@ -93,7 +123,7 @@ class Lifecycle:
         await self._until_idle(grace_s)
         for ongoing in tuple(self._ongoing):
             ongoing.interrupt(ShuttingDownError("The server is shutting down and could not finish this request."))
-        await self._until_idle(_FAREWELL_S)
+        await self._until_idle(_ERROR_TIMEOUT_S)
 
     async def _until_idle(self, timeout_s: float) -> None:
         with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Admission: owns how much waits for its first token in one AsyncLLM, and decides who may still join."""
+"""Admission: owns how much waits for its first token in one AsyncLLM, and what may still join it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from contextvars import ContextVar
 
 from raylm.errors import OverloadedError
 
-_FIRST_TOKENS_PER_BYTE = 0.25  # of English text; what comes in corrects it
-_LEAST_RATIO, _MOST_RATIO = 1 / 64, 1.0
+_INITIAL_TOKENS_PER_BYTE = 0.25  # of English text; what comes in corrects it
+_MIN_RATIO, _MAX_RATIO = 1 / 64, 1.0
 _MEMORY_BYTES = 1_000_000  # of bodies whose ratio is remembered
-_MOST_RETRY_S = 60
+_MAX_RETRY_S = 60
 _RATE_SAMPLES = 64
 
 
 class Admission:
-    """A queue without places to stand in: it counts sequences that wait for their first token, and prompt tokens.
+    """Counts the sequences that wait for their first token, and their prompt tokens; without bounds it only counts.
 
     What is being received, rendered or tokenized counts by an estimate from its bytes, and by its tokens once they
-    are known. Whoever finds nobody else waiting is let in whatever his size: then no queue would ever be better.
-    Without bounds it only counts.
+    are known. A request that finds no other one waiting is let in whatever its size, for waiting would not help it.
+
+    Raises:
+        OverloadedError: from all methods: the queue is full; it says when to come back.
     """
 
     def __init__(self, max_requests: float = math.inf, max_tokens: float = math.inf) -> None:
@@ -30,62 +32,38 @@ class Admission:
         self.tokens = 0
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._seen_bytes = _FIRST_TOKENS_PER_BYTE**-1
+        self._seen_bytes = _INITIAL_TOKENS_PER_BYTE**-1
         self._seen_tokens = 1.0
-        self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)
+        self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)  # when the last sequences got their first token
 
     def check(self, num_bytes: int) -> None:
-        """Refuse a prompt of so many bytes before work is done on it, unless it is a part of a request let in already.
-
-        Raises:
-            OverloadedError: the queue is full; it says when to come back.
-        """
+        """Refuse a prompt of so many bytes before work is done on it, unless its request was let in already."""
         if CURRENT.get() is None:
             self._check(1, self._estimate(num_bytes), Reservation(self))
 
     def expect(self, num_sequences: int) -> None:
-        """The request that runs here will have so many sequences.
-
-        Raises:
-            OverloadedError: the queue is full.
-        """
-        request = CURRENT.get()
-        if request is not None:
+        """The request that runs here will have so many sequences."""
+        if (request := CURRENT.get()) is not None:
             request.grow(num_sequences, 0)
 
     def enter(self, num_bytes: int) -> Reservation:
-        """Let in a request that is not read yet; what it holds is to be released in the end.
-
-        Raises:
-            OverloadedError: the queue is full.
-        """
-        hold = Reservation(self)
-        hold.grow(1, num_bytes)
-        return hold
+        """Let in a request that is not read yet; the caller releases the reservation in the end."""
+        reservation = Reservation(self)
+        reservation.grow(1, num_bytes)
+        return reservation
 
     def prompt(self, num_tokens: int, num_sequences: int) -> Reservation:
         """Let a tokenized prompt wait for the first tokens of its sequences.
 
-        As a part of the ``current`` request it takes over that one's estimate and is let in; alone it may be refused.
-
-        Raises:
-            OverloadedError: the queue is full.
+        As a part of the CURRENT request it takes over that one's estimate and is let in; alone it may be refused.
         """
-        hold, request = Reservation(self), CURRENT.get()
+        reservation, request = Reservation(self), CURRENT.get()
         if request is None:
-            self._check(num_sequences, num_tokens, hold)
+            self._check(num_sequences, num_tokens, reservation)
         elif given := request.give(num_sequences):
             self._learn(given, num_tokens)
-        hold.set(num_sequences, num_tokens)
-        return hold
-
-    def begun(self, count: int) -> None:
-        """So many sequences got their first token."""
-        self._begun.extend([time.monotonic()] * count)
-
-    def rest(self) -> None:
-        """Nobody waits: the pace so far says nothing about the next crowd."""
-        self._begun.clear()
+        reservation.set(num_sequences, num_tokens)
+        return reservation
 
     def _check(self, requests: int, tokens: int, own: Reservation) -> None:
         others = self.requests - own.requests
@@ -97,7 +75,7 @@ class Admission:
 
     def _estimate(self, num_bytes: int) -> int:
         ratio = self._seen_tokens / self._seen_bytes
-        return math.ceil(num_bytes * min(max(ratio, _LEAST_RATIO), _MOST_RATIO))
+        return math.ceil(num_bytes * min(max(ratio, _MIN_RATIO), _MAX_RATIO))
 
     def _learn(self, num_bytes: int, num_tokens: int) -> None:
         keep = _MEMORY_BYTES / (_MEMORY_BYTES + num_bytes)
@@ -105,15 +83,18 @@ class Admission:
         self._seen_tokens = keep * self._seen_tokens + num_tokens
 
     def _retry_after_s(self) -> int:
-        """Seconds until what waits now has begun, at the pace of the last ones that did."""
+        """Seconds until what waits now has its first tokens, at the pace of the last ones that got theirs."""
         if len(self._begun) < 2:
             return 1
         rate = len(self._begun) / max(time.monotonic() - self._begun[0], 1e-3)
-        return min(max(math.ceil(self.requests / rate), 1), _MOST_RETRY_S)
+        return min(max(math.ceil(self.requests / rate), 1), _MAX_RETRY_S)
 
 
 class Reservation:
-    """What one request, or one prompt of it, counts for in the queue at this moment."""
+    """What one request, or one prompt of it, counts for in the queue at this moment.
+
+    Prompts of the task that is inside ``with reservation:``, and of those that it starts, are parts of it.
+    """
 
     __slots__ = ("_admission", "_bytes", "_started", "_token", "requests", "tokens")
 
@@ -125,15 +106,14 @@ class Reservation:
         self._started: set[int] = set()
 
     def set(self, requests: int, tokens: int) -> None:
-        """Count for so much from now on."""
         self._admission.requests += requests - self.requests
         self._admission.tokens += tokens - self.tokens
         self.requests, self.tokens = requests, tokens
         if not self._admission.requests:
-            self._admission.rest()
+            self._admission._begun.clear()  # the pace so far says nothing about the requests to come
 
     def grow(self, requests: int, num_bytes: int) -> None:
-        """It is larger than it was let in for.
+        """Count for more than it was let in for.
 
         Raises:
             OverloadedError: the queue is full; it still counts for what it did.
@@ -152,18 +132,16 @@ class Reservation:
         return given
 
     def begin(self, indexes: Iterable[int]) -> None:
-        """These sequences have a token: they, and the prompt that all share, wait no more."""
+        """These sequences have their first token: they, and the prompt that all share, wait no more."""
         fresh = set(indexes) - self._started
         self._started |= fresh
-        self._admission.begun(len(fresh))
+        self._admission._begun.extend([time.monotonic()] * len(fresh))
         self.set(max(0, self.requests - len(fresh)), 0)
 
     def release(self) -> None:
-        """Count for nothing from now on."""
         self.set(0, 0)
 
     def __enter__(self) -> Reservation:
-        """What prompts of the running task are parts of, and of those that it starts."""
         self._token = CURRENT.set(self)
         return self
 
@@ -172,4 +150,4 @@ class Reservation:
         self.release()
 
 
-CURRENT: ContextVar[Reservation | None] = ContextVar("the HTTP request that runs here", default=None)
+CURRENT: ContextVar[Reservation | None] = ContextVar("current_request", default=None)

@@ -1,4 +1,4 @@
-"""JSON answers of any size: small ones in one call, large ones in pieces on a thread, which keeps nobody waiting."""
+"""JSON answers of any size: small ones in one call, large ones in pieces on a thread, beside the event loop."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from raylm.frontend import LARGE, offload
 
@@ -14,9 +15,9 @@ _PIECE_BYTES = 2**20
 
 
 class Pieces:
-    """A JSON array that may be long. ``values`` are its elements, gone through once: best they are made as they go."""
+    """A JSON array that may be long. ``values`` are its elements, read once: best an iterator that makes them."""
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:  # no dataclass: orjson would write it as an object
         self.values = values
 
 
@@ -31,25 +32,29 @@ async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
     return await offload(lambda: list(_grouped(_written(make()))), size)
 
 
+def json_response(value: Any) -> Response:
+    """A small answer of a route that reads no JSON body."""
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
 def pieces_as_list(value: object) -> list[Any]:
-    """What orjson asks for where it meets Pieces."""
+    """The ``default`` of orjson for values that hold Pieces."""
     if isinstance(value, Pieces):
         return list(value.values)
     raise TypeError(type(value))
 
 
 def _written(value: Any) -> Iterator[bytes]:
-    """``value`` in small parts; objects and Pieces are gone into, all else is encoded as it is."""
+    """``value`` in small parts; objects and Pieces are taken apart, all else is encoded as it is."""
+    items: Iterable[Iterable[bytes]]
     if isinstance(value, Pieces):
-        yield from _enclosed(b"[", (_written(item) for item in value.values), b"]")
+        opening, items, closing = b"[", map(_written, value.values), b"]"
     elif isinstance(value, dict) and any(isinstance(item, (dict, Pieces)) for item in value.values()):
         members = (chain([orjson.dumps(name) + b":"], _written(item)) for name, item in value.items())
-        yield from _enclosed(b"{", members, b"}")
+        opening, items, closing = b"{", members, b"}"
     else:
         yield orjson.dumps(value)
-
-
-def _enclosed(opening: bytes, items: Iterable[Iterator[bytes]], closing: bytes) -> Iterator[bytes]:
+        return
     yield opening
     for place, item in enumerate(items):
         if place:

@@ -1,11 +1,11 @@
-"""API keys: read from a file or an environment variable, compared in constant time, told by their names alone."""
+"""API keys: read from a file or an environment variable, compared in constant time, shown by their names alone."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,37 +14,27 @@ from raylm.config import IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
 
 _MAX_NAME = 64
-_Headers = Iterable[tuple[bytes, bytes]]
+_NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
 
 
 class APIKeys:
-    """The keys that are let in, by name; what is kept is their SHA-256, so that no dump shows one."""
+    """The valid keys by name; what is kept is their SHA-256, so that no dump shows one."""
 
     def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
-        self._digests = [(name, _digest(key.encode())) for name, key in keys]
+        self._digests = [(name, hashlib.sha256(key.encode()).digest()) for name, key in keys]
 
     def name_of(self, presented: Iterable[bytes]) -> str | None:
         """The name of the first known key among ``presented``; takes as long whichever it is, and if none is known."""
         found = None
         for key in presented:
-            digest = _digest(key)
+            digest = hashlib.sha256(key).digest()
             for name, known in self._digests:
                 if hmac.compare_digest(digest, known) and found is None:
                     found = name
         return found
 
 
-def read_keys(config: IngressConfig) -> APIKeys | None:
-    """The configured keys, None where no source of keys is configured.
-
-    Raises:
-        ConfigError: as ``read_named_keys``.
-    """
-    named = read_named_keys(config)
-    return None if named is None else APIKeys(named)
-
-
-def read_named_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
+def read_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
     """(name, key) of the configured keys, None where no source of keys is configured.
 
     Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
@@ -56,80 +46,23 @@ def read_named_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
     if config.api_keys_file is None and config.api_keys_env is None:
         return None
     keys: list[tuple[str, str]] = []
-    if config.api_keys_file is not None:
-        keys += _parse(_read_file(config.api_keys_file).splitlines(), "ingress.api_keys_file", len(keys))
-    if config.api_keys_env is not None:
-        keys += _parse(_read_variable(config.api_keys_env), "ingress.api_keys_env", len(keys))
+    if (path := config.api_keys_file) is not None:
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
+        keys += _parse(text, "ingress.api_keys_file", len(keys))
+    if (name := config.api_keys_env) is not None:
+        value = os.environ.get(name)
+        if value is None:
+            raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
+        keys += _parse(value.replace(",", "\n"), "ingress.api_keys_env", len(keys))
     return keys
 
 
-class APIKeyMiddleware:
-    """ASGI middleware that lets nobody without a key pass, but for the paths that are open to all.
-
-    It looks at the path that the router sees (``scope["path"]``), never at Host or a URL put together from it. The
-    key's name stands in ``scope["raylm.key"]`` from here on.
-    """
-
-    def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str]) -> None:
-        self._app = app
-        self._keys = keys
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection scope.
-
-        Raises:
-            AuthenticationError: no key came, or a wrong one.
-        """
-        if scope["type"] in ("http", "websocket") and _route_path(scope) not in self._open_paths:
-            presented = list(_presented(scope["headers"]))
-            name = self._keys.name_of(presented)
-            if name is None:
-                raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
-            scope["raylm.key"] = name
-        await self._app(scope, receive, send)
-
-
-_NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
-
-
-def _route_path(scope: Scope) -> str:
-    """The path below where Serve has mounted this application."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
-
-
-def _presented(headers: _Headers) -> Iterable[bytes]:
-    for name, value in headers:
-        if name == b"x-api-key":
-            yield value.strip()
-        elif name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            if scheme.lower() == b"bearer":
-                yield key.strip()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _read_file(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
-
-
-def _read_variable(name: str) -> list[str]:
-    value = os.environ.get(name)
-    if value is None:
-        raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
-    return value.replace(",", "\n").splitlines()
-
-
-def _parse(lines: list[str], source: str, before: int) -> list[tuple[str, str]]:
+def _parse(text: str, source: str, before: int) -> list[tuple[str, str]]:
     keys: list[tuple[str, str]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, colon, key = line.partition(":")
@@ -142,3 +75,40 @@ def _parse(lines: list[str], source: str, before: int) -> list[tuple[str, str]]:
     if not keys:
         raise ConfigError(f"{source}: it holds no key.")
     return keys
+
+
+class APIKeyMiddleware:
+    """Lets no request without a valid key pass (AuthenticationError), except to the open paths.
+
+    It looks at the path that the router sees, below where Serve has mounted this application, never at Host or a URL
+    put together from it. The key's name stands in ``scope["raylm.key"]`` from here on.
+    """
+
+    def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+            if path not in self._open_paths:
+                scope["raylm.key"] = self._authenticate(scope)
+        await self._app(scope, receive, send)
+
+    def _authenticate(self, scope: Scope) -> str:
+        presented = list(_presented(scope["headers"]))
+        name = self._keys.name_of(presented)
+        if name is None:
+            raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
+        return name
+
+
+def _presented(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    for name, value in headers:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key.strip()

@@ -34,7 +34,12 @@ def check_head(headers: Headers, max_bytes: int) -> None:
         MediaTypeError: it is not declared as plain JSON.
         BodyTooLargeError: it is longer than ``max_bytes``.
     """
-    _check_media_type(headers)
+    media_type, _, options = headers.get("content-type", "").partition(";")
+    charset = options.strip().lower().removeprefix("charset=").strip('"')
+    if media_type.strip().lower() != "application/json" or charset not in {"", "utf-8", "utf8"}:
+        raise MediaTypeError("The Content-Type must be application/json in UTF-8.")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise MediaTypeError("A Content-Encoding is not supported; send the body as it is.")
     if content_length(headers) > max_bytes:
         raise _too_large(max_bytes)
 
@@ -43,14 +48,31 @@ async def read_json_object(receive: Receive, max_bytes: int) -> tuple[JSONObject
     """The request's body, a JSON object, and its bytes.
 
     Raises:
-        BodyTooLargeError: as ``read_body``.
+        BodyTooLargeError: it is longer than ``max_bytes``, in which case the rest is not read, or as
+            ``parse_json_object``.
         InvalidRequestError: as ``parse_json_object``.
         ClientDisconnectedError: the client hung up while sending.
     """
-    body = await read_body(receive, max_bytes)
-    if len(body) <= _INLINE_BYTES:
-        return parse_json_object(body), len(body)
-    return await asyncio.to_thread(parse_json_object, body), len(body)
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        more = message.get("more_body", False)
+    body = b"".join(parts)
+    if size <= _INLINE_BYTES:
+        return parse_json_object(body), size
+    return await asyncio.to_thread(parse_json_object, body), size
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body is longer than {max_bytes} bytes.")
 
 
 def parse_json_object(body: bytes) -> JSONObject:
@@ -101,41 +123,6 @@ def _after_string(body: bytes, quote: int) -> int:
             return end + 1
         end = body.find(b'"', end + 1)
     return len(body)
-
-
-def _check_media_type(headers: Headers) -> None:
-    media_type, _, options = headers.get("content-type", "").partition(";")
-    charset = options.strip().lower().removeprefix("charset=").strip('"')
-    if media_type.strip().lower() != "application/json" or charset not in {"", "utf-8", "utf8"}:
-        raise MediaTypeError("The Content-Type must be application/json in UTF-8.")
-    if headers.get("content-encoding", "identity").lower() != "identity":
-        raise MediaTypeError("A Content-Encoding is not supported; send the body as it is.")
-
-
-async def read_body(receive: Receive, max_bytes: int) -> bytes:
-    """The request's body.
-
-    Raises:
-        BodyTooLargeError: it is longer than ``max_bytes``; the rest is not read.
-        ClientDisconnectedError: the client hung up while sending.
-    """
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        parts.append(part)
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-def _too_large(max_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"The body is longer than {max_bytes} bytes.")
 
 
 def _nested_deeper(data: JSONObject, limit: int) -> bool:

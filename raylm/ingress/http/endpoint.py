@@ -3,103 +3,127 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from raylm.errors import DeadlineExceededError, InvalidRequestError
 from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
 from raylm.ingress.http.body import JSONObject, check_head, content_length, read_json_object
-from raylm.ingress.http.deadline import Deadline
 from raylm.ingress.http.errors import as_known_error, error_event, logger
-from raylm.ingress.openai.fields import Body
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
+_Callback = Callable[[], None]
 
-_LAST_WORDS_S = 1.0
+_ERROR_EVENT_TIMEOUT_S = 1.0
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# Seconds, as OpenAI's and Anthropic's clients announce their own time limits; what is no number is ignored.
+_CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
+# Milliseconds, from proxies, or from a client that says more than its library does.
+_REQUEST_TIMEOUT = "request-timeout-ms"
 
 
 class Handler(Protocol):
-    """Answers the JSON bodies of one route."""
+    """Answers the JSON bodies of one route, which ``body`` describes and checks, or raises a RayLMError."""
 
     @property
-    def body(self) -> type[Body]:
-        """What describes and checks a body's fields."""
+    def body(self) -> type[BaseModel]: ...
 
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        """Answer one request.
-
-        Raises:
-            RayLMError: the request is refused or failed.
-        """
+    async def __call__(self, data: JSONObject, request_id: str) -> Answer: ...
 
 
+@dataclass(frozen=True, eq=False)
 class JSONEndpoint:
     """Calls ``handler(body, request_id)`` and sends its Answer.
 
     A stream's head is held back until the first chunk is there, so that everything that goes wrong before the first
-    token has its true status; what goes wrong later becomes an error event and the end of the stream.
+    token is raised and gets its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
-    def __init__(
-        self,
-        handler: Handler,
-        lifecycle: Lifecycle,
-        throttle: Throttle,
-        admission: Admission,
-        max_body_bytes: int,
-    ) -> None:
-        self.handler = handler
-        self._throttle = throttle
-        self._lifecycle = lifecycle
-        self._admission = admission
-        self._max_body_bytes = max_body_bytes
+    handler: Handler
+    lifecycle: Lifecycle
+    throttle: Throttle
+    admission: Admission
+    max_body_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request.
-
-        Raises:
-            RayLMError: the request was refused or failed; nothing has been sent.
-        """
-        await self._throttle.enter()
+        await self.throttle.enter()
         headers = Headers(scope=scope)
-        ongoing = self._lifecycle.admit()
-        try:
-            check_head(headers, self._max_body_bytes)
-            with self._admission.enter(content_length(headers)) as hold, Deadline(headers, ongoing) as deadline:
+        with suppress(ClientDisconnectedError), self.lifecycle.admit() as ongoing:
+            check_head(headers, self.max_body_bytes)
+            num_bytes = content_length(headers)
+            with self.admission.enter(num_bytes) as reservation, _deadline(headers, ongoing) as on_begin:
                 with ongoing:
-                    data, num_bytes = await read_json_object(receive, self._max_body_bytes)
-                    hold.grow(1, num_bytes)
-                await self._serve(data, ongoing, deadline, scope, receive, send)
-        except ClientDisconnectedError:
-            return
-        finally:
-            self._lifecycle.release(ongoing)
+                    data, num_bytes = await read_json_object(receive, self.max_body_bytes)
+                    reservation.grow(1, num_bytes)
+                await self._serve(data, ongoing, on_begin, scope, receive, send)
 
     async def _serve(
-        self, data: JSONObject, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, receive: Receive, send: Send
+        self, data: JSONObject, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
     ) -> None:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
                 answer = await self.handler(data, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
-                deadline.keep()
-                await _send_whole([answer] if isinstance(answer, bytes) else answer, scope, send)
+                on_begin()
+                await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
             else:
                 async with aclosing(answer):
-                    await _send_stream(answer, ongoing, deadline, scope, send)
+                    await _send_stream(answer, ongoing, on_begin, scope, send)
         finally:
             watch.cancel()
+
+
+@contextmanager
+def _deadline(headers: Headers, ongoing: OngoingRequest) -> Iterator[_Callback]:
+    """Interrupt a request when its client stops waiting, unless what this yields was called: the answer has begun."""
+    timeout_s = request_timeout_s(headers)
+    if timeout_s is None:
+        yield lambda: None
+        return
+    error = DeadlineExceededError(f"The request was given up: nothing could be answered within {timeout_s:g} s.")
+    timer = asyncio.get_running_loop().call_later(timeout_s, ongoing.interrupt, error)
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
+
+
+def request_timeout_s(headers: Headers) -> float | None:
+    """Seconds after which the client hangs up if nothing has come by then, None if it does not say.
+
+    Raises:
+        InvalidRequestError: ``request-timeout-ms`` is no positive number.
+    """
+    limits = [limit for name in _CLIENT_TIMEOUTS if (limit := _positive(headers.get(name, ""))) is not None]
+    if (given := headers.get(_REQUEST_TIMEOUT)) is not None:
+        limit = _positive(given)
+        if limit is None:
+            message = f"The header '{_REQUEST_TIMEOUT}' must be a positive number."
+            raise InvalidRequestError(message, param=_REQUEST_TIMEOUT)
+        limits.append(limit / 1000)
+    return min(limits, default=None)
+
+
+def _positive(text: str) -> float | None:
+    try:
+        number = float(text) if len(text) < 20 else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number > 0 else None
 
 
 async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
@@ -107,25 +131,23 @@ async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
     except Exception as error:
-        logger.warning("the line to a client broke: %s", error)
+        logger.warning("the connection to a client broke: %s", error)
     ongoing.interrupt(ClientDisconnectedError())
 
 
-async def _send_whole(pieces: list[bytes], scope: Scope, send: Send) -> None:
+async def _send_whole(pieces: list[bytes], send: Send) -> None:
     headers = [*_JSON_HEADERS, (b"content-length", b"%d" % sum(map(len, pieces)))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    send = scope["raylm.send"]
     for piece in pieces[:-1]:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": pieces[-1]})
 
 
-async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadline, scope: Scope, send: Send) -> None:
+async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, send: Send) -> None:
     with ongoing:
         first = await anext(chunks)
-        deadline.keep()
+        on_begin()
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-    send = scope["raylm.send"]
     try:
         with ongoing:
             await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -135,12 +157,9 @@ async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, deadline: Deadli
     except ClientDisconnectedError:
         raise
     except Exception as error:
-        await _send_last_words(error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"]), send)
-
-
-async def _send_last_words(event: bytes, send: Send) -> None:
-    """End a broken stream; a client that does not read may not hold this up for long."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_WORDS_S):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        event = error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"])
+        # A client that does not read may not hold this up for long.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})

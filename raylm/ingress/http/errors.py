@@ -1,29 +1,61 @@
-"""Error envelopes, Anthropic's on its paths and OpenAI's elsewhere: where an exception becomes what a client reads."""
+"""Where an exception becomes what a client reads: the error formats of the APIs, OpenAI's and those of extras."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import orjson
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
-from raylm.errors import RayLMError
+from raylm.errors import MethodNotAllowedError, NotFoundError, RayLMError
+from raylm.ingress.http.body import JSONObject
+from raylm.lazy import Family
 
 logger = logging.getLogger("raylm.ingress")
 
 _MAX_MESSAGE = 600
 _MAX_PARAM = 120
-_ANTHROPIC_PATH = "/v1/messages"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+
+
+@dataclass(frozen=True)
+class ErrorFormat:
+    """How the clients of an API read errors."""
+
+    name: str  # of the schema in /openapi.json
+    schema: JSONObject
+    body: Callable[[RayLMError, str], JSONObject]  # of an error and its message, which is clipped
+    event: bytes = b""  # the line in front of an error's data in a stream
+
+
+def _openai_body(error: RayLMError, message: str) -> JSONObject:
+    param = None if error.param is None else clip(error.param, _MAX_PARAM)
+    return {"error": {"message": message, "type": error.type, "param": param, "code": error.code}}
+
+
+def object_schema(properties: dict[str, JSONObject]) -> JSONObject:
+    """The JSON schema of an object that has all of ``properties``."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_STRING: JSONObject = {"type": "string"}
+_NULLABLE_STRING: JSONObject = {"anyOf": [_STRING, {"type": "null"}]}
+_OPENAI_ERROR = {"message": _STRING, "type": _STRING, "param": _NULLABLE_STRING, "code": _NULLABLE_STRING}
+_OPENAI = ErrorFormat("Error", object_schema({"error": object_schema(_OPENAI_ERROR)}), _openai_body)
+
+# Other formats than OpenAI's, by the path of the routes that have them and of those below.
+_FORMATS: Family[ErrorFormat] = Family({
+    "/v1/messages": "raylm.ingress.anthropic.errors:ANTHROPIC",
+})  # fmt: skip
+
+
+def error_format(path: str) -> ErrorFormat:
+    """What clients of ``path`` read."""
+    prefix = next((prefix for prefix in _FORMATS if path == prefix or path.startswith(f"{prefix}/")), None)
+    return _OPENAI if prefix is None else _FORMATS[prefix]
 
 
 def clip(text: str, limit: int) -> str:
@@ -32,29 +64,13 @@ def clip(text: str, limit: int) -> str:
     return short.encode(errors="replace").decode()
 
 
-def envelope(error: RayLMError, path: str = "") -> bytes:
-    """The JSON body of ``error``, as clients of ``path`` know it."""
-    if is_anthropic(path):
-        kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        inner = {"type": kind, "message": clip(error.message, _MAX_MESSAGE)}
-        return orjson.dumps({"type": "error", "error": inner})
-    body: dict[str, Any] = {
-        "message": clip(error.message, _MAX_MESSAGE),
-        "type": error.type,
-        "param": None if error.param is None else clip(error.param, _MAX_PARAM),
-        "code": error.code,
-    }
-    return orjson.dumps({"error": body})
-
-
 def error_event(error: RayLMError, path: str) -> bytes:
     """``error`` as the last event of a stream whose head said 200 already."""
-    name = b"event: error\n" if is_anthropic(path) else b""
-    return name + b"data: " + envelope(error, path) + b"\n\n"
+    return error_format(path).event + b"data: " + envelope(error, path) + b"\n\n"
 
 
-def error_response(error: RayLMError, path: str, headers: dict[str, str] | None = None) -> Response:
-    """``error`` as a response with its status, and Retry-After where the class has one."""
+def error_response(error: RayLMError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """``error`` as clients of ``path`` read it, with its status and the headers that belong to it."""
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
@@ -63,9 +79,9 @@ def error_response(error: RayLMError, path: str, headers: dict[str, str] | None 
     return Response(envelope(error, path), error.status, headers, media_type="application/json")
 
 
-def is_anthropic(path: str) -> bool:
-    """Whether clients of ``path`` are Anthropic's."""
-    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+def envelope(error: RayLMError, path: str = "") -> bytes:
+    """The JSON body of ``error``, as clients of ``path`` read it."""
+    return orjson.dumps(error_format(path).body(error, clip(error.message, _MAX_MESSAGE)))
 
 
 def as_known_error(error: Exception, request_id: str) -> RayLMError:
@@ -74,3 +90,11 @@ def as_known_error(error: Exception, request_id: str) -> RayLMError:
         return error
     logger.error("request %s failed unexpectedly", request_id, exc_info=error)
     return RayLMError("The server had an error while processing your request.")
+
+
+def routing_error(error: HTTPException, scope: Scope) -> RayLMError:
+    """A refusal of starlette's router in our words."""
+    place = f"{clip(scope['method'], 20)} {clip(scope['path'], 100)}"
+    if error.status_code == 405:
+        return MethodNotAllowedError(f"The route of {place} does not take this method.")
+    return NotFoundError(f"There is no route {place}.")

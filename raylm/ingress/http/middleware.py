@@ -1,16 +1,25 @@
-"""RequestContextMiddleware: what holds for every route; bounded headers, a request id, counts, an error envelope."""
+"""ASGI middleware: cross-origin calls, the context of a request, and what stands around Ray Serve's own handling."""
 
 from __future__ import annotations
 
 import re
 import uuid
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylm.errors import HeadersTooLargeError
-from raylm.ingress.http.errors import as_known_error, error_response, logger
-from raylm.ingress.http.metrics import HTTPMetrics
+from raylm.errors import EngineUnavailableError, HeadersTooLargeError, NotFoundError, OverloadedError, RayLMError
+from raylm.frontend import Throttle
+from raylm.ingress.http.errors import as_known_error, error_response, logger, routing_error
+
+if TYPE_CHECKING:
+    from raylm.ingress.http.ops import HTTPMetrics
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
@@ -20,20 +29,42 @@ TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-
 _Headers = Iterable[tuple[bytes, bytes]]
 
 
+class ConfiguredOriginsMiddleware(CORSMiddleware):
+    """Lets pages of ``origins`` call from a browser; outermost, so that they can read refusals too.
+
+    Pages of other origins get the app's own answers, and a preflight, which carries no key, is always answered by 204:
+    the browser itself compares the headers with what the page wants to do.
+    """
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
+        methods, exposed = ("GET", "POST", "DELETE", "OPTIONS"), ("x-request-id", "retry-after")
+        super().__init__(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        allowed = origin is not None and self.is_allowed_origin(origin)
+        await (super().__call__ if allowed else self.app)(scope, receive, send)
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        headers = super().preflight_response(request_headers).headers
+        return Response(None, 204, {name: value for name, value in headers.items() if not name.startswith("content-")})
+
+
 class RequestContextMiddleware:
-    """ASGI middleware; the innermost frame that a client can see failing, so nothing passes it unanswered."""
+    """Bounds the headers, gives the request its id, counts the answer, and turns every exception into one.
+
+    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer.
+    """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection scope; anything but HTTP is handed through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = scope["raylm.request_id"] = _request_id(scope["headers"])
-        scope["raylm.send"] = send  # for the parts of a stream: nobody between here and there has a say in them
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -51,10 +82,11 @@ class RequestContextMiddleware:
             if started:
                 logger.error("request %s broke off after its answer had begun", request_id, exc_info=error)
                 raise
-            await error_response(as_known_error(error, request_id), scope["path"])(scope, receive, send_with_id)
-        finally:
-            # It leads back to the scope, and thousands of such rings are a long stop when the collector finds them.
-            del scope["raylm.send"]
+            if isinstance(error, HTTPException):
+                response = error_response(routing_error(error, scope), scope["path"], error.headers)
+            else:
+                response = error_response(as_known_error(error, request_id), scope["path"])
+            await response(scope, receive, send_with_id)
 
 
 def _request_id(headers: _Headers) -> str:
@@ -78,3 +110,72 @@ def _check_headers(headers: _Headers) -> None:
         raise HeadersTooLargeError(f"The request has more than {MAX_HEADERS} headers.")
     if sum(sizes) > MAX_HEADER_BYTES:
         raise HeadersTooLargeError(f"The request's headers are longer than {MAX_HEADER_BYTES} bytes.")
+
+
+def serve_middlewares() -> list[Middleware]:
+    """For Serve's proxies and replica servers (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), the last one outermost."""
+    return [Middleware(ServeErrorMiddleware), Middleware(ThrottleMiddleware)]
+
+
+class ThrottleMiddleware:
+    """Lets requests into Serve's handling a few in each turn of the event loop; probes do not wait for their turn.
+
+    What Serve does around a request costs as much as what we do: a thousand of them in one turn would hold up
+    everything else for a good part of a second.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._throttle = Throttle()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].endswith(("/health", "/ready")) and not _is_serve_route(scope):
+            await self._throttle.enter()
+        await self._app(scope, receive, send)
+
+
+class ServeErrorMiddleware:
+    """Puts an error envelope around what Serve itself answers in plain text, and leaves one x-request-id header.
+
+    Answers of the app pass: its errors are JSON. Serve's own routes (/-/healthz, /-/routes) stay as they are.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_serve_route(scope):
+            await self._app(scope, receive, send)
+            return
+        replaced = False
+
+        async def send_enveloped(message: Message) -> None:
+            nonlocal replaced
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(raw=list(message["headers"]))
+                is_json = headers.get("content-type", "").startswith("application/json")
+                replaced = message["status"] >= 400 and not is_json
+                if replaced:
+                    await error_response(_serve_error(message["status"]), scope["path"])(scope, receive, send)
+                elif request_id := headers.get("x-request-id"):
+                    headers["x-request-id"] = request_id
+                message = {**message, "headers": headers.raw}
+            if not replaced:
+                await send(message)
+
+        await self._app(scope, receive, send_enveloped)
+
+
+def _is_serve_route(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.startswith("/-/")
+
+
+def _serve_error(status: int) -> RayLMError:
+    if status == 404:
+        return NotFoundError("There is no such route.")
+    if status == 429:
+        return OverloadedError("The server holds as many requests as it can; try again shortly.")
+    if status in {502, 503, 504}:
+        return EngineUnavailableError("The server is starting or has no free replica; try again shortly.")
+    return RayLMError("The server had an error while processing your request.")

@@ -13,52 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-import raylm
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import JSONEndpoint
-from raylm.ingress.http.errors import is_anthropic
-from raylm.ingress.openai.fields import Body
+from raylm.ingress.http.errors import error_format
+from raylm.version import VERSION
 
 _REFERENCE = "#/components/schemas/{model}"
+_LIST_QUERY: dict[str, JSONObject] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
 _QUERIES: dict[str, dict[str, JSONObject]] = {
-    "/v1/responses/{response_id}/input_items": {
-        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
-        "order": {"type": "string", "enum": ["asc", "desc"]},
-        "after": {"type": "string"},
-    },
+    "/v1/responses/{response_id}/input_items": _LIST_QUERY,
 }
 _TEXT_ANSWERS = {"/metrics": "text/plain"}
-_NULLABLE_STRING = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-_ERRORS: dict[str, JSONObject] = {
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": _NULLABLE_STRING,
-                    "code": _NULLABLE_STRING,
-                },
-            }
-        },
-    },
-    "AnthropicError": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            },
-        },
-    },
-}
 
 
 def openapi_route() -> Route:
@@ -88,55 +57,49 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
     for route in served:
         for method in _methods(route):
             paths.setdefault(_path(route), {})[method.lower()] = _operation(route, method)
+    errors = {found.name: found.schema for found in map(error_format, paths)}
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     return orjson.dumps({
         "openapi": "3.1.0",
-        "info": {"title": "RayLM", "version": raylm.__version__},
+        "info": {"title": "RayLM", "version": VERSION},
         "security": [{}, {"bearer": []}, {"key": []}],
         "paths": paths,
-        "components": {"schemas": schemas["$defs"] | _ERRORS, "securitySchemes": keys},
+        "components": {"schemas": schemas["$defs"] | errors, "securitySchemes": keys},
     })  # fmt: skip
 
 
 def _operation(route: Route, method: str) -> JSONObject:
     path = _path(route)
-    error = "AnthropicError" if is_anthropic(path) else "Error"
-    refusal = _content("application/json", {"$ref": _REFERENCE.format(model=error)})
+    body = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
+    answers: JSONObject = {_TEXT_ANSWERS.get(path, "application/json"): {"schema": {}}}
+    if body is not None and "stream" in body.model_fields:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    refusal = _json_content(error_format(path).name)
     found: JSONObject = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}"),
         "responses": {
-            "200": {"description": "The answer.", "content": _answers(route)},
+            "200": {"description": "The answer.", "content": answers},
             "4XX": {"description": "The request is refused.", "content": refusal},
             "5XX": {"description": "The request failed.", "content": refusal},
         },
     }
-    parameters = [_parameter(name, "path", {"type": "string"}) for name in route.param_convertors]
-    parameters += [_parameter(name, "query", schema) for name, schema in _QUERIES.get(path, {}).items()]
+    parameters = [(name, "path", {"type": "string"}) for name in route.param_convertors]
+    parameters += [(name, "query", schema) for name, schema in _QUERIES.get(path, {}).items()]
     if parameters:
-        found["parameters"] = parameters
-    if isinstance(route.endpoint, JSONEndpoint):
-        reference = {"$ref": _REFERENCE.format(model=route.endpoint.handler.body.__name__)}
-        found["requestBody"] = {"required": True, "content": _content("application/json", reference)}
+        found["parameters"] = [
+            {"name": name, "in": place, "required": place == "path", "schema": schema}
+            for name, place, schema in parameters
+        ]
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": _json_content(body.__name__)}
     return found
 
 
-def _answers(route: Route) -> JSONObject:
-    content = _content(_TEXT_ANSWERS.get(route.path, "application/json"), {})
-    body: type[Body] | None = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
-    if body is not None and "stream" in body.model_fields:
-        content |= _content("text/event-stream", {"type": "string"})
-    return content
-
-
-def _parameter(name: str, place: str, schema: JSONObject) -> JSONObject:
-    return {"name": name, "in": place, "required": place == "path", "schema": schema}
-
-
-def _content(media_type: str, schema: JSONObject) -> JSONObject:
-    return {media_type: {"schema": schema}}
+def _json_content(model: str) -> JSONObject:
+    return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model)}}}
 
 
 def _path(route: Route) -> str:

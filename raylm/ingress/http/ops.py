@@ -1,27 +1,69 @@
-"""What operators and probes ask: /health, /ready, /metrics, /version, and a signpost at /."""
+"""What operators and probes ask: /health, /ready, /metrics, /version, and the list of endpoints at /."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import orjson
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import raylm
+from raylm import metrics
 from raylm.errors import EngineUnavailableError, ShuttingDownError
-from raylm.frontend import Lifecycle
-from raylm.ingress.http.metrics import HTTPMetrics
+from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.openapi import endpoints
+from raylm.version import VERSION
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM
+    from raylm.frontend import AsyncLLM, Lifecycle
 
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def health_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
+class HTTPMetrics(Collector):
+    """What one replica has answered, by status and name of the API key, and what waits for a first token in it.
+
+    Owned by one event loop: nothing here locks.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._model_name = llm.model_name
+        self._admission = llm.admission
+        self._answers: Counter[tuple[int, str]] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def answered(self, status: int, key_name: str) -> None:
+        """An answer has begun; ``key_name`` is "" where no key was needed, or none was right."""
+        self._answers[status, key_name] += 1
+
+    def text(self) -> bytes:
+        """The series in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", *metrics.HTTP_ANSWERS.labels]
+        answers = CounterMetricFamily(metrics.HTTP_ANSWERS.name, metrics.HTTP_ANSWERS.help, labels=labels)
+        for (status, key_name), count in sorted(self._answers.items()):
+            answers.add_metric([self._model_name, str(status), key_name], count)
+        yield answers
+        queue = self._admission
+        for metric, value in ((metrics.QUEUED_REQUESTS, queue.requests), (metrics.QUEUED_TOKENS, queue.tokens)):
+            gauge = GaugeMetricFamily(metric.name, metric.help, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+
+    def describe(self) -> Iterable[Metric]:
+        """No names are reserved: this collector is the only one of its registry."""
+        return []
+
+
+def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
     """The GET routes of this module."""
 
     async def health(request: Request) -> Response:
@@ -29,23 +71,17 @@ def health_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics
             raise ShuttingDownError("The server is shutting down.")
         if not llm.is_ready:
             raise EngineUnavailableError("No engine is ready.")
-        return Response(b'{"status":"ok"}', media_type="application/json")
+        return json_response({"status": "ok"})
 
-    async def metrics(request: Request) -> Response:
+    async def series(request: Request) -> Response:
         return Response(llm.metrics_text() + http_metrics.text(), headers={"content-type": _PROMETHEUS_TEXT})
 
     async def version(request: Request) -> Response:
-        return Response(orjson.dumps({"version": raylm.__version__}), media_type="application/json")
+        return json_response({"version": VERSION})
 
-    async def signpost(request: Request) -> Response:
-        about: dict[str, object] = {"name": "RayLM", "version": raylm.__version__, "model": llm.model_name}
-        about["endpoints"] = endpoints(request.app.routes)
-        return Response(orjson.dumps(about), media_type="application/json")
+    async def index(request: Request) -> Response:
+        about = {"name": "RayLM", "version": VERSION, "model": llm.model_name}
+        return json_response(about | {"endpoints": endpoints(request.app.routes)})
 
-    return [
-        Route("/health", health),
-        Route("/ready", health),
-        Route("/metrics", metrics),
-        Route("/version", version),
-        Route("/", signpost),
-    ]
+    served = {"/health": health, "/ready": health, "/metrics": series, "/version": version, "/": index}
+    return [Route(path, endpoint) for path, endpoint in served.items()]

@@ -1,4 +1,4 @@
-"""Server-sent events of one stream: the constant part of a chunk is built once, a token's text is spliced into it."""
+"""Server-sent events: the constant part of a stream's chunks is built once, a token's text is spliced into it."""
 
 from __future__ import annotations
 

@@ -141,12 +141,8 @@ class CreateResponse:
 
     async def _run(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
         try:
-            ongoing = self._lifecycle.admit()
-            try:
-                with ongoing:
-                    await self._follow(job, outputs, record)
-            finally:
-                self._lifecycle.release(ongoing)
+            with self._lifecycle.admit() as ongoing, ongoing:
+                await self._follow(job, outputs, record)
         except Exception as error:
             job.fail(error)
         await self._keep(job, record)

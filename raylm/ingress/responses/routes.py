@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from raylm.errors import InvalidRequestError, NotFoundError
+from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import unsupported
@@ -23,13 +24,13 @@ def response_routes(store: Responses) -> list[Route]:
         _check_query(request, {"include", "include[]", "stream"})
         if request.query_params.get("stream", "false") != "false":
             raise unsupported("stream", "a stored response is not streamed again; fetch it whole.")
-        return _json((await _record(store, request))["response"])
+        return json_response((await _record(store, request))["response"])
 
     async def delete(request: Request) -> Response:
         response_id = request.path_params["response_id"]
         if not await store.delete(response_id):
             raise _not_found(response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(request: Request) -> Response:
         record = await _record(store, request)
@@ -37,11 +38,11 @@ def response_routes(store: Responses) -> list[Route]:
             message = "Only a response that was asked for with 'background' can be cancelled."
             raise InvalidRequestError(message, param="response_id")
         cancelled = await store.cancel(request.path_params["response_id"])
-        return _json((record if cancelled is None else orjson.loads(cancelled))["response"])
+        return json_response((record if cancelled is None else orjson.loads(cancelled))["response"])
 
     async def list_input(request: Request) -> Response:
         _check_query(request, {"limit", "order", "after", "include", "include[]"})
-        return _json(_page((await _record(store, request))["input"], request))
+        return json_response(_page((await _record(store, request))["input"], request))
 
     async def retrieve_or_delete(request: Request) -> Response:
         return await (delete if request.method == "DELETE" else retrieve)(request)
@@ -92,7 +93,3 @@ def _check_query(request: Request, known: set[str]) -> None:
 def _not_found(response_id: str) -> NotFoundError:
     shown = clip(response_id, 100)
     return NotFoundError(f"Response with id '{shown}' not found.", param="response_id")
-
-
-def _json(value: JSONObject) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

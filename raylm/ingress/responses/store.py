@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, cast
 
 import orjson
@@ -99,6 +100,12 @@ class ResponseStore:
     def _wake(self, response_id: str) -> None:
         if response_id in self._cancelled:
             self._cancelled[response_id].set()
+
+
+def open_store(shared_actors: Mapping[str, DeploymentHandle]) -> Responses:
+    """The store that all replicas share, or one of this replica's own where it is the only one."""
+    shared = shared_actors.get("response_store")
+    return ResponseStore() if shared is None else SharedResponses(shared)
 
 
 class SharedResponses:

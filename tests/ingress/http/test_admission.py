@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from raylm.errors import InvalidRequestError
 from raylm.frontend import Admission
-from raylm.ingress.http.deadline import patience_s
+from raylm.ingress.http.endpoint import request_timeout_s
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
 from tests.ingress.http.test_streams import held
@@ -103,7 +103,7 @@ async def test_the_official_client_tells_its_patience(app: Starlette, llm: FakeA
     told: list[float | None] = []
 
     async def noting(scope: Any, receive: Any, send: Any) -> None:
-        told.append(patience_s(Headers(scope=scope)))
+        told.append(request_timeout_s(Headers(scope=scope)))
         await app(scope, receive, send)
 
     async with served(noting) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", timeout=7) as api:  # type: ignore[arg-type]
@@ -124,13 +124,13 @@ async def test_the_official_client_tells_its_patience(app: Starlette, llm: FakeA
     ],
 )
 def test_patience_is_read_as_clients_tell_it(headers: dict[str, str], wanted: float | None) -> None:
-    assert patience_s(Headers(headers)) == wanted
+    assert request_timeout_s(Headers(headers)) == wanted
 
 
 @pytest.mark.parametrize("value", ["", "soon", "0", "-5", "inf", "nan", "9" * 400])
 async def test_a_wrong_deadline_is_refused_by_name(client: httpx.AsyncClient, value: str) -> None:
     with pytest.raises(InvalidRequestError):
-        patience_s(Headers({"request-timeout-ms": value}))
+        request_timeout_s(Headers({"request-timeout-ms": value}))
     answer = await client.post("/v1/completions", json=TEXT, headers={"request-timeout-ms": value})
     assert error_of(answer)["param"] == "request-timeout-ms"
 

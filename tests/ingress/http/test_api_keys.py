@@ -12,6 +12,7 @@ import pytest
 from raylm.config import Config, IngressConfig
 from raylm.errors import ConfigError
 from raylm.ingress import build_asgi_app, read_keys
+from raylm.ingress.http.api_keys import APIKeys
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of
 from tests.ingress.refused import error_of
@@ -107,8 +108,9 @@ async def test_metrics_tell_names_and_no_keys(tmp_path: Path) -> None:
 
 def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEYS", f"{KEY}, bob: {OTHER}")
-    keys = read_keys(IngressConfig(api_keys_env="MY_KEYS"))
-    assert keys is not None
+    named = read_keys(IngressConfig(api_keys_env="MY_KEYS"))
+    assert named is not None
+    keys = APIKeys(named)
     assert [keys.name_of([key.encode()]) for key in (KEY, OTHER, "x")] == ["key-1", "bob", None]
     assert KEY not in repr(vars(keys))
     assert read_keys(IngressConfig()) is None

@@ -13,8 +13,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
-from raylm.frontend.admission.throttle import PER_TURN, Throttle
-from raylm.ingress.http.throttle import ThrottleMiddleware
+from raylm.frontend.admission.lifecycle import PER_TURN, Throttle
+from raylm.ingress.http.middleware import ThrottleMiddleware
 from tests.ingress.harness import TEXT
 
 
@@ -94,15 +94,27 @@ class Connection:
         self.statuses += [message["status"]] if "status" in message else []
 
 
-@pytest.mark.parametrize(("path", "body"), [("/health", None), ("/v1/completions", TEXT), ("/v1/completions", {})])
-async def test_an_answered_request_is_freed_without_the_collector(app: Starlette, path: str, body: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/health", None, 200),
+        ("/no/such/route", None, 404),
+        ("/v1/completions", None, 405),
+        ("/v1/completions", TEXT, 200),
+        ("/v1/completions", TEXT | {"stream": True}, 200),
+        ("/v1/completions", {}, 400),
+    ],
+)
+async def test_an_answered_request_is_freed_without_the_collector(
+    app: Starlette, path: str, body: Any, status: int
+) -> None:
     """Rings of many requests pile up, and finding them is a stop that everybody waits for."""
     await asyncio.sleep(0)
     gc.disable()
     try:
         connection = Connection(path, b"" if body is None else orjson.dumps(body))
         await app(connection.scope, connection.receive, connection.send)
-        assert connection.statuses == [400 if body == {} else 200]
+        assert connection.statuses == [status]
         gone = weakref.ref(connection)
         del connection
         for _ in range(3):

@@ -19,7 +19,7 @@ from raylm.frontend import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.ingress import build_asgi_app
-from raylm.ingress.responses.store import ResponseStore, SharedResponses
+from raylm.ingress.responses.store import ResponseStore
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import client_of, served, typed_events, until
@@ -333,7 +333,7 @@ class Handle:
 
 async def test_replicas_share_what_is_stored(llm: FakeAsyncLLM) -> None:
     store = Handle(ResponseStore())
-    apps = [build_asgi_app(llm, Config(), SharedResponses(store)) for _ in range(2)]  # type: ignore[arg-type]
+    apps = [build_asgi_app(llm, Config(), {"response_store": store}) for _ in range(2)]  # type: ignore[arg-type]
     async with client_of(apps[0]) as one, client_of(apps[1]) as other:
         first = await create(one)
         assert (await other.get(f"{PATH}/{first['id']}")).json() == first
