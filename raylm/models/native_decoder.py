@@ -14,7 +14,7 @@ from raylm.models.causal_lm import AttentionSpec
 from raylm.models.decoder_config import DecoderConfig
 from raylm.models.layers import Decoder, DecoderLayer, HeadNorm
 from raylm.models.linear import Linear
-from raylm.native import NativeDecoder, NativeLinear, kernels, layout
+from raylm.native import NativeDecoder, NativeLinear, layout
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +22,7 @@ logger = logging.getLogger(__name__)
 def native_decoder(
     config: DecoderConfig, decoder: Decoder, head: Linear, max_tokens: int, kv_caches: Sequence[Tensor]
 ) -> NativeDecoder | None:
-    """A loaded ``decoder`` with native linear layers as one call, for steps of up to ``max_tokens``.
-
-    None, and a warning in the log, where the kernels cannot compute it.
-    """
+    """A loaded ``decoder`` with native linear layers as one call; None, and a warning, where the kernels cannot."""
     dtype, embedding = decoder.norm.weight.dtype, decoder.embed_tokens.weight
     if reasons := list(_refusals(config, dtype)):
         logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
@@ -47,7 +44,8 @@ def native_decoder(
         head=_packed(head),
         layer=layers,
     )
-    return NativeDecoder(kernels(), struct, kv_caches, dtype, config.vocab_size, (kept, layers, decoder, head))
+    struct.kept = (kept, layers, decoder, head)  # what it points to
+    return NativeDecoder(struct, kv_caches, dtype, config.vocab_size)
 
 
 def _refusals(config: DecoderConfig, dtype: torch.dtype) -> Iterator[str]:
@@ -63,7 +61,6 @@ def _refusals(config: DecoderConfig, dtype: torch.dtype) -> Iterator[str]:
 
 
 def heads_struct(spec: AttentionSpec) -> layout.Heads:
-    """What a layer's attention is, as the kernels read it."""
     return layout.Heads(
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
