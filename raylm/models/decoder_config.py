@@ -24,7 +24,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-_DEFAULT_THETA = 10000.0
 
 
 class Fields:
@@ -168,7 +167,7 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
     with torch.device("cpu"):  # also where a model is being built on the meta device
         if kind != "default":
             return _scaled_rope(kind, fields.checkpoint)
-        theta = parameters.get("rope_theta") or fields.get("rope_theta") or _DEFAULT_THETA
+        theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return Rope(1.0 / (theta**exponents), 1.0)
 

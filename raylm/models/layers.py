@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raylm.models.causal_lm import Attend, AttentionSpec
 from raylm.models.decoder_config import DecoderConfig, Rope
-from raylm.models.linear import KernelFactory, Linear, Weighted, parameter, prefix_of
+from raylm.models.linear import KernelFactory, Linear, Weighted, prefix_of, unfilled
 
 Angles = tuple[Tensor, Tensor]
 
@@ -43,7 +43,7 @@ class RMSNorm(Weighted):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.eps, self.weight = eps, parameter(size)
+        self.eps, self.weight = eps, unfilled(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -55,7 +55,7 @@ class HeadNorm(Weighted):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
         self.heads, self.eps = (num_heads, num_kv_heads), eps
-        self.weight = parameter(2, head_dim)
+        self.weight = unfilled(2, head_dim)
 
     def targets(self, path: str) -> Iterator[tuple[str, Tensor]]:
         for name, weight in zip(("q_norm", "k_norm"), self.weight, strict=True):
@@ -74,7 +74,7 @@ class Embedding(Weighted):
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.weight: nn.Parameter | None = parameter(len(c.vocab), c.hidden_size)
+        self.weight: nn.Parameter | None = unfilled(len(c.vocab), c.hidden_size)
         self.rows: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Weighted(nn.Module):
         """Called once after loading: bring the weights into the form that the forward pass reads."""
 
 
-def parameter(*shape: int) -> nn.Parameter:
+def unfilled(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
@@ -65,15 +65,15 @@ class Linear(Weighted):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
         super().__init__()
         self.in_features, self.parts = in_features, dict(parts)
-        self.weight: nn.Parameter | None = parameter(sum(parts.values()), in_features)
-        self.bias = parameter(sum(parts.values())) if bias else None
+        self.weight: nn.Parameter | None = unfilled(sum(parts.values()), in_features)
+        self.bias = unfilled(sum(parts.values())) if bias else None
         self.format: WeightFormat = PLAIN
         self.stored: dict[str, dict[str, Tensor]] = {}
         self.kernel: LinearKernel | None = None
         self.nbytes = 0
 
     def expect(self, form: WeightFormat) -> None:
-        """Load weights of this format, or raise ValueError."""
+        """Be loaded with weights of this format, or raise ValueError."""
         self.format = form
         self.stored = {part: form.tensors(rows, self.in_features) for part, rows in self.parts.items()}
         if any(self.stored.values()):
@@ -130,7 +130,7 @@ class Quantization:
 
 def _unrounded(weight: Weight, bias: Tensor | None) -> LinearKernel:
     """The product in float32; only GPUs have it for narrower inputs."""
-    assert isinstance(weight, Tensor)
+    assert isinstance(weight, Tensor), "quantized weights are not served on a GPU"
 
     def multiply(x: Tensor) -> Tensor:
         if not len(x):  # a step within prompts draws nothing

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,17 @@ def adaptable_shapes(model: CausalLM) -> dict[str, tuple[int, int]]:
 
 
 class LowRankLayers:
-    """Adds low-rank products to the linear layers of a model; ``runs`` says to which tokens of the next pass."""
+    """Adds low-rank products to the linear layers of a model; ``runs`` says to which tokens of the next pass.
+
+    Made after whatever else reads the layers' kernels.
+    """
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
         self.runs: Sequence[AdapterRun] = ()
         self._layers, self._dtype, self._device = _adaptable_layers(model), dtype, device
         for at, (_, layer) in enumerate(self._layers):
             assert layer.kernel is not None, "adapters are served before the weights are loaded"
-            layer.kernel = _LowRankKernel(layer.kernel, self, at)
+            layer.kernel = partial(self._multiply, layer.kernel, at)
 
     def pack(self, weights: Weights) -> ModuleAdapter:
         """Bring an adapter to the device, in the type of the model."""
@@ -168,16 +172,11 @@ class LowRankLayers:
         to = self._device, self._dtype
         return ModuleAdapter([pair and (pair[0].to(*to), pair[1].to(*to)) for pair in pairs])
 
-
-class _LowRankKernel:
-    def __init__(self, base: LinearKernel, owner: LowRankLayers, at: int) -> None:
-        self._base, self._owner, self._at = base, owner, at
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = self._base(x)
-        for run in self._owner.runs:
+    def _multiply(self, base: LinearKernel, at: int, x: Tensor) -> Tensor:
+        out = base(x)
+        for run in self.runs:
             assert isinstance(run.adapter, ModuleAdapter)
-            pair = run.adapter.pairs[self._at]
+            pair = run.adapter.pairs[at]
             if pair is not None:
                 rows = slice(run.start, run.start + run.count)
                 out[rows] += F.linear(F.linear(x[rows], pair[0]), pair[1])

@@ -14,7 +14,8 @@ from raylm.models.causal_lm import AttentionSpec
 from raylm.models.decoder_config import DecoderConfig
 from raylm.models.layers import Decoder, DecoderLayer, HeadNorm
 from raylm.models.linear import Linear
-from raylm.native import NativeDecoder, NativeLinear, layout
+from raylm.native import NativeDecoder, NativeLinear
+from raylm.native import library as layout
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def heads_struct(spec: AttentionSpec) -> layout.Heads:
 
 
 def _layer(layer: DecoderLayer, kept: list[Tensor]) -> layout.Layer:
-    """A layer as the kernels read it; ``kept`` takes the tensors that it points to."""
+    """``kept`` takes the tensors that the struct points to."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = [_floats(layer.input_layernorm.weight), _floats(layer.post_attention_layernorm.weight)]
     if isinstance(attention.qk_norm, HeadNorm):
