@@ -47,7 +47,7 @@ BESIDE_THE_CORE = {
     ),
     "LoRA": (
         "ingress/openai/lora.py", "frontend/engines/adapters.py", "engine/adapter_table.py", "worker/lora.py",
-        "models/lora/",
+        "models/lora.py",
     ),
     "tool calls": ("frontend/answers/tool_",),
     "reasoning": ("frontend/answers/reasoning", "worker/sampling/thinking_budget.py"),
