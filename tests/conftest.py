@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.extras import EXTRAS
+from tests.extras import has
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,5 +12,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in item.iter_markers("uses"):
             for name in mark.args:
-                if not EXTRAS[name].package.exists():
+                if not has(name):
                     item.add_marker(pytest.mark.skip(reason=f"the extra {name} was taken out"))

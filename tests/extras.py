@@ -30,11 +30,6 @@ class Extra:
     paths: tuple[str, ...]
     lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    @property
-    def package(self) -> Path:
-        """What tells whether the extra is there."""
-        return ROOT / self.paths[0]
-
 
 EXTRAS = {
     "anthropic": Extra(
@@ -85,6 +80,11 @@ EXTRAS = {
         },
     ),
 }
+
+
+def has(*names: str) -> bool:
+    """Whether all of these extras are there."""
+    return all((ROOT / EXTRAS[name].paths[0]).exists() for name in names)
 
 
 def without(name: str, target: Path) -> None:

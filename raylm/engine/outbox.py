@@ -105,8 +105,8 @@ class Outbox:
 
 
 _LISTS = (
-    "keys", "indexes", "token_counts", "token_ids", "finish_reasons", "stop_reasons", "cached_tokens", "prompt_logprobs",
-    "errors", "pooled",
+    "keys", "indexes", "token_counts", "token_ids", "finish_reasons", "stop_reasons", "cached_tokens",
+    "prompt_logprobs", "errors", "pooled",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.queue import Admission as Admission
     from raylm.frontend.admission.queue import Reservation as Reservation
     from raylm.frontend.answers.answer_format import AnswerFormat as AnswerFormat
-    from raylm.frontend.answers.answer_format import ChatPrompt as ChatPrompt
+    from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.adapters import AdapterDirectory as AdapterDirectory
     from raylm.frontend.engines.discovery import Discovery as Discovery
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
     "admission.queue": ("Admission", "Reservation"),
-    "answers.answer_format": ("AnswerFormat", "ChatPrompt"),
+    "answers.answer_format": ("AnswerFormat",),
+    "answers.chat_processor": ("ChatPrompt",),
     "async_llm": ("AsyncLLM",),
     "engines.adapters": ("AdapterDirectory",),
     "engines.discovery": ("Discovery",),

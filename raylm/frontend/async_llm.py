@@ -10,8 +10,8 @@ from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import EngineUnavailableError, UnsupportedFieldError
 from raylm.frontend.admission.queue import Admission, Reservation
-from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
-from raylm.frontend.answers.chat_processor import ChatProcessor
+from raylm.frontend.answers.answer_format import AnswerFormat
+from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.defaults import PoolingDefaults, default_max_tokens, pooling_defaults, sampling_defaults
 from raylm.frontend.engines.adapters import AdapterDirectory

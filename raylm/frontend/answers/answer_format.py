@@ -8,7 +8,6 @@ from raylm.frontend.answers.reasoning_parsers import ReasoningMarkers, Reasoning
 from raylm.frontend.answers.tool_calls import ToolParser, Tools
 from raylm.frontend.outputs import CompletionDelta, join_calls
 from raylm.messages import Thinking
-from raylm.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +26,6 @@ class AnswerFormat:
     def reader(self) -> AnswerReader:
         """A reader for one sequence."""
         return AnswerReader(self)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation as AsyncLLM.generate takes it."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    answer_format: AnswerFormat | None
 
 
 class AnswerReader:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raylm.config import Config
 from raylm.errors import ConfigError, UnsupportedFieldError
-from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
+from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningMarkers, detect_reasoning_parser
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
@@ -19,6 +19,15 @@ from raylm.messages import Thinking
 from raylm.params import SamplingParams
 
 _TAIL_TOKENS = 16  # of a prompt, in which it opens or closes the reasoning of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as AsyncLLM.generate takes it."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    answer_format: AnswerFormat | None
 
 
 class ChatProcessor:

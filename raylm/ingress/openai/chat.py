@@ -26,7 +26,7 @@ from raylm.ingress.openai.streams import ChatStream, assistant_message
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, ChatPrompt
+    from raylm.frontend import AsyncLLM, ChatPrompt, CompletionDelta
     from raylm.ingress.openai.outputs import Outputs
 
 _MetadataKey = Annotated[str, Field(max_length=64)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import UnionType
@@ -230,39 +230,6 @@ def unsupported(param: str, what: str) -> UnsupportedFieldError:
 def wrong(param: str, rule: str) -> InvalidRequestError:
     """The refusal of a value that no server could take."""
     return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)
-
-
-def string_field(holder: Mapping[str, Any], name: str, path: str) -> str:
-    """The string ``name`` of an object that stands at ``path`` of the body.
-
-    Raises:
-        InvalidRequestError: it is missing, or no string.
-    """
-    value = holder.get(name)
-    if not isinstance(value, str):
-        raise wrong(f"{path}.{name}", f"expected a string, but got {json_name(value)}")
-    return value
-
-
-def check_optional(holder: Mapping[str, Any], name: str, kind: type, expected: str, path: str) -> None:
-    """Check the type of what may be missing of an object that stands at ``path``, or be null; ``expected`` in words.
-
-    Raises:
-        InvalidRequestError: it is there, and something else.
-    """
-    value = holder.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise wrong(f"{path}.{name}", f"expected {expected}, but got {json_name(value)}")
-
-
-def check_fields(holder: Mapping[str, Any], known: Set[str], path: str) -> None:
-    """Refuse what an object at ``path`` of the body has besides its ``known`` fields.
-
-    Raises:
-        UnsupportedFieldError: naming the first of them.
-    """
-    for name in holder.keys() - known:
-        raise unsupported(f"{path}.{clip(name, _MAX_NAME)}", "this field is not supported.")
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from raylm.ingress.openai.chat import ChatCompletionRequest
 from raylm.ingress.openai.completions import CompletionRequest
 from raylm.ingress.openai.embeddings import EmbeddingRequest
 from raylm.ingress.openai.fields import Body
-from raylm.ingress.responses.body import ResponsesRequest
 from tests.conformance.specification import violations
 from tests.ingress.harness import CHAT, TEXT, events
 
@@ -102,7 +101,6 @@ async def test_models_and_errors(client: httpx.AsyncClient) -> None:
         (ChatCompletionRequest, "CreateChatCompletionRequest"),
         (CompletionRequest, "CreateCompletionRequest"),
         (EmbeddingRequest, "CreateEmbeddingRequest"),
-        (ResponsesRequest, "CreateResponse"),
     ],
 )
 def test_every_field_of_openai_is_decided(model: type[Body], name: str) -> None:

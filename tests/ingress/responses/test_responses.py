@@ -19,11 +19,12 @@ from raylm.frontend import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.ingress import build_asgi_app
+from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.store import ResponseStore
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import client_of, served, typed_events, until
-from tests.ingress.openai.test_openai_schema import check
+from tests.ingress.openai.test_openai_schema import SPEC, check
 from tests.ingress.refused import error_of
 
 MODEL = "org/fake-model"
@@ -369,3 +370,9 @@ async def test_the_official_client(api: openai.AsyncOpenAI) -> None:
     await api.responses.delete(final.id)
     with pytest.raises(openai.NotFoundError):
         await api.responses.retrieve(final.id)
+
+
+def test_every_field_of_openai_is_decided() -> None:
+    decided = ResponsesRequest.model_fields.keys() | ResponsesRequest.unserved
+    assert set(SPEC["request_fields"]["CreateResponse"]) <= decided
+    assert not ResponsesRequest.model_fields.keys() & ResponsesRequest.unserved

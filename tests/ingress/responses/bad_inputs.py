@@ -1,0 +1,57 @@
+"""The table of bad inputs for /v1/responses."""
+
+from __future__ import annotations
+
+from raylm.ingress.responses.body import ResponsesRequest
+from tests.ingress.wrong_values import (
+    BOOLEAN,
+    CHOICE,
+    COUNT,
+    GENERATION,
+    INTEGER,
+    OBJECT,
+    OBJECTS,
+    REQUEST_ID,
+    SAMPLING,
+    STRING,
+    TEXTS,
+    Endpoint,
+)
+
+ENDPOINTS = {
+    "/v1/responses": Endpoint(
+        ResponsesRequest,
+        {"model": "embedded", "input": "Hi", "max_output_tokens": 4},
+        SAMPLING | {
+            "model": STRING,
+            "input": [5, True, {}, [5], [{}], [{"type": "nonsense"}], [{"role": "robot", "content": "x"}]],
+            "instructions": STRING,
+            "previous_response_id": [*STRING, "x" * 129],
+            "stream": BOOLEAN,
+            "stream_options": [*OBJECT, {"zzz": 1}],
+            "store": BOOLEAN,
+            "background": BOOLEAN,
+            "max_output_tokens": [*COUNT, 10**7],
+            "top_logprobs": [*INTEGER, -1, 21],
+            "include": [*TEXTS, ["nonsense"]],
+            "text": [*OBJECT, {"zzz": 1}, {"format": 5}],
+            "reasoning": [*OBJECT, {"zzz": 1}, {"effort": 5}],
+            "tools": [*OBJECTS, [{}], [{"type": "nonsense"}]],
+            "tool_choice": [5, "sometimes", [1], {"type": "nonsense"}],
+            "parallel_tool_calls": BOOLEAN,
+            "truncation": CHOICE,
+            "metadata": [*OBJECT, {"a": 1}],
+            "user": STRING,
+            "safety_identifier": STRING,
+            "prompt_cache_key": STRING,
+            "prompt_cache_retention": CHOICE,
+            "service_tier": CHOICE,
+            "request_id": REQUEST_ID,
+            "chat_template_kwargs": [*OBJECT, {"messages": []}],
+            "structured_outputs": GENERATION["structured_outputs"],
+            "thinking_token_budget": [*INTEGER, -1],
+        },
+        ("model", "input"),
+        {"max_output_tokens": ("input",)},
+    ),
+}  # fmt: skip
