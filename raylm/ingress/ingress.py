@@ -7,17 +7,17 @@ import gc
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
-from raylm.errors import ConfigError
+from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend import ChatRequest, Lifecycle, RequestHead
-from raylm.ingress.handle_calls import check_arguments
 from raylm.ingress.openai.generation import check_priority
 from raylm.ingress.routes import build_asgi_app
 from raylm.lazy import Family
@@ -34,6 +34,19 @@ _POLL_S = 0.1
 SHARED_ACTORS: Family[type] = Family({
     "response_store": "raylm.ingress.responses.store:ResponseStore",
 })  # fmt: skip
+
+# The types of handle calls' arguments, in words and for pydantic: HTTP's bodies are checked elsewhere.
+_KINDS: dict[str, tuple[str, Any]] = {
+    "prompt": ("a str or a list of int", str | list[int]),
+    "messages": ("a list of dict", list[dict[Any, Any]]),
+    "tools": ("a list of dict", list[dict[Any, Any]] | None),
+    "template_kwargs": ("a dict", dict[Any, Any] | None),
+    "sampling": ("SamplingParams", InstanceOf[SamplingParams] | None),
+    "pooling": ("PoolingParams", InstanceOf[PoolingParams] | None),
+    "cache_salt": ("a str", str | None),
+    "priority": ("an int of 32 bits", Annotated[int, Field(ge=-(2**31), lt=2**31)] | None),
+}
+_ADAPTERS = {name: TypeAdapter[Any](kind, config=ConfigDict(strict=True)) for name, (_, kind) in _KINDS.items()}
 
 
 class Ingress:
@@ -83,22 +96,15 @@ class Ingress:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt (text or token ids); call it with ``handle.options(stream=True)``.
 
-        Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``. A
-        ``priority`` is refused where the server does not schedule by it. ``adapter`` names a LoRA adapter that was
-        loaded.
+        Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``.
+        ``adapter`` names a LoRA adapter that was loaded.
 
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
-        check_arguments(prompt=prompt, sampling=params, cache_salt=cache_salt, priority=priority)
+        _check(prompt=prompt, sampling=params, cache_salt=cache_salt, priority=priority)
         check_priority(priority, self._config)
-        head = RequestHead(
-            request_id=f"handle-{uuid.uuid4()}",
-            priority=priority or 0,
-            cache_salt=cache_salt,
-            param=prompt_param,
-            adapter=adapter,
-        )
+        head = _head(priority=priority or 0, cache_salt=cache_salt, param=prompt_param, adapter=adapter)
         outputs = self._llm.generate(prompt, params or SamplingParams(**self._llm.sampling_defaults), head)
         finished = False
         with self._lifecycle.admit() as ongoing:
@@ -120,8 +126,8 @@ class Ingress:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the next turn of a conversation; as ``generate``, over the checkpoint's chat template."""
-        check_arguments(messages=messages, tools=tools, template_kwargs=template_kwargs)
-        check_arguments(sampling=params, cache_salt=cache_salt, priority=priority)
+        _check(messages=messages, tools=tools, template_kwargs=template_kwargs)
+        _check(sampling=params, cache_salt=cache_salt, priority=priority)
         check_priority(priority, self._config)
         self._llm.admission.check(sum(len(str(message)) for message in messages))
         request = ChatRequest(messages=messages, tools=tools, template_kwargs=template_kwargs)
@@ -134,15 +140,10 @@ class Ingress:
     async def embed(
         self, prompt: str | list[int], params: PoolingParams | None = None, *, cache_salt: str | None = None
     ) -> RequestOutput:
-        """The vector of one prompt (text or token ids), as float32 bytes in ``vector`` of the output.
-
-        Raises:
-            RayLMError: what HTTP clients would get as an error.
-        """
-        check_arguments(prompt=prompt, pooling=params, cache_salt=cache_salt)
+        """The vector of one prompt (text or token ids), as float32 bytes in ``vector`` of the output."""
+        _check(prompt=prompt, pooling=params, cache_salt=cache_salt)
         chosen = params or PoolingParams(pooling=self._llm.pooling_defaults.pooling)
-        head = RequestHead(request_id=f"handle-{uuid.uuid4()}", cache_salt=cache_salt, param="input")
-        outputs = self._llm.embed(prompt, chosen, head)
+        outputs = self._llm.embed(prompt, chosen, _head(cache_salt=cache_salt, param="input"))
         with self._lifecycle.admit() as ongoing:
             async with aclosing(outputs):
                 with ongoing:
@@ -157,10 +158,24 @@ class Ingress:
     async def _drain_when_stopped(self) -> None:
         """End running streams in order when Serve stops this replica.
 
-        Serve tells user code of a stop only when no request is left, or cuts it off. Its replica, in this process,
-        knows from the first moment.
+        Serve tells user code of a stop only when no request is left; its replica, in this process, knows at once.
         """
         is_stopping = stop_flag()
         while not is_stopping():  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
+
+
+def _head(**fields: Any) -> RequestHead:
+    return RequestHead(request_id=f"handle-{uuid.uuid4()}", **fields)
+
+
+def _check(**arguments: object) -> None:
+    """Check the arguments of a handle call by their names; ``sampling`` and ``pooling`` are two kinds of ``params``."""
+    for name, value in arguments.items():
+        try:
+            _ADAPTERS[name].validate_python(value)
+        except ValidationError:
+            param = "params" if name in ("sampling", "pooling") else name
+            message = f"{param} must be {_KINDS[name][0]}, not {type(value).__name__}."
+            raise InvalidRequestError(message, param=param) from None

@@ -38,8 +38,7 @@ _MIB = 1024 * 1024
 
 class _App(Starlette):
     def build_middleware_stack(self) -> ASGIApp:
-        """Ours alone. RequestContextMiddleware answers every exception; starlette's two layers for that would do
-        nothing but pass on each chunk of each stream."""
+        """Without starlette's two layers for exceptions, which RequestContextMiddleware answers."""
         app: ASGIApp = self.router
         for middleware, args, kwargs in reversed(self.user_middleware):
             app = middleware(app, *args, **kwargs)
@@ -52,16 +51,12 @@ def build_asgi_app(
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
 
     ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas.
-
-    Raises:
-        ConfigError: the API keys cannot be read.
     """
-    shared_actors = shared_actors or {}
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, throttle = Admission(), Throttle()
     conversations = Conversations(async_llm, config)
-    store = open_store(shared_actors)
+    store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * _MIB)
 
     def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:

@@ -16,23 +16,20 @@ _ERROR_TIMEOUT_S = 1.0
 
 
 class Throttle:
-    """Lets a few requests pass in each turn of the event loop, first come, first served.
-
-    What does not pass here, such as /health, gets its turn in between.
-    """
+    """Lets a few requests pass in each turn of the event loop, first come, first served."""
 
     def __init__(self) -> None:
         self._left = PER_TURN
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
-        """Pass, in this turn of the loop or a later one."""
+        loop = asyncio.get_running_loop()
         if self._left == PER_TURN:
-            asyncio.get_running_loop().call_soon(self._turn)
+            loop.call_soon(self._turn)
         if self._left and not self._waiting:
             self._left -= 1
             return
-        passing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        passing = loop.create_future()
         self._waiting.append(passing)
         await passing
 
@@ -48,14 +45,13 @@ class Throttle:
 
 
 class ClientDisconnectedError(Exception):
-    """The client hung up, so that there is no one to answer."""
+    """There is no client to answer any more."""
 
 
 class OngoingRequest:
     """One admitted request: while its task is inside ``with ongoing:`` it can be interrupted for a stated reason.
 
-    The reason is raised out of the block in place of the cancellation, in the manner of asyncio.timeout, so that a
-    cancellation from outside (the server ends the task) is never mistaken for it.
+    In the manner of asyncio.timeout the block raises the reason in place of the cancellation; one from outside stays.
     """
 
     def __init__(self) -> None:
@@ -97,12 +93,7 @@ class Lifecycle:
 
     @contextmanager
     def admit(self) -> Iterator[OngoingRequest]:
-        """Hold one request until the end of the block.
-
-        Raises:
-            ShuttingDownError: ``drain`` was called.
-            OverloadedError: the replica holds as many as it may.
-        """
+        """Hold one request until the end of the block, or refuse it."""
         if self.shutting_down:
             raise ShuttingDownError("The server is shutting down.")
         if len(self._ongoing) >= self._max_ongoing_requests:

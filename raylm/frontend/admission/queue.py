@@ -22,9 +22,7 @@ class Admission:
 
     What is being received, rendered or tokenized counts by an estimate from its bytes, and by its tokens once they
     are known. A request that finds no other one waiting is let in whatever its size, for waiting would not help it.
-
-    Raises:
-        OverloadedError: from all methods: the queue is full; it says when to come back.
+    All methods may raise OverloadedError, which says when to come back.
     """
 
     def __init__(self, max_requests: float = math.inf, max_tokens: float = math.inf) -> None:
@@ -42,12 +40,11 @@ class Admission:
             self._check(1, self._estimate(num_bytes), Reservation(self))
 
     def expect(self, num_sequences: int) -> None:
-        """The request that runs here will have so many sequences."""
         if (request := CURRENT.get()) is not None:
             request.grow(num_sequences, 0)
 
     def enter(self, num_bytes: int) -> Reservation:
-        """Let in a request that is not read yet; the caller releases the reservation in the end."""
+        """Let in a request that is not read yet; the caller releases it in the end."""
         reservation = Reservation(self)
         reservation.grow(1, num_bytes)
         return reservation
@@ -66,10 +63,8 @@ class Admission:
         return reservation
 
     def _check(self, requests: int, tokens: int, own: Reservation) -> None:
-        others = self.requests - own.requests
-        if not others:
-            return
-        if others + requests > self._max_requests or self.tokens - own.tokens + tokens > self._max_tokens:
+        others, other_tokens = self.requests - own.requests, self.tokens - own.tokens
+        if others and (others + requests > self._max_requests or other_tokens + tokens > self._max_tokens):
             message = "The server has as many requests waiting as it takes; try again shortly."
             raise OverloadedError(message, retry_after_s=self._retry_after_s())
 
@@ -83,7 +78,7 @@ class Admission:
         self._seen_tokens = keep * self._seen_tokens + num_tokens
 
     def _retry_after_s(self) -> int:
-        """Seconds until what waits now has its first tokens, at the pace of the last ones that got theirs."""
+        """Until what waits now has its first tokens, at the pace of the last ones that got theirs."""
         if len(self._begun) < 2:
             return 1
         rate = len(self._begun) / max(time.monotonic() - self._begun[0], 1e-3)
@@ -113,11 +108,7 @@ class Reservation:
             self._admission._begun.clear()  # the pace so far says nothing about the requests to come
 
     def grow(self, requests: int, num_bytes: int) -> None:
-        """Count for more than it was let in for.
-
-        Raises:
-            OverloadedError: the queue is full; it still counts for what it did.
-        """
+        """Count for more than it was let in for; if that is refused, it counts for what it did."""
         requests, self._bytes = max(requests, self.requests), max(num_bytes, self._bytes)
         tokens = self._admission._estimate(self._bytes)
         self._admission._check(requests, tokens, self)

@@ -9,20 +9,15 @@ import orjson
 from raylm.ingress.http.body import JSONObject
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta, ToolCallDelta
+    from raylm.frontend import CompletionDelta
 
 Events = list[JSONObject]
 
-# What a block begins as, which of its fields grows, and the event of a piece of it.
-_EMPTY: dict[str, JSONObject] = {
-    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
-    "text": {"type": "text", "text": ""},
-    "tool_use": {"type": "tool_use", "id": "", "name": "", "input": {}},
-}
-_DELTAS = {
-    "thinking": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "tool_use": ("input_json_delta", "partial_json"),
+# What a block begins as, the type of its deltas, and the field of a delta.
+_KINDS: dict[str, tuple[JSONObject, str, str]] = {
+    "thinking": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    "text": ({"type": "text", "text": ""}, "text_delta", "text"),
+    "tool_use": ({"type": "tool_use", "id": "", "name": "", "input": {}}, "input_json_delta", "partial_json"),
 }
 
 
@@ -35,7 +30,7 @@ class MessageBlocks:
     def __init__(self) -> None:
         self.blocks: list[JSONObject] = []
         self._pieces: list[str] = []
-        self._kind: str | None = None
+        self._kind: str | None = None  # of the open block, which is the last one
         self._call = -1
 
     def add(self, delta: CompletionDelta) -> Events:
@@ -45,44 +40,37 @@ class MessageBlocks:
                 events += [] if self._kind == kind else self._start(kind)
                 events.append(self._grow(text))
         for call in delta.tool_calls or ():
-            events += self._add_call(call)
+            if call.index != self._call:
+                self._call = call.index
+                events += self._start("tool_use", id=call.id, name=call.name)
+            if call.arguments:
+                events.append(self._grow(call.arguments))
         return events
 
     def finish(self) -> Events:
         """Stop what is open."""
         if self._kind is None:
             return []
-        kind, text, block = self._kind, "".join(self._pieces), self.blocks[-1]
-        self._kind, self._pieces = None, []
-        if kind == "tool_use":
-            block["input"] = _as_object(text)
-        else:
-            block[_DELTAS[kind][1]] = text
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
-
-    def _add_call(self, call: ToolCallDelta) -> Events:
-        events: Events = []
-        if call.index != self._call:
-            self._call = call.index
-            events = self._start("tool_use", id=call.id, name=call.name)
-        return [*events, self._grow(call.arguments)] if call.arguments else events
+        text = "".join(self._pieces)
+        _, _, field = _KINDS[self._kind]
+        self.blocks[-1] |= {"input": _as_object(text)} if self._kind == "tool_use" else {field: text}
+        self._kind = None
+        return [self._event("stop")]
 
     def _start(self, kind: str, **fields: object) -> Events:
         events = self.finish()
-        self._kind = kind
-        self.blocks.append(_EMPTY[kind] | fields)
-        shown = dict(self.blocks[-1])
-        return [*events, {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": shown}]
+        self._kind, self._pieces = kind, []
+        self.blocks.append(_KINDS[kind][0] | fields)
+        return [*events, self._event("start", content_block=dict(self.blocks[-1]))]
 
     def _grow(self, piece: str) -> JSONObject:
         assert self._kind is not None
         self._pieces.append(piece)
-        kind, field = _DELTAS[self._kind]
-        return {
-            "type": "content_block_delta",
-            "index": len(self.blocks) - 1,
-            "delta": {"type": kind, field: piece},
-        }
+        _, kind, field = _KINDS[self._kind]
+        return self._event("delta", delta={"type": kind, field: piece})
+
+    def _event(self, kind: str, **fields: object) -> JSONObject:
+        return {"type": f"content_block_{kind}", "index": len(self.blocks) - 1} | fields
 
 
 def _as_object(arguments: str) -> JSONObject:

@@ -26,8 +26,7 @@ PARAM_NAMES = {
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 Ignored: TypeAlias = Any
-"""Hints that by Anthropic's definition do not change the answer: equal beginnings are cached without
-``cache_control``, and ``citations`` are of documents, which there are none of."""
+"""Hints that by Anthropic's definition do not change the answer."""
 
 
 @closed
@@ -56,8 +55,7 @@ class ToolUseBlock(TypedDict):
 
 
 def _blocks(kinds: str) -> OneOf:
-    refusal = f"blocks of type {{got}} are not supported here; {kinds} are."
-    return OneOf(refusal, key="type", served=False)
+    return OneOf(f"blocks of type {{got}} are not supported here; {kinds} are.", key="type", served=False)
 
 
 _TEXT_OR_BLOCKS = OneOf("expected a string or an array of blocks, but got {got}")
@@ -105,9 +103,8 @@ class CustomTool(TypedDict):
     eager_input_streaming: NotRequired[Ignored]
 
 
-Tool = Annotated[
-    CustomTool, OneOf("{got} is not supported; only custom tools are.", key="type", served=False, default="custom")
-]
+_CUSTOM = OneOf("{got} is not supported; only custom tools are.", key="type", served=False, default="custom")
+Tool = Annotated[CustomTool, _CUSTOM]
 
 
 class AnyToolChoice(Part):
@@ -115,18 +112,12 @@ class AnyToolChoice(Part):
     disable_parallel_tool_use: bool | None = None
     cache_control: Any = None
 
-    def as_chat(self) -> str | JSONObject:
-        return _TOOL_CHOICES[self.type]
-
 
 class NamedToolChoice(Part):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
     cache_control: Any = None
-
-    def as_chat(self) -> str | JSONObject:
-        return {"type": "function", "function": {"name": self.name}}
 
 
 ToolChoice = Annotated[AnyToolChoice | NamedToolChoice, OneOf("expected auto, any, tool or none", key="type")]
@@ -155,27 +146,21 @@ class OutputFormat(Part):
     cache_control: Any = None
 
 
+_JSON_SCHEMA = OneOf("only {{'type': 'json_schema', 'schema': …}} is supported.", key="type", served=False)
+
+
 class OutputConfig(Part):
     effort: Any = None
-    format: (
-        Annotated[
-            OutputFormat, OneOf("only {{'type': 'json_schema', 'schema': …}} is supported.", key="type", served=False)
-        ]
-        | None
-    ) = None
+    format: Annotated[OutputFormat, _JSON_SCHEMA] | None = None
     cache_control: Any = None
 
 
 class Metadata(Part):
-    """The end user's id, for abuse detection."""
-
-    user_id: Any = None
+    user_id: Any = None  # for abuse detection
     cache_control: Any = None
 
 
 class CountTokensRequest(Body):
-    """What makes a prompt."""
-
     unserved: ClassVar[frozenset[str]] = frozenset({
         "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "output_format", "speed",
         "user_profile_id", "workspace_id",
@@ -191,11 +176,7 @@ class CountTokensRequest(Body):
     cache_control: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The chat completion that answers this.
-
-        Raises:
-            InvalidRequestError: a value is wrong; ``param`` may have a chat completion's name for it (PARAM_NAMES).
-        """
+        """The chat completion that answers this; errors may have its names of fields (PARAM_NAMES)."""
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         fields = self.chat_fields() | {
             "model": self.model,
@@ -208,9 +189,13 @@ class CountTokensRequest(Body):
     def chat_fields(self) -> JSONObject:
         """What tool_choice, thinking and output_config are in a chat completion."""
         fields: JSONObject = {"chat_template_kwargs": {"enable_thinking": False}}
-        if self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice.as_chat()
-            fields["parallel_tool_calls"] = False if self.tool_choice.disable_parallel_tool_use else None
+        choice = self.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        elif choice is not None:
+            fields["tool_choice"] = _TOOL_CHOICES[choice.type]
+        if choice is not None and choice.disable_parallel_tool_use:
+            fields["parallel_tool_calls"] = False
         if self.thinking is not None and self.thinking.type != "disabled":
             fields["chat_template_kwargs"] = {"enable_thinking": True}
             fields["thinking_token_budget"] = self.thinking.budget_tokens
@@ -242,7 +227,6 @@ class MessagesRequest(CountTokensRequest):
         return self
 
     def chat_fields(self) -> JSONObject:
-        """The same, and how to draw."""
         return super().chat_fields() | {
             "max_completion_tokens": self.max_tokens,
             "temperature": self.temperature,

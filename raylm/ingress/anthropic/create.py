@@ -21,26 +21,19 @@ from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta, RequestOutput
+    from raylm.frontend import CompletionDelta
     from raylm.ingress.openai.outputs import Outputs
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class CreateMessage:
-    """The handler of /v1/messages."""
-
     body = MessagesRequest
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        """Answer one request.
-
-        Raises:
-            RayLMError: the request is refused or failed.
-        """
         body = await self.body.read(data)
         message_id = f"msg_{uuid.uuid4().hex}"
         with renamed(PARAM_NAMES):
@@ -56,15 +49,12 @@ class CreateMessage:
 
 
 class CountTokens:
-    """The handler of /v1/messages/count_tokens."""
-
     body = CountTokensRequest
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        """{input_tokens}: of the prompt that the same request to /v1/messages would come to."""
         body = await self.body.read(data)
         with renamed(PARAM_NAMES):
             chat = await offload(body.as_chat, len(body.messages))
@@ -78,55 +68,43 @@ class Message:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._blocks = MessageBlocks()
         self._usage = Usage()
-        self._stop_reason: str | None = None
-        self._stop_sequence: str | None = None
+        self._stop: JSONObject = {"stop_reason": None, "stop_sequence": None}
 
     def as_json(self) -> JSONObject:
-        """Anthropic's Message object."""
         return self._head | {
             "content": list(self._blocks.blocks),
-            "stop_reason": self._stop_reason,
-            "stop_sequence": self._stop_sequence,
+            **self._stop,
             "usage": self._usage_json(),
         }
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[Events, None]:
-        """Read the one sequence to its end; every item is what happened since the last one.
-
-        Raises:
-            RayLMError: it was refused, or failed.
-        """
+        """Read the one sequence to its end; every item is what happened since the last one."""
         begun = finished = False
         async with aclosing(outputs):
             with renamed(PARAM_NAMES):
                 async for output in outputs:
-                    events = [] if begun else self._begin(output)
+                    events: Events = []
+                    if not begun:
+                        self._usage.count_prompt(output)
+                        events = [{"type": "message_start", "message": self.as_json()}, {"type": "ping"}]
                     begun, finished = True, output.finished
                     for delta in output.deltas:
                         events += self._take(delta)
                     yield events
         check_finished(finished)
 
-    def _begin(self, output: RequestOutput) -> Events:
-        self._usage.count_prompt(output)
-        return [{"type": "message_start", "message": self.as_json()}, {"type": "ping"}]
-
     def _take(self, delta: CompletionDelta) -> Events:
         self._usage.count_delta(delta)
         events = self._blocks.add(delta)
         reason = finish_reason(delta)
-        if reason is None:
-            return events
-        self._stop_reason = _STOP_REASONS[reason]
-        if reason == "stop" and isinstance(delta.stop_reason, str):
-            self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
-        ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        events += self._blocks.finish()
-        return [
-            *events,
-            {"type": "message_delta", "delta": ending, "usage": self._usage_json()},
-            {"type": "message_stop"},
-        ]
+        if reason is not None:
+            self._stop["stop_reason"] = _STOP_REASONS[reason]
+            if reason == "stop" and isinstance(delta.stop_reason, str):
+                self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+            events += self._blocks.finish()
+            events.append({"type": "message_delta", "delta": self._stop, "usage": self._usage_json()})
+            events.append({"type": "message_stop"})
+        return events
 
     def _usage_json(self) -> JSONObject:
         """Anthropic's count of the input leaves out what came from the cache."""

@@ -24,8 +24,7 @@ class Pieces:
 async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
     """What ``make`` returns as JSON, in one piece or several; ``size`` is roughly how many things it has.
 
-    A single call of orjson for a large value would keep every other thread from running, and so would a single copy of
-    its result: what is long in it should be Pieces.
+    One call of orjson for a large value, or one copy of its result, would hold up all threads: use Pieces in it.
     """
     if size <= LARGE:
         return [orjson.dumps(make(), default=pieces_as_list)]
@@ -33,7 +32,6 @@ async def json_answer(make: Callable[[], Any], size: int) -> list[bytes]:
 
 
 def json_response(value: Any) -> Response:
-    """A small answer of a route that reads no JSON body."""
     return Response(orjson.dumps(value), media_type="application/json")
 
 

@@ -37,8 +37,8 @@ class APIKeys:
 def read_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
     """(name, key) of the configured keys, None where no source of keys is configured.
 
-    Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
-    called by its number. Blank lines and lines that begin with # are skipped.
+    Both sources hold ``name: key``, one a line, in the variable also separated by commas, and comments behind #.
+    A key without a name is called by its number.
 
     Raises:
         ConfigError: a source is missing, empty, or holds a bad line; it names the place and never shows a key.
@@ -53,10 +53,9 @@ def read_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
             raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
         keys += _parse(text, "ingress.api_keys_file", len(keys))
     if (name := config.api_keys_env) is not None:
-        value = os.environ.get(name)
-        if value is None:
+        if name not in os.environ:
             raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
-        keys += _parse(value.replace(",", "\n"), "ingress.api_keys_env", len(keys))
+        keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", len(keys))
     return keys
 
 
@@ -78,10 +77,9 @@ def _parse(text: str, source: str, before: int) -> list[tuple[str, str]]:
 
 
 class APIKeyMiddleware:
-    """Lets no request without a valid key pass (AuthenticationError), except to the open paths.
+    """Lets no request without a valid key pass, except to the open paths; the key's name is ``scope["raylm.key"]``.
 
-    It looks at the path that the router sees, below where Serve has mounted this application, never at Host or a URL
-    put together from it. The key's name stands in ``scope["raylm.key"]`` from here on.
+    It looks at the path that the router sees, never at Host or a URL put together from it.
     """
 
     def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str]) -> None:
@@ -93,22 +91,18 @@ class APIKeyMiddleware:
         if scope["type"] in ("http", "websocket"):
             path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
             if path not in self._open_paths:
-                scope["raylm.key"] = self._authenticate(scope)
+                presented = list(_presented(scope["headers"]))
+                name = self._keys.name_of(presented)
+                if name is None:
+                    raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
+                scope["raylm.key"] = name
         await self._app(scope, receive, send)
-
-    def _authenticate(self, scope: Scope) -> str:
-        presented = list(_presented(scope["headers"]))
-        name = self._keys.name_of(presented)
-        if name is None:
-            raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
-        return name
 
 
 def _presented(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     for name, value in headers:
+        scheme, _, key = value.strip().partition(b" ")
         if name == b"x-api-key":
             yield value.strip()
-        elif name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            if scheme.lower() == b"bearer":
-                yield key.strip()
+        elif name == b"authorization" and scheme.lower() == b"bearer":
+            yield key.strip()

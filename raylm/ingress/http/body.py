@@ -22,18 +22,13 @@ JSONObject = dict[str, Any]
 
 
 def content_length(headers: Headers) -> int:
-    """Bytes of the body as announced, 0 if they are not."""
+    """Bytes, 0 if it is not announced."""
     length = headers.get("content-length", "")
     return int(length[:20]) if length.isdecimal() else 0
 
 
 def check_head(headers: Headers, max_bytes: int) -> None:
-    """Refuse a body by what is announced of it.
-
-    Raises:
-        MediaTypeError: it is not declared as plain JSON.
-        BodyTooLargeError: it is longer than ``max_bytes``.
-    """
+    """Refuse a body by what is announced of it."""
     media_type, _, options = headers.get("content-type", "").partition(";")
     charset = options.strip().lower().removeprefix("charset=").strip('"')
     if media_type.strip().lower() != "application/json" or charset not in {"", "utf-8", "utf8"}:
@@ -45,12 +40,9 @@ def check_head(headers: Headers, max_bytes: int) -> None:
 
 
 async def read_json_object(receive: Receive, max_bytes: int) -> tuple[JSONObject, int]:
-    """The request's body, a JSON object, and its bytes.
+    """The request's body, and its bytes; of one that is too long the rest is not read.
 
     Raises:
-        BodyTooLargeError: it is longer than ``max_bytes``, in which case the rest is not read, or as
-            ``parse_json_object``.
-        InvalidRequestError: as ``parse_json_object``.
         ClientDisconnectedError: the client hung up while sending.
     """
     parts: list[bytes] = []
@@ -59,11 +51,10 @@ async def read_json_object(receive: Receive, max_bytes: int) -> tuple[JSONObject
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnectedError
-        part = message.get("body", b"")
-        size += len(part)
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
         if size > max_bytes:
             raise _too_large(max_bytes)
-        parts.append(part)
         more = message.get("more_body", False)
     body = b"".join(parts)
     if size <= _INLINE_BYTES:
@@ -76,12 +67,7 @@ def _too_large(max_bytes: int) -> BodyTooLargeError:
 
 
 def parse_json_object(body: bytes) -> JSONObject:
-    """Parse ``body``; NaN, Infinity, numbers beyond a double and lone surrogates are refused by orjson already.
-
-    Raises:
-        BodyTooLargeError: it has more than MAX_ELEMENTS.
-        InvalidRequestError: it is no JSON object, or nested deeper than MAX_NESTING.
-    """
+    """Parse ``body``; NaN, Infinity, numbers beyond a double and lone surrogates are refused by orjson already."""
     if len(body) > MAX_ELEMENTS and _count_marks(body) > MAX_ELEMENTS < _count_elements(body):
         raise BodyTooLargeError(f"The body holds more than {MAX_ELEMENTS} JSON values.")
     try:

@@ -46,10 +46,10 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class JSONEndpoint:
-    """Calls ``handler(body, request_id)`` and sends its Answer.
+    """Calls ``handler`` and sends its Answer.
 
-    A stream's head is held back until the first chunk is there, so that everything that goes wrong before the first
-    token is raised and gets its true status; what goes wrong later becomes an error event and the end of the stream.
+    A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
+    its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
     handler: Handler
@@ -89,7 +89,7 @@ class JSONEndpoint:
 
 @contextmanager
 def _deadline(headers: Headers, ongoing: OngoingRequest) -> Iterator[_Callback]:
-    """Interrupt a request when its client stops waiting, unless what this yields was called: the answer has begun."""
+    """Interrupt a request when its client stops waiting, unless what this yields was called as the answer began."""
     timeout_s = request_timeout_s(headers)
     if timeout_s is None:
         yield lambda: None
@@ -103,27 +103,23 @@ def _deadline(headers: Headers, ongoing: OngoingRequest) -> Iterator[_Callback]:
 
 
 def request_timeout_s(headers: Headers) -> float | None:
-    """Seconds after which the client hangs up if nothing has come by then, None if it does not say.
-
-    Raises:
-        InvalidRequestError: ``request-timeout-ms`` is no positive number.
-    """
-    limits = [limit for name in _CLIENT_TIMEOUTS if (limit := _positive(headers.get(name, ""))) is not None]
+    """Seconds after which the client hangs up if nothing has come by then, None if it does not say."""
+    limits = [_positive(headers.get(name, "")) for name in _CLIENT_TIMEOUTS]
     if (given := headers.get(_REQUEST_TIMEOUT)) is not None:
-        limit = _positive(given)
-        if limit is None:
+        if not (limit_ms := _positive(given)):
             message = f"The header '{_REQUEST_TIMEOUT}' must be a positive number."
             raise InvalidRequestError(message, param=_REQUEST_TIMEOUT)
-        limits.append(limit / 1000)
-    return min(limits, default=None)
+        limits.append(limit_ms / 1000)
+    return min(filter(None, limits), default=None)
 
 
-def _positive(text: str) -> float | None:
+def _positive(text: str) -> float:
+    """0 if it is no positive number."""
     try:
         number = float(text) if len(text) < 20 else math.nan
     except ValueError:
-        return None
-    return number if math.isfinite(number) and number > 0 else None
+        return 0.0
+    return number if math.isfinite(number) and number > 0 else 0.0
 
 
 async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
@@ -153,7 +149,7 @@ async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callb
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": b""})
     except ClientDisconnectedError:
         raise
     except Exception as error:
@@ -161,5 +157,4 @@ async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callb
         # A client that does not read may not hold this up for long.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send({"type": "http.response.body", "body": event})

@@ -53,7 +53,6 @@ _FORMATS: Family[ErrorFormat] = Family({
 
 
 def error_format(path: str) -> ErrorFormat:
-    """What clients of ``path`` read."""
     prefix = next((prefix for prefix in _FORMATS if path == prefix or path.startswith(f"{prefix}/")), None)
     return _OPENAI if prefix is None else _FORMATS[prefix]
 
@@ -70,7 +69,6 @@ def error_event(error: RayLMError, path: str) -> bytes:
 
 
 def error_response(error: RayLMError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    """``error`` as clients of ``path`` read it, with its status and the headers that belong to it."""
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
@@ -93,7 +91,6 @@ def as_known_error(error: Exception, request_id: str) -> RayLMError:
 
 
 def routing_error(error: HTTPException, scope: Scope) -> RayLMError:
-    """A refusal of starlette's router in our words."""
     place = f"{clip(scope['method'], 20)} {clip(scope['path'], 100)}"
     if error.status_code == 405:
         return MethodNotAllowedError(f"The route of {place} does not take this method.")

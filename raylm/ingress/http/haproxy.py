@@ -9,14 +9,15 @@ from raylm.errors import EngineUnavailableError
 from raylm.ingress.http.errors import envelope
 from raylm.ingress.http.middleware import MAX_HEADER_BYTES
 
-BUFSIZE = MAX_HEADER_BYTES * 3 // 2  # so that it is the ingress that answers when there are too many headers
-NO_SPLICING = "-dS"  # with splice(), HAProxy does not see that a client hangs up while it waits for an answer
+_BUFSIZE = MAX_HEADER_BYTES * 3 // 2  # so that it is the ingress that answers when there are too many headers
+_NO_SPLICING = "-dS"  # with splice(), HAProxy does not see that a client hangs up while it waits for an answer
 
 
-def error_answer() -> bytes:
-    """The HTTP response where no replica answers, for all paths; Ray's is 500 in plain text.
+def configure(manager: object) -> None:
+    """Set up HAProxy for a manager that has just been made and has not started it yet.
 
-    Clients of OpenAI's API read its "error", those of Anthropic's "type" beside it.
+    Where no replica answers, Ray's answer is 500 in plain text. Ours is for all paths: clients of OpenAI's API read
+    its "error", those of Anthropic's "type" beside it.
     """
     error = EngineUnavailableError("No replica of the server could answer; try again shortly.")
     body = b'{"type":"error",' + envelope(error, "/")[1:]
@@ -24,17 +25,10 @@ def error_answer() -> bytes:
         f"HTTP/1.1 {error.status} Service Unavailable\r\n"
         f"content-type: application/json\r\nretry-after: {error.retry_after_s}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
-    return head.encode() + body
-
-
-def configure(manager: object) -> None:
-    """Set up HAProxy for a manager that has just been made and has not started it yet."""
-    ray_private.configure_haproxy(manager, error_answer(), BUFSIZE, NO_SPLICING)
+    ray_private.configure_haproxy(manager, head.encode() + body, _BUFSIZE, _NO_SPLICING)
 
 
 class HAProxyManager(ray_private.haproxy_manager()):  # type: ignore[misc]
-    """Serve's actor that runs HAProxy on a node, with our settings."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         configure(self)

@@ -92,8 +92,7 @@ class RequestContextMiddleware:
 def _request_id(headers: _Headers) -> str:
     """The client's X-Request-Id if it is a plain short token, else its trace and span, else a new one.
 
-    Nothing is traced here. A request that belongs to a trace (W3C traceparent) is called by it in answers and logs,
-    with a part of its own, since a client may send several in one span.
+    To a trace and span (W3C traceparent) a part of its own is added: a client may send several requests in one span.
     """
     own = uuid.uuid4().hex
     for name, value in headers:
@@ -120,8 +119,7 @@ def serve_middlewares() -> list[Middleware]:
 class ThrottleMiddleware:
     """Lets requests into Serve's handling a few in each turn of the event loop; probes do not wait for their turn.
 
-    What Serve does around a request costs as much as what we do: a thousand of them in one turn would hold up
-    everything else for a good part of a second.
+    What Serve does around a request costs as much as what we do.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -135,10 +133,7 @@ class ThrottleMiddleware:
 
 
 class ServeErrorMiddleware:
-    """Puts an error envelope around what Serve itself answers in plain text, and leaves one x-request-id header.
-
-    Answers of the app pass: its errors are JSON. Serve's own routes (/-/healthz, /-/routes) stay as they are.
-    """
+    """Puts an error envelope around what Serve itself answers in plain text, and leaves one x-request-id header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -167,8 +162,8 @@ class ServeErrorMiddleware:
 
 
 def _is_serve_route(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path.startswith("/-/")
+    """/-/healthz and /-/routes are Serve's own, and stay as they are."""
+    return str(scope["path"]).startswith("/-/")
 
 
 def _serve_error(status: int) -> RayLMError:

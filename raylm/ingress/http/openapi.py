@@ -31,7 +31,7 @@ _TEXT_ANSWERS = {"/metrics": "text/plain"}
 
 
 def openapi_route() -> Route:
-    """The route; it describes all routes of the app that it is a part of, once, off the event loop."""
+    """It describes all routes of the app that it is a part of, once, off the event loop."""
     described: list[bytes] = []
 
     async def openapi(request: Request) -> Response:
@@ -55,8 +55,8 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
     _, schemas = models_json_schema(ordered, ref_template=_REFERENCE)
     paths: dict[str, JSONObject] = {}
     for route in served:
-        for method in _methods(route):
-            paths.setdefault(_path(route), {})[method.lower()] = _operation(route, method)
+        operations = {method.lower(): _operation(route, method) for method in _methods(route)}
+        paths.setdefault(_path(route), {}).update(operations)
     errors = {found.name: found.schema for found in map(error_format, paths)}
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},

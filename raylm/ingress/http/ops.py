@@ -26,10 +26,7 @@ _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HTTPMetrics(Collector):
-    """What one replica has answered, by status and name of the API key, and what waits for a first token in it.
-
-    Owned by one event loop: nothing here locks.
-    """
+    """What one replica has answered, and what waits for a first token in it; owned by one event loop, without locks."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._model_name = llm.model_name
@@ -39,11 +36,10 @@ class HTTPMetrics(Collector):
         self._registry.register(self)
 
     def answered(self, status: int, key_name: str) -> None:
-        """An answer has begun; ``key_name`` is "" where no key was needed, or none was right."""
+        """``key_name`` is "" where no key was needed, or none was right."""
         self._answers[status, key_name] += 1
 
     def text(self) -> bytes:
-        """The series in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -59,13 +55,10 @@ class HTTPMetrics(Collector):
             yield gauge
 
     def describe(self) -> Iterable[Metric]:
-        """No names are reserved: this collector is the only one of its registry."""
-        return []
+        return []  # no names are reserved: this collector is the only one of its registry
 
 
 def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
-    """The GET routes of this module."""
-
     async def health(request: Request) -> Response:
         if lifecycle.shutting_down:
             raise ShuttingDownError("The server is shutting down.")

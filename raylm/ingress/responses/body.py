@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
@@ -56,38 +56,33 @@ ToolChoice = Annotated[
 ]
 
 
-class StreamOptions(Part):
-    include_obfuscation: bool | None = None
+def _only(rule: str, *served: object) -> AfterValidator:
+    """Refuses by ``rule`` what is not among ``served``."""
 
-    @model_validator(mode="after")
-    def _served(self) -> StreamOptions:
-        if self.include_obfuscation:
-            raise refuse("obfuscation is not supported; give false.", at="include_obfuscation", served=False)
-        return self
+    def check(value: object) -> object:
+        if value not in served:
+            raise refuse(rule, served=False)
+        return value
+
+    return AfterValidator(check)
+
+
+_Summary = Annotated[Any, _only("the reasoning is returned whole and is not summarized.", None, "auto")]
+
+
+class StreamOptions(Part):
+    include_obfuscation: Annotated[bool | None, _only("obfuscation is not supported; give false.", None, False)] = None
 
 
 class TextOptions(Part):
     format: dict[str, Any] | None = None
-    verbosity: Any = None
-
-    @model_validator(mode="after")
-    def _served(self) -> TextOptions:
-        if self.verbosity not in (None, "medium"):
-            raise refuse("only medium is supported.", at="verbosity", served=False)
-        return self
+    verbosity: Annotated[Any, _only("only medium is supported.", None, "medium")] = None
 
 
 class ReasoningOptions(Part):
     effort: Any = None
-    summary: Any = None
-    generate_summary: Any = None
-
-    @model_validator(mode="after")
-    def _served(self) -> ReasoningOptions:
-        for name in ("summary", "generate_summary"):
-            if getattr(self, name) not in (None, "auto"):
-                raise refuse("the reasoning is returned whole and is not summarized.", at=name, served=False)
-        return self
+    summary: _Summary = None
+    generate_summary: _Summary = None
 
 
 class ResponsesRequest(SamplingBody):
@@ -137,7 +132,6 @@ class ResponsesRequest(SamplingBody):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether the text's tokens come with their log-probabilities."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
     def as_chat(self, messages: list[JSONObject]) -> ChatCompletionRequest:

@@ -25,7 +25,7 @@ from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import chat_messages, input_items
 from raylm.ingress.responses.items import ResponseItems
 from raylm.ingress.responses.job import ResponseJob
-from raylm.ingress.responses.store import Responses
+from raylm.ingress.responses.store import ResponseStore
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -35,11 +35,9 @@ _BYTES_A_THING = 64  # of JSON, about
 
 
 class CreateResponse:
-    """The handler of the route. ``conversations`` starts what responses come down to."""
-
     body = ResponsesRequest
 
-    def __init__(self, llm: AsyncLLM, conversations: Conversations, store: Responses, lifecycle: Lifecycle) -> None:
+    def __init__(self, llm: AsyncLLM, conversations: Conversations, store: ResponseStore, lifecycle: Lifecycle) -> None:
         self._llm = llm
         self._conversations = conversations
         self._store = store
@@ -48,17 +46,11 @@ class CreateResponse:
         self._background: set[asyncio.Task[None]] = set()
 
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        """Answer one request.
-
-        Raises:
-            RayLMError: the request is refused or failed.
-        """
         body = await self.body.read(data)
         check_model(body.model, self._llm)
         items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
         history = await self._history(body.previous_response_id)
-        # Ids are unguessable: whoever knows one may read the response.
-        response_id = f"resp_{uuid.uuid4().hex}"
+        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: a client that knows it may read the response
         job, outputs = await self._start(response_id, body, history + items)
         record = {"input": items, "history": history}
         if body.background:
@@ -141,16 +133,11 @@ class CreateResponse:
     async def _run(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
         try:
             with self._lifecycle.admit() as ongoing, ongoing:
-                await self._follow(job, outputs, record)
+                async with aclosing(job.events(outputs)) as events:
+                    await anext(events)
+                    await self._keep(job, record)  # so that it is shown as begun
+                    async for _ in events:
+                        pass
         except Exception as error:
             job.fail(error)
         await self._keep(job, record)
-
-    async def _follow(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
-        """Read to the end; the store hears of the beginning."""
-        announced = False
-        async with aclosing(job.events(outputs)) as items:
-            async for _ in items:
-                if not announced:
-                    await self._keep(job, record)
-                announced = True

@@ -129,14 +129,14 @@ def _listed(item: Any) -> JSONObject:
 def _parts(content: str | Iterable[TextPart | RefusalPart], kind: str) -> list[JSONObject]:
     """A content as a list of text parts of this kind; refusals stay what they are."""
     if isinstance(content, str):
-        content = [TextPart(type="text", text=content)]
-    empty: JSONObject = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
-    return [
-        {"type": "refusal", "refusal": part["refusal"]}
-        if part["type"] == "refusal"
-        else {"type": kind, "text": part["text"]} | empty
-        for part in content
-    ]
+        return [text_part(kind, content)]
+    return [dict(part) if part["type"] == "refusal" else text_part(kind, part["text"]) for part in content]
+
+
+def text_part(kind: str, text: str, logprobs: Iterable[JSONObject] = ()) -> JSONObject:
+    """A part of an item's content; only what a message says has annotations and log-probabilities."""
+    part: JSONObject = {"type": kind, "text": text}
+    return part | {"annotations": [], "logprobs": list(logprobs)} if kind == "output_text" else part
 
 
 def chat_messages(items: list[JSONObject]) -> list[JSONObject]:

@@ -2,196 +2,112 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
-from raylm.ingress.responses.input import new_id
+from raylm.ingress.responses.input import new_id, text_part
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta, ToolCallDelta
+    from raylm.frontend import CompletionDelta
 
 Events = list[JSONObject]
+
+# What an item begins as, beside its id, type and status.
+_EMPTY: dict[str, JSONObject] = {
+    "reasoning": {"summary": []},
+    "message": {"role": "assistant", "content": []},
+    "function_call": {"call_id": "", "name": "", "arguments": ""},
+}
+# What grows in an item, as its events call it: the arguments of a call, else its one part.
+_PIECES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 class ResponseItems:
     """Reasoning, text and calls, each an item that is opened, grows, and is closed before the next one opens.
 
-    Events lack their sequence_number: the sender counts it.
+    ``items`` are brought up to date when they are closed. Events lack their sequence_number: the sender counts it.
     """
 
     def __init__(self, tokens: TokenTexts, *, with_logprobs: bool) -> None:
         self.items: list[JSONObject] = []
         self._tokens = tokens
         self._with_logprobs = with_logprobs
-        self._logprobs: list[JSONObject] = []  # of tokens whose text is still to come
-        self._open: _OpenItem | None = None
+        self._pending: list[JSONObject] = []  # log-probabilities of tokens whose text is still to come
+        self._kind: str | None = None  # of the open item, which is the last one
+        self._pieces: list[str] = []
+        self._logprobs: list[JSONObject] = []
         self._call = -1
 
     def add(self, delta: CompletionDelta) -> Events:
         events: Events = []
         if self._with_logprobs:
             entries = (delta.logprobs or [])[delta.reasoning_tokens :]
-            self._logprobs += chat_logprobs(entries, self._tokens)["content"].values
-        if delta.reasoning:
-            events += self._ensure(_OpenReasoning)
-            events += self._grow(delta.reasoning)
-        if delta.text:
-            events += self._ensure(_OpenMessage)
-            events += self._grow(delta.text)
+            self._pending += chat_logprobs(entries, self._tokens)["content"].values
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
+            if text:
+                events += [] if self._kind == kind else self._open(kind)
+                events.append(self._grow(text))
         for call in delta.tool_calls or ():
-            events += self._add_call(call)
+            if call.index != self._call:
+                self._call = call.index
+                events += self._open("function_call", call_id=call.id or "", name=call.name or "")
+            if call.arguments:
+                events.append(self._grow(call.arguments))
         return events
 
     def finish(self, status: str) -> Events:
         """Close what is open, as ``completed`` or ``incomplete``; an answer of nothing is an empty message."""
-        events = [] if self.items else self._ensure(_OpenMessage)
-        return events + self._close(status)
+        return ([] if self.items else self._open("message")) + self._close(status)
 
-    def _add_call(self, call: ToolCallDelta) -> Events:
-        events: Events = []
-        if call.index != self._call:
-            self._call = call.index
-            events += self._close("completed")
-            opened = _OpenCall(len(self.items), call.id or "", call.name or "")
-            events += self._begin(opened)
-        return events + (self._grow(call.arguments) if call.arguments else [])
+    def _open(self, kind: str, **fields: str) -> Events:
+        events = self._close("completed")
+        self._kind, self._pieces, self._logprobs = kind, [], []
+        item = {"id": new_id(kind), "type": kind, "status": "in_progress"} | _EMPTY[kind] | fields
+        self.items.append(item)
+        events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)})
+        if kind != "function_call":
+            events.append(self._event("content_part.added", part=text_part(_PIECES[kind], "")))
+        return events
 
-    def _ensure(self, kind: type[_OpenReasoning | _OpenMessage]) -> Events:
-        if isinstance(self._open, kind):
-            return []
-        return self._close("completed") + self._begin(kind(len(self.items)))
-
-    def _begin(self, opened: _OpenItem) -> Events:
-        self._open = opened
-        self.items.append(opened.item)
-        return opened.begin()
-
-    def _grow(self, piece: str) -> Events:
-        assert self._open is not None
-        logprobs, self._logprobs = self._logprobs, []
-        return [self._open.grow(piece, logprobs)]
+    def _grow(self, piece: str) -> JSONObject:
+        assert self._kind is not None
+        self._pieces.append(piece)
+        event = self._event(f"{_PIECES[self._kind]}.delta", delta=piece)
+        if self._kind == "message":
+            self._logprobs += self._pending
+            event["logprobs"] = _without_bytes(self._pending)
+        self._pending = []
+        return event
 
     def _close(self, status: str) -> Events:
-        opened, self._open = self._open, None
-        return [] if opened is None else opened.end(status, self._logprobs)
-
-
-class _OpenItem(ABC):
-    """An item that grows; ``item`` is what clients get, brought up to date when it ends."""
-
-    item: JSONObject
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._pieces: list[str] = []
-
-    def begin(self) -> Events:
-        return [{"type": "response.output_item.added", "output_index": self._index, "item": dict(self.item)}]
-
-    @abstractmethod
-    def grow(self, piece: str, logprobs: list[JSONObject]) -> JSONObject:
-        """The event of a new piece."""
-
-    def end(self, status: str, logprobs: list[JSONObject]) -> Events:
-        self.item["status"] = status
-        return [{"type": "response.output_item.done", "output_index": self._index, "item": self.item}]
+        if self._kind is None:
+            return []
+        item, text, piece = self.items[-1], "".join(self._pieces), _PIECES[self._kind]
+        if self._kind == "function_call":
+            item["arguments"] = text
+            events = [self._event(f"{piece}.done", name=item["name"], arguments=text)]
+        else:
+            logprobs = self._logprobs + self._pending
+            part = text_part(piece, text, logprobs)
+            item["content"] = [part]
+            shown = {"logprobs": _without_bytes(logprobs)} if self._kind == "message" else {}
+            done = self._event(f"{piece}.done", text=text, **shown)
+            events = [done, self._event("content_part.done", part=part)]
+        item["status"] = status
+        self._kind = None
+        return [*events, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
 
     def _event(self, kind: str, **fields: object) -> JSONObject:
-        return {"type": kind, "item_id": self.item["id"], "output_index": self._index, **fields}
+        place = {} if self._kind == "function_call" else {"content_index": 0}
+        head = {"type": f"response.{kind}", "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return head | place | fields
 
 
-class _OpenPart(_OpenItem):
-    """An item with one part of text."""
-
-    text_events: str
-    part_kind: str
-
-    def begin(self) -> Events:
-        added = self._event("response.content_part.added", content_index=0, part=self._part("", []))
-        return [*super().begin(), added]
-
-    def _part(self, text: str, logprobs: list[JSONObject]) -> JSONObject:
-        return {"type": self.part_kind, "text": text}
-
-    def _done(self, text: str, logprobs: list[JSONObject]) -> JSONObject:
-        return self._event(f"{self.text_events}.done", content_index=0, text=text)
-
-    def _finish(self, status: str, logprobs: list[JSONObject]) -> Events:
-        text = "".join(self._pieces)
-        part = self._part(text, logprobs)
-        self.item["content"] = [part]
-        done = [self._done(text, logprobs), self._event("response.content_part.done", content_index=0, part=part)]
-        return done + super().end(status, logprobs)
-
-
-class _OpenReasoning(_OpenPart):
-    text_events = "response.reasoning_text"
-    part_kind = "reasoning_text"
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.item = {"id": new_id("reasoning"), "type": "reasoning", "summary": [], "status": "in_progress"}
-
-    def grow(self, piece: str, logprobs: list[JSONObject]) -> JSONObject:
-        self._pieces.append(piece)
-        return self._event(f"{self.text_events}.delta", content_index=0, delta=piece)
-
-    def end(self, status: str, logprobs: list[JSONObject]) -> Events:
-        return self._finish(status, [])
-
-
-class _OpenMessage(_OpenPart):
-    text_events = "response.output_text"
-    part_kind = "output_text"
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        head = {"id": new_id("message"), "type": "message", "role": "assistant"}
-        self.item = head | {"content": [], "status": "in_progress"}
-        self._logprobs: list[JSONObject] = []
-
-    def grow(self, piece: str, logprobs: list[JSONObject]) -> JSONObject:
-        self._pieces.append(piece)
-        self._logprobs += logprobs
-        return self._event(f"{self.text_events}.delta", content_index=0, delta=piece, logprobs=_without_bytes(logprobs))
-
-    def end(self, status: str, logprobs: list[JSONObject]) -> Events:
-        return self._finish(status, self._logprobs + logprobs)
-
-    def _part(self, text: str, logprobs: list[JSONObject]) -> JSONObject:
-        return {"type": self.part_kind, "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _done(self, text: str, logprobs: list[JSONObject]) -> JSONObject:
-        return super()._done(text, logprobs) | {"logprobs": _without_bytes(logprobs)}
-
-
-class _OpenCall(_OpenItem):
-    def __init__(self, index: int, call_id: str, name: str) -> None:
-        super().__init__(index)
-        head = {"id": new_id("function_call"), "type": "function_call", "status": "in_progress"}
-        self.item = head | {"call_id": call_id, "name": name, "arguments": ""}
-
-    def grow(self, piece: str, logprobs: list[JSONObject]) -> JSONObject:
-        self._pieces.append(piece)
-        return self._event("response.function_call_arguments.delta", delta=piece)
-
-    def end(self, status: str, logprobs: list[JSONObject]) -> Events:
-        arguments = self.item["arguments"] = "".join(self._pieces)
-        name = self.item["name"]
-        done = self._event("response.function_call_arguments.done", name=name, arguments=arguments)
-        return [done, *super().end(status, logprobs)]
-
-
-def _without_bytes(logprobs: Iterable[JSONObject]) -> list[JSONObject]:
+def _without_bytes(logprobs: list[JSONObject]) -> list[JSONObject]:
     """In events log-probabilities have no bytes, by OpenAI's specification."""
-    return [
-        {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": _tops(entry["top_logprobs"])}
-        for entry in logprobs
-    ]
+    return [_bare(entry) | {"top_logprobs": [_bare(top) for top in entry["top_logprobs"]]} for entry in logprobs]
 
 
-def _tops(entries: list[JSONObject]) -> list[JSONObject]:
-    return [{"token": entry["token"], "logprob": entry["logprob"]} for entry in entries]
+def _bare(entry: JSONObject) -> JSONObject:
+    return {"token": entry["token"], "logprob": entry["logprob"]}

@@ -36,7 +36,6 @@ class ResponseJob:
 
     @property
     def done(self) -> bool:
-        """Whether it has come to an end by itself."""
         return self.status in ("completed", "incomplete", "failed")
 
     def response(self) -> JSONObject:
@@ -74,7 +73,6 @@ class ResponseJob:
             yield [{"type": "response.failed", "response": self.response()}]
 
     def fail(self, error: Exception) -> None:
-        """It ends with an error; what there is of it stays."""
         self._error, self.status = as_known_error(error, self.id), "failed"
         self.items.finish("incomplete")
 

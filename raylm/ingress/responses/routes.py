@@ -12,12 +12,12 @@ from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import unsupported
-from raylm.ingress.responses.store import Responses
+from raylm.ingress.responses.store import ResponseStore
 
 _MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
 
 
-def response_routes(store: Responses) -> list[Route]:
+def response_routes(store: ResponseStore) -> list[Route]:
     """The routes below /v1/responses."""
 
     async def retrieve(request: Request) -> Response:
@@ -55,7 +55,7 @@ def response_routes(store: Responses) -> list[Route]:
     ]
 
 
-async def _record(store: Responses, request: Request) -> JSONObject:
+async def _record(store: ResponseStore, request: Request) -> JSONObject:
     response_id = request.path_params["response_id"]
     found = await store.get(response_id)
     if found is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
@@ -19,27 +19,11 @@ MAX_BYTES = 128 * 1024 * 1024
 _UNFINISHED = ("queued", "in_progress")
 
 
-class Responses(Protocol):
-    """What an ingress replica needs of a store. A record is {"response": …, "input": items, "history": items}."""
-
-    async def put(self, response_id: str, record: bytes) -> None:
-        """Keep a record; the oldest ones go when there are too many, and a cancelled one stays as it is."""
-
-    async def get(self, response_id: str) -> bytes | None:
-        """The record, None if there is none."""
-
-    async def delete(self, response_id: str) -> bool:
-        """Forget a record; whether there was one. One that is being made is cancelled too."""
-
-    async def cancel(self, response_id: str) -> bytes | None:
-        """Mark an unfinished response as cancelled, wake the replica that makes it, and return its record."""
-
-    async def until_cancelled(self, response_id: str) -> None:
-        """Wait until a response is cancelled or deleted."""
-
-
 class ResponseStore:
-    """In memory, bounded by number and bytes; the least recently used go first. An actor, or a plain object."""
+    """In memory, bounded by number and bytes; the least recently used go first. An actor, or a plain object.
+
+    A record is {"response": …, "input": items, "history": items}, as JSON.
+    """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -49,6 +33,7 @@ class ResponseStore:
         self._cancelled: dict[str, asyncio.Event] = {}
 
     async def put(self, response_id: str, record: bytes) -> None:
+        """Keep a record; the oldest ones go when there are too many, and a cancelled one stays as it is."""
         known = self._records.get(response_id)
         if known is not None and _status(known) == "cancelled":
             return
@@ -63,6 +48,7 @@ class ResponseStore:
         return record
 
     async def delete(self, response_id: str) -> bool:
+        """Forget a record; whether there was one. One that is being made is cancelled too."""
         found = response_id in self._records
         if found:
             self._drop(response_id)
@@ -70,6 +56,7 @@ class ResponseStore:
         return found
 
     async def cancel(self, response_id: str) -> bytes | None:
+        """Mark an unfinished response as cancelled, wake the replica that makes it, and return its record."""
         record = self._records.get(response_id)
         if record is None or _status(record) not in _UNFINISHED:
             return record
@@ -80,7 +67,7 @@ class ResponseStore:
         return self._records[response_id]
 
     async def until_cancelled(self, response_id: str) -> None:
-        """Wait; one waiter a response, the replica that makes it."""
+        """Wait until it is cancelled or deleted; one waiter a response, the replica that makes it."""
         event = self._cancelled.setdefault(response_id, asyncio.Event())
         try:
             record = self._records.get(response_id)
@@ -102,32 +89,23 @@ class ResponseStore:
             self._cancelled[response_id].set()
 
 
-def open_store(shared_actors: Mapping[str, DeploymentHandle]) -> Responses:
+def open_store(shared_actors: Mapping[str, DeploymentHandle]) -> ResponseStore:
     """The store that all replicas share, or one of this replica's own where it is the only one."""
     shared = shared_actors.get("response_store")
-    return ResponseStore() if shared is None else SharedResponses(shared)
+    return ResponseStore() if shared is None else cast(ResponseStore, _RemoteStore(shared))
 
 
-class SharedResponses:
-    """The store of an application with several ingress replicas: a ResponseStore that is a deployment of its own."""
+class _RemoteStore:
+    """The methods of a ResponseStore that is a deployment of its own, by its handle."""
 
     def __init__(self, store: DeploymentHandle) -> None:
         self._store = store
 
-    async def put(self, response_id: str, record: bytes) -> None:
-        await self._store.put.remote(response_id, record)
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def call(*args: object) -> Any:
+            return await getattr(self._store, name).remote(*args)
 
-    async def get(self, response_id: str) -> bytes | None:
-        return cast(bytes | None, await self._store.get.remote(response_id))
-
-    async def delete(self, response_id: str) -> bool:
-        return bool(await self._store.delete.remote(response_id))
-
-    async def cancel(self, response_id: str) -> bytes | None:
-        return cast(bytes | None, await self._store.cancel.remote(response_id))
-
-    async def until_cancelled(self, response_id: str) -> None:
-        await self._store.until_cancelled.remote(response_id)
+        return call
 
 
 def _status(record: bytes) -> str:
