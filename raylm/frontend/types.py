@@ -32,11 +32,7 @@ class RequestHead:
         return replace(self, request_id=f"{self.request_id}-{place}", param=param or self.param)
 
     def check(self) -> None:
-        """Refuse what is out of range.
-
-        Raises:
-            InvalidRequestError: naming the field.
-        """
+        """Refuse what is out of range."""
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
             message = f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters."
             raise InvalidRequestError(message, param="cache_salt")
