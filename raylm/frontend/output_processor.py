@@ -91,7 +91,7 @@ class OpenRequest:
         self.request = request
         self.queue = OutputQueue(request)
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
-        self.readers: list[AnswerReader] | None = None if form is None else [form.reader() for _ in self.texts]
+        self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
         self.num_finished = 0
 

@@ -24,10 +24,6 @@ class AnswerFormat:
     tools: Tools | None = None
     one_call: bool = False
 
-    def reader(self) -> AnswerReader:
-        """A reader for one sequence."""
-        return AnswerReader(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:

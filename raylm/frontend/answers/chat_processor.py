@@ -11,7 +11,7 @@ from raylm.errors import ConfigError, UnsupportedFieldError
 from raylm.frontend.answers.answer_format import AnswerFormat, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningMarkers, detect_reasoning_parser
-from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.types import ChatRequest
@@ -22,11 +22,7 @@ _TAIL_TOKENS = 16  # of a prompt, in which it opens or closes the reasoning of t
 
 
 class ChatProcessor:
-    """The checkpoint's chat template with the parsers of its answers.
-
-    Raises:
-        ConfigError: a configured parser is not known, or does not fit the tokenizer.
-    """
+    """The checkpoint's chat template with the parsers of its answers, which must be known and fit the tokenizer."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate, compiler: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
@@ -36,9 +32,7 @@ class ChatProcessor:
         self.tool_parser_name = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(source))
         detected = detect_reasoning_parser(source)
         self.reasoning_parser_name = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
-        self._tool_parser: type[ToolParser] | None = None
-        if self.tool_parser_name != "none":
-            self._tool_parser = TOOL_PARSERS[self.tool_parser_name]
+        self._tool_parser = TOOL_PARSERS.get(self.tool_parser_name)
         self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
 
     @property
@@ -46,17 +40,11 @@ class ChatProcessor:
         return f"tool calls: {self.tool_parser_name}; thoughts: {self.reasoning_parser_name}"
 
     async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
-        """Render, tokenize, and find out what the answers may hold.
-
-        Raises:
-            InvalidRequestError: the template refuses the messages, or a field asks for what this model cannot do.
-        """
+        """Render, tokenize, and find out what the answers may hold."""
         tools = request.tools if request.tool_choice != "none" else None
         if tools and self._tool_parser is None:
-            raise UnsupportedFieldError(
-                "'tools' is not supported: this model's chat template has no form of tool calls that is known here.",
-                param="tools",
-            )
+            message = "this model's chat template has no form of tool calls that is known here."
+            raise UnsupportedFieldError(f"'tools' is not supported: {message}", param="tools")
         if params.thinking_token_budget is not None and self._reasoning_parser is None:
             raise _never_thinks("thinking_token_budget")
         shown = [_without_strict(tool) for tool in tools] if tools else None
@@ -106,9 +94,9 @@ class ChatProcessor:
         return params
 
     def _find_reasoning_parser(self, asked: str) -> ReasoningMarkers | None:
-        if self.reasoning_parser_name == "none":
+        parser = REASONING_PARSERS.get(self.reasoning_parser_name)
+        if parser is None:
             return None
-        parser = REASONING_PARSERS[self.reasoning_parser_name]
         start, end = (self._tokenizer.backend.token_to_id(marker) for marker in (parser.start, parser.end))
         if start is None or end is None:
             if asked != "auto":
@@ -128,9 +116,8 @@ def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _never_thinks(param: str) -> UnsupportedFieldError:
-    return UnsupportedFieldError(
-        f"'{param}' is not supported: this model does not think before it answers.", param=param
-    )
+    message = f"'{param}' is not supported: this model does not think before it answers."
+    return UnsupportedFieldError(message, param=param)
 
 
 def _choose(knob: str, asked: str, known: Mapping[str, object], detected: str | None) -> str:
