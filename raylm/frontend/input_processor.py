@@ -61,7 +61,10 @@ class InputProcessor:
         """
         _check_prompt(prompt_token_ids, limits, head.param)
         _check_length(len(prompt_token_ids), params.max_tokens, limits.max_model_len, head.param)
-        _check_params(params, limits)
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            _check_ids(name, getattr(params, name), limits)
+        if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
+            raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
         default = limits.max_model_len - len(prompt_token_ids)
         if self._default_max_tokens is not None:  # it gives way to the context, and to ``min_tokens``
             default = min(default, max(self._default_max_tokens, params.min_tokens))
@@ -126,12 +129,9 @@ def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len:
         what = f"your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer. "
         raise _too_long(max_model_len, what + "Please shorten the prompt.", param)
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
-        raise _too_long(
-            max_model_len,
-            f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, "
-            f"{max_tokens} in the completion). Please reduce the length of the {param} or of the completion.",
-            param,
-        )
+        what = f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in the "
+        what = f"{what}completion). Please reduce the length of the {param} or of the completion."
+        raise _too_long(max_model_len, f"you requested {what}", param)
 
 
 def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthError:
@@ -139,17 +139,8 @@ def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthError:
     return ContextLengthError(message, param=param)
 
 
-def _check_params(params: SamplingParams, limits: Limits) -> None:
-    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        _check_ids(name, getattr(params, name), limits)
-    if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
-        raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
-
-
 def _check_ids(param: str, token_ids: Iterable[int], limits: Limits) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
-            raise InvalidRequestError(
-                f"{param} holds the token id {str(token_id)[:24]}; ids go from 0 to {limits.vocab_size - 1}.",
-                param=param,
-            )
+            what = f"{param} holds the token id {str(token_id)[:24]}"
+            raise InvalidRequestError(f"{what}; ids go from 0 to {limits.vocab_size - 1}.", param=param)

@@ -17,9 +17,9 @@ from raylm.params import SamplingParams, StructuredOutputs
 
 
 class MarkedCallsParser(ToolParser):
-    """A machine of states, each a method that takes what it can from the front of ``_buffer``.
+    """A machine of states: each takes what it can from the front of ``_buffer``, or returns False to wait for more.
 
-    A state returns whether it took anything or went to another state. Text outside calls is content, but for white
+    Text outside calls is content, but for white
     space before, between and after calls. What looks like a call at first and turns out not to be one before its name
     is known becomes content, as it was written.
     """
@@ -70,9 +70,9 @@ class MarkedCallsParser(ToolParser):
             self._add_content(self._search.flush())
 
     def _parsed(self) -> Parsed:
-        content, self._content = "".join(self._content), []
-        calls, self._deltas = self._deltas, []
-        return content, calls
+        parsed = "".join(self._content), self._deltas
+        self._content, self._deltas = [], []
+        return parsed
 
     def _text(self) -> bool:
         """Content, up to the marker."""
@@ -100,11 +100,10 @@ class MarkedCallsParser(ToolParser):
 
     def _add_arguments(self, text: str) -> None:
         """More of the arguments of the call opened last."""
-        if not text:
-            return
-        if not self._deltas:
+        if text and not self._deltas:
             self._deltas.append(ToolCallDelta(self._num_opened - 1))
-        self._deltas[-1].arguments += text
+        if text:
+            self._deltas[-1].arguments += text
 
     def _close_call(self) -> None:
         self.over = self._one_call

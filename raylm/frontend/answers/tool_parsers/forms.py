@@ -19,7 +19,7 @@ _COMPACT = {"whitespace_flexible": False}
 
 
 class ToolForms:
-    """Of the tools of one request: its model's parser's way of writing calls, in its tokenizer's tokens."""
+    """For the tools of one request, as the parser's models write calls and in the tokenizer's tokens."""
 
     def __init__(
         self, parser: type[ToolParser], request: ChatRequest, tokenizer: Tokenizer, compiler: GrammarCompiler
@@ -45,7 +45,10 @@ class ToolForms:
         elif asked is not None:
             lark = f"{self._grammar('calls | answer')}\nanswer: %json {_answer_schema(asked)}"
         elif any(function.get("strict") for function in self._functions):
-            self._check_marked()
+            marker = self._parser.marker
+            if marker and self._mark(marker).startswith('"'):
+                message = f"'strict' is not supported with tool_choice auto: {marker} is no token of this model."
+                raise UnsupportedFieldError(message, param="tools")
             lark = self._grammar(self._parser.free_text())
         else:
             return None
@@ -59,19 +62,14 @@ class ToolForms:
         ``start`` is the answer in terms of the rules ``calls`` and ``TEXT``. Arguments are spaced as chat templates
         space JSON: a model goes on best in the form that it has read.
         """
-        named = [
-            (function["name"], schema)
-            for function, schema in zip(self._functions, self._schemas, strict=True)
-            if only in (None, function["name"])
-        ]
+        pairs = zip((function["name"] for function in self._functions), self._schemas, strict=True)
+        named = [(name, schema) for name, schema in pairs if only in (None, name)]
         call, between, rules = self._parser.rules([name for name, _ in named], self._mark)
         parallel = self._request.parallel_tool_calls and only is None
         more = f"({between} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
         lines = [f"start: {start}", f"calls: call {more}", f"call: {call}", rules]
-        lines += [
-            f"args_{i}: %json {json.dumps({'type': 'object', 'x-guidance': _SPACED, **schema})}"
-            for i, (_, schema) in enumerate(named)
-        ]
+        spaced = ({"type": "object", "x-guidance": _SPACED, **schema} for _, schema in named)
+        lines += [f"args_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
         return LARK + "\n".join([*lines, "TEXT: /(.|\\n)+/" if "TEXT" in start else ""])
 
     async def _check(self, form: StructuredOutputs, answer: StructuredOutputs | None) -> None:
@@ -91,18 +89,10 @@ class ToolForms:
         token_id = self._tokenizer.backend.token_to_id(marker)
         return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 
-    def _check_marked(self) -> None:
-        marker = self._parser.marker
-        if marker and self._mark(marker).startswith('"'):
-            raise UnsupportedFieldError(
-                f"'strict' is not supported with tool_choice auto: {marker} is no token of this model.", param="tools"
-            )
-
 
 def _answer_schema(asked: StructuredOutputs) -> str:
     if asked.json is None and not asked.json_object:
         raise UnsupportedFieldError(f"'{asked.param}' cannot be combined with tools; only JSON can.", param=asked.param)
-    schema: Any = json.loads(asked.json) if isinstance(asked.json, str) else asked.json
-    if schema is None:
-        schema = {"type": "object"}
+    given = {"type": "object"} if asked.json is None else asked.json
+    schema: Any = json.loads(given) if isinstance(given, str) else given
     return json.dumps({"x-guidance": _COMPACT, **schema} if isinstance(schema, dict) else schema)

@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from raylm.frontend.answers.tool_calls import Mark, Tools
+from raylm.frontend.answers.tool_calls import Mark
 from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser, ValueScanner
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -20,9 +20,7 @@ class MistralParser(JSONCallsParser):
     marker = "[TOOL_CALLS]"
     keeps_special_tokens = True
 
-    def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
-        super().__init__(tools, one_call=one_call)
-        self._value = ValueScanner()
+    _value: ValueScanner  # of the arguments of the newer form
 
     @classmethod
     def serves(cls, template: str) -> bool:
