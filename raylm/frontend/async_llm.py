@@ -102,10 +102,8 @@ class AsyncLLM:
         limits = self._router.limits
         spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
         if params.thinking_token_budget is not None and thinking is None:
-            raise UnsupportedFieldError(
-                "'thinking_token_budget' needs a conversation with a model that thinks before it answers.",
-                param="thinking_token_budget",
-            )
+            message = "'thinking_token_budget' needs a conversation with a model that thinks before it answers."
+            raise UnsupportedFieldError(message, param="thinking_token_budget")
         grammar = await self._grammars.compile(spec) if spec is not None else None
         token_ids = await self._token_ids(prompt, limits, head.param)
         bad_words = await self._input.bad_words(params.bad_words, limits)

@@ -28,9 +28,8 @@ class PoolingDefaults:
     def check(self, params: PoolingParams) -> None:
         """Refuse more dimensions than a vector has."""
         if params.dimensions is not None and self.size is not None and params.dimensions > self.size:
-            raise InvalidRequestError(
-                f"dimensions must be at most {self.size}, the size of this model's vectors.", param="dimensions"
-            )
+            message = f"dimensions must be at most {self.size}, the size of this model's vectors."
+            raise InvalidRequestError(message, param="dimensions")
 
 
 def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
@@ -38,9 +37,8 @@ def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
     wanted = [name for name, value in checkpoint.pooling_config.items() if name.startswith("pooling_mode_") and value]
     wanted = wanted or ["pooling_mode_lasttoken"]
     if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
-        raise ConfigError(
-            f"model: 1_Pooling/config.json asks for {', '.join(wanted)}; one of {', '.join(_POOLING_MODES)} is served."
-        )
+        served = f"one of {', '.join(_POOLING_MODES)} is served."
+        raise ConfigError(f"model: 1_Pooling/config.json asks for {', '.join(wanted)}; {served}")
     return PoolingDefaults(_POOLING_MODES[wanted[0]], checkpoint.hidden_size)
 
 

@@ -15,6 +15,7 @@ from raylm.frontend.types import RequestHead
 from raylm.messages import EngineCoreRequest, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
+MAX_CACHE_SALT_CHARS = 128
 MAX_STOP_CHARS = 2_048
 _NO_SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
@@ -93,7 +94,9 @@ class InputProcessor:
     def _request(
         self, prompt_token_ids: list[int], params: SamplingParams, head: RequestHead, **rest: Any
     ) -> EngineCoreRequest:
-        head.check()
+        if head.cache_salt is not None and not 1 <= len(head.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            message = f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters."
+            raise InvalidRequestError(message, param="cache_salt")
         return EngineCoreRequest(
             key=next(self._keys),
             request_id=head.request_id,
@@ -129,9 +132,10 @@ def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len:
         what = f"your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer. "
         raise _too_long(max_model_len, what + "Please shorten the prompt.", param)
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
-        what = f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in the "
-        what = f"{what}completion). Please reduce the length of the {param} or of the completion."
-        raise _too_long(max_model_len, f"you requested {what}", param)
+        num_tokens = num_prompt_tokens + max_tokens
+        what = f"{num_tokens} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in the completion)"
+        advice = f"Please reduce the length of the {param} or of the completion."
+        raise _too_long(max_model_len, f"you requested {what}. {advice}", param)
 
 
 def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthError:

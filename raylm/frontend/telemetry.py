@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 
@@ -94,7 +94,3 @@ class Telemetry(Collector):
         ready = GaugeMetricFamily(metrics.ENGINES.name, metrics.ENGINES.help, labels=["model_name"])
         ready.add_metric([self._model_name], len(engines))
         yield ready
-
-    def describe(self) -> Iterable[Metric]:
-        """No names are reserved: this collector is the only one of its registry."""
-        return []

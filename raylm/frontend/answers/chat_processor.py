@@ -28,16 +28,12 @@ class ChatProcessor:
         self._tokenizer = tokenizer
         self._template = template
         self._compiler = compiler
-        source = template.source
-        self.tool_parser_name = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(source))
-        detected = detect_reasoning_parser(source)
-        self.reasoning_parser_name = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
-        self._tool_parser = TOOL_PARSERS.get(self.tool_parser_name)
-        self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
-
-    @property
-    def description(self) -> str:
-        return f"tool calls: {self.tool_parser_name}; thoughts: {self.reasoning_parser_name}"
+        tools = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(template.source))
+        detected = detect_reasoning_parser(template.source)
+        thoughts = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
+        self._tool_parser = TOOL_PARSERS.get(tools)
+        self._reasoning_parser = self._find_reasoning_parser(thoughts, config.reasoning_parser)
+        self.description = f"tool calls: {tools}; thoughts: {thoughts if self._reasoning_parser else 'none'}"
 
     async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
         """Render, tokenize, and find out what the answers may hold."""
@@ -93,17 +89,15 @@ class ChatProcessor:
             return replace(params, skip_special_tokens=False)
         return params
 
-    def _find_reasoning_parser(self, asked: str) -> ReasoningMarkers | None:
-        parser = REASONING_PARSERS.get(self.reasoning_parser_name)
+    def _find_reasoning_parser(self, name: str, asked: str) -> ReasoningMarkers | None:
+        parser = REASONING_PARSERS.get(name)
         if parser is None:
             return None
         start, end = (self._tokenizer.backend.token_to_id(marker) for marker in (parser.start, parser.end))
         if start is None or end is None:
             if asked != "auto":
-                raise ConfigError(
-                    f"reasoning_parser: {parser.start} and {parser.end} are no tokens of this model's vocabulary."
-                )
-            self.reasoning_parser_name = "none"
+                markers = f"{parser.start} and {parser.end}"
+                raise ConfigError(f"reasoning_parser: {markers} are no tokens of this model's vocabulary.")
             return None
         closing = self._tokenizer.encode_now(parser.closing, add_special_tokens=False)
         self._marks = Thinking(start, end, tuple(closing) if end in closing else (end,), begun=False)

@@ -34,13 +34,10 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], model: str) -> None:
         self._templates = dict(templates)
+        self.source = "\n".join(templates.values())
         self._special_tokens = dict(special_tokens)
         self._model = model
         self._threads = ThreadPoolExecutor(_THREADS, "raylm-template")
-
-    @property
-    def source(self) -> str:
-        return "\n".join(self._templates.values())
 
     async def render(self, request: ChatRequest) -> str:
         """The prompt text of a conversation; of the request only what a template sees counts."""

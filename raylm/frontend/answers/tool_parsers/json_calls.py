@@ -109,7 +109,7 @@ class CallScanner:
             self.name = _loaded_string(value)
             self.failed = self.name is None
         elif key in _ARGUMENT_KEYS and value != "{":
-            self._give(_as_object(value))
+            self._give("{}" if value == "null" else _loaded_string(value) or value)  # some write it as a string
 
     def _peek(self) -> Generator[None, None, str]:
         """The next character that is no white space."""
@@ -148,13 +148,6 @@ def _loaded_string(text: str) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def _as_object(text: str) -> str:
-    """Arguments that are no object: null for none, or an object written once more as a string."""
-    if text == "null":
-        return "{}"
-    return _loaded_string(text) or text
-
-
 class JSONCallsParser(MarkedCallsParser):
     """Members say what stands before and behind an object: ``_call`` begins one, ``_behind`` follows it."""
 
@@ -184,7 +177,7 @@ class JSONCallsParser(MarkedCallsParser):
         if self._opened:
             self._add_arguments(scanner.take_arguments())
             if scanner.done or scanner.failed:
-                self._close_call()
+                self.over = self._one_call
                 self._scanner, self._state = None, self._behind
         elif scanner.done or scanner.failed or scanner.name is not None:
             self._give_up()

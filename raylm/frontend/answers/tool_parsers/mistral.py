@@ -79,6 +79,6 @@ class MistralParser(JSONCallsParser):
         self._add_arguments(self._buffer[:end])
         self._buffer = self._buffer[end:]
         if self._value.done:
-            self._close_call()
+            self.over = self._one_call
             self._state = self._text
         return bool(self._buffer)

@@ -58,7 +58,7 @@ class Qwen3CoderParser(HermesParser):
             return False
         self._buffer = self._buffer.removeprefix(_FUNCTION_END)
         self._add_arguments("{}" if self._before == "{" else "}")
-        self._close_call()
+        self.over = self._one_call
         self._state = self._closing
         return True
 
