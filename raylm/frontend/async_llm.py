@@ -25,6 +25,8 @@ from raylm.frontend.types import ChatRequest, RequestHead
 from raylm.messages import EngineCoreRequest
 from raylm.params import PoolingParams, SamplingParams
 
+Prompt = str | list[int]
+
 
 class AsyncLLM:
     """Text in, deltas of text out; everything runs on one event loop, long tokenizing and templates on threads.
@@ -81,11 +83,7 @@ class AsyncLLM:
         return self._telemetry.text()
 
     async def generate(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        head: RequestHead,
-        answer_format: AnswerFormat | None = None,
+        self, prompt: Prompt, params: SamplingParams, head: RequestHead, answer_format: AnswerFormat | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt; nothing happens before the first item is asked for.
 
@@ -120,7 +118,7 @@ class AsyncLLM:
                     return
 
     async def embed(
-        self, prompt: str | list[int], params: PoolingParams, head: RequestHead
+        self, prompt: Prompt, params: PoolingParams, head: RequestHead
     ) -> AsyncGenerator[RequestOutput, None]:
         """Compute one prompt and pool its hidden states; the only output holds the vector. Else as ``generate``."""
         limits = self._router.limits
@@ -130,7 +128,7 @@ class AsyncLLM:
         with self._sent(request) as (queue, _):
             yield await queue.get()
 
-    async def _token_ids(self, prompt: str | list[int], limits: Limits, param: str) -> list[int]:
+    async def _token_ids(self, prompt: Prompt, limits: Limits, param: str) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         self._input.check_chars(len(prompt), limits.max_model_len, param)

@@ -31,9 +31,7 @@ class Limits:
 class InputProcessor:
     """Owns the numbering of requests; keeps nothing of any of them."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], default_max_tokens: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], default_max_tokens: int | None) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._default_max_tokens = default_max_tokens

@@ -76,11 +76,9 @@ class ChatTemplate:
     def _select(self, tools: list[dict[str, Any]] | None) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise InvalidRequestError(
-                f"The model '{self._model}' has no chat template (neither chat_template.jinja nor chat_template in "
-                "tokenizer_config.json); use completions instead.",
-                param="messages",
-            )
+            where = "(neither chat_template.jinja nor chat_template in tokenizer_config.json)"
+            message = f"The model '{self._model}' has no chat template {where}; use completions instead."
+            raise InvalidRequestError(message, param="messages")
         return self._templates[name]
 
 
