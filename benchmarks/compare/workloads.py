@@ -151,7 +151,7 @@ class ClosedLoop:
             EngineError: a request failed, or all together took too long.
         """
         try:
-            load = asyncio.run(asyncio.wait_for(self._load(engine, prompts), engine.left_s))
+            load = asyncio.run(self._load(engine, prompts))
         except TimeoutError as error:
             raise EngineError(f"{engine.name}: {self.total} requests took too long") from error
         if load.errors:
@@ -163,7 +163,8 @@ class ClosedLoop:
         timeout = aiohttp.ClientTimeout(total=engine.left_s)
         # A connection each: llama-server ends the one of a stream, at times after the client has used it again.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        async with asyncio.timeout(engine.left_s), session:
             client = WordClient(session, engine, prompts)
             started = time.perf_counter()
             answers = await closed_loop(client.ask, self.clients, self.total)

@@ -326,7 +326,8 @@ async def test_a_lost_block_is_noticed_when_the_engine_is_idle() -> None:
     await core.start()
     core.scheduler.kv.pool.allocate(1)
     with pytest.raises(EngineDiedError, match="1 KV blocks are held by no sequence"):
-        await asyncio.wait_for(core.run(), timeout=5)
+        async with asyncio.timeout(5):
+            await core.run()
 
 
 async def test_an_engine_that_cannot_go_on_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,4 +118,5 @@ class Lifecycle:
 
     async def _until_idle(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()

@@ -57,11 +57,10 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _work(self, spec: StructuredOutputs) -> Verdict:
-        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._judge, spec)
         try:
-            return await asyncio.wait_for(asyncio.shield(compiling), COMPILE_LIMIT_S)
+            async with asyncio.timeout(COMPILE_LIMIT_S):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._judge, spec)
         except TimeoutError:
-            compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise _refused(spec, f"it was not compiled within {COMPILE_LIMIT_S:g} s.") from None
 
     def _judge(self, spec: StructuredOutputs) -> Verdict:

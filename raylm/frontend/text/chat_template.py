@@ -60,11 +60,10 @@ class ChatTemplate:
             )
 
         job = _Job(work)
-        rendering = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
         try:
-            return await asyncio.wait_for(asyncio.shield(rendering), RENDER_LIMIT_S)
+            async with asyncio.timeout(RENDER_LIMIT_S):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, job.run)
         except TimeoutError:
-            rendering.add_done_callback(lambda done: done.exception())
             message = f"The chat template did not render the messages within {RENDER_LIMIT_S:g} s."
             raise InvalidRequestError(message, param="messages") from None
         finally:

@@ -14,6 +14,7 @@ from raylm.errors import InvalidRequestError
 from raylm.frontend.answers import grammar_compiler
 from raylm.frontend.answers.grammar_compiler import MAX_KEPT, GrammarCompiler
 from raylm.params import StructuredOutputs
+from tests.frontend.cancelling import cancel_in_every_turn
 
 
 @pytest.fixture
@@ -71,6 +72,11 @@ async def test_what_takes_too_long_is_refused(compiler: GrammarCompiler, monkeyp
     monkeypatch.setattr(compiler, "_judge", lambda spec: time.sleep(0.3) or ("", None))
     with pytest.raises(InvalidRequestError, match=r"not compiled within 0\.05 s"):
         await compiler.compile(StructuredOutputs(regex="a"))
+
+
+async def test_a_cancellation_is_never_lost(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_judge", lambda spec: ("a grammar", None))
+    await cancel_in_every_turn(lambda: compiler.compile(StructuredOutputs(regex="a")))
 
 
 async def test_a_form_is_compiled_once_and_the_oldest_are_forgotten(

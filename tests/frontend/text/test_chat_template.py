@@ -10,6 +10,7 @@ from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend.text import chat_template
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, prepare_messages
 from raylm.frontend.types import ChatRequest
+from tests.frontend.cancelling import cancel_in_every_turn
 from tests.frontend.checkpoints import TEMPLATE
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -115,6 +116,11 @@ async def test_endless_templates_are_broken_off(monkeypatch: pytest.MonkeyPatch)
             await render(template, HI, template_kwargs={"endless": True})
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
     assert await render(template, HI) == "fine"
+
+
+async def test_a_cancellation_is_never_lost() -> None:
+    template = make()
+    await cancel_in_every_turn(lambda: render(template, HI))
 
 
 def test_broken_templates_are_found_at_start() -> None:
