@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torc
         return Quantization()
     if not QUANTIZATION:
         what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint.path} are"
-        raise ConfigError(f"{what} not served: raylm.models.quantization was taken out of this installation.")
+        raise ConfigError(f"{what} not served: raylm/models/quantization is not installed.")
     return QUANTIZATION["select"](checkpoint, asked, device, ranks)
 
 
@@ -94,7 +94,7 @@ def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
     unexpected = {name for name in found - places.keys() if not model.ignores(name)}
     _refuse(checkpoint, "lacks weights that the model needs", places.keys() - found)
     _refuse(checkpoint, "holds weights that the model does not know", unexpected)
-    wanted = {name for name in found if name in places}
+    wanted = found & places.keys()
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
         for name, tensor in _tensors(files, wanted, model.shards):
             _copy(name, tensor, places[name])
@@ -109,16 +109,13 @@ def _refuse(checkpoint: Checkpoint, what: str, names: Iterable[str]) -> None:
 
 
 def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
+    what = f"model: the weight {name}"
     if tensor.shape != target.shape:
-        raise ConfigError(
-            f"model: the weight {name} has the shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}."
-        )
+        raise ConfigError(f"{what} has the shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}.")
     if not target.is_floating_point() and torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
-        raise ConfigError(
-            f"model: the weight {name} has the dtype {tensor.dtype}; config.json asks for {target.dtype}."
-        )
+        raise ConfigError(f"{what} has the dtype {tensor.dtype}; config.json asks for {target.dtype}.")
     if target.is_floating_point() and not tensor.is_floating_point():
-        raise ConfigError(f"model: the weight {name} holds integers ({tensor.dtype}), where numbers are expected.")
+        raise ConfigError(f"{what} holds integers ({tensor.dtype}), where numbers are expected.")
     target.copy_(tensor)
 
 
@@ -145,7 +142,7 @@ def _weight_names(file: Path) -> list[str]:
         raise ConfigError(f"model: {file} is not a readable safetensors file: {error}") from error
 
 
-def _tensors(files: list[Path], wanted: set[str], shards: Mapping[str, Shard]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(files: list[Path], wanted: Set[str], shards: Mapping[str, Shard]) -> Iterator[tuple[str, Tensor]]:
     """The ``wanted`` tensors one by one, in the order of the files; of those in ``shards`` only that part."""
     for file in files:
         with safe_open(file, framework="pt") as weights:
@@ -160,9 +157,7 @@ def _read_shard(weights: Any, name: str, shard: Shard) -> Tensor:
     stored, entries = weights.get_slice(name), slice(shard.part.start, shard.part.stop)
     shape = tuple(stored.get_shape())
     if len(shape) <= shard.dim or shape[shard.dim] != shard.count:
-        raise ConfigError(
-            f"model: the weight {name} has the shape {shape}, config.json asks for {shard.count} along the "
-            f"{('first', 'second')[shard.dim]} dimension."
-        )
+        wanted = f"{shard.count} along the {('first', 'second')[shard.dim]} dimension"
+        raise ConfigError(f"model: the weight {name} has the shape {shape}, config.json asks for {wanted}.")
     found: Tensor = stored[entries] if shard.dim == 0 else stored[:, entries]
     return found

@@ -62,14 +62,8 @@ def _refusals(config: DecoderConfig, dtype: torch.dtype) -> Iterator[str]:
 
 
 def heads_struct(spec: AttentionSpec) -> layout.Heads:
-    return layout.Heads(
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        window=spec.sliding_window or 0,
-        scale=spec.scale,
-        softcap=spec.softcap or 0.0,
-    )
+    window, softcap = spec.sliding_window or 0, spec.softcap or 0.0
+    return layout.Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.scale, softcap)
 
 
 def _layer(layer: DecoderLayer, kept: list[Tensor]) -> layout.Layer:

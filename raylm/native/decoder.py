@@ -25,18 +25,9 @@ def batch_struct(
     ``positions`` and ``slots`` (tokens,) are int64; ``block_tables`` (seqs, width), ``seq_lens`` (seqs,) and ``starts``
     (seqs + 1,) int32.
     """
-    struct = lib.Batch(
-        tokens=len(slots),
-        seqs=len(seq_lens),
-        table_width=block_tables.stride(0),
-        block_size=block_size,
-        positions=positions.data_ptr(),
-        slots=slots.data_ptr(),
-        block_tables=block_tables.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        starts=starts.data_ptr(),
-    )
-    struct.kept = (positions, slots, block_tables, seq_lens, starts)
+    kept = (positions, slots, block_tables, seq_lens, starts)
+    struct = lib.Batch(len(slots), len(seq_lens), block_tables.stride(0), block_size, *[x.data_ptr() for x in kept])
+    struct.kept = kept
     return struct
 
 

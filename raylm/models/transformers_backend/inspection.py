@@ -90,15 +90,9 @@ class AttentionProbe:
                 "its queries, keys and values are not of one length and head size, as in latent attention"
             )
         scale = options.get("scaling")
-        self.specs[module] = AttentionSpec(
-            layer=len(self.specs),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=float(head_dim**-0.5 if scale is None else scale),
-            sliding_window=_window(mask),
-            softcap=options.get("softcap"),
-        )
+        scale = float(head_dim**-0.5 if scale is None else scale)
+        window, softcap = _window(mask), options.get("softcap")
+        self.specs[module] = AttentionSpec(len(self.specs), heads, kv_heads, head_dim, scale, window, softcap)
         return q.transpose(1, 2)
 
 

@@ -41,10 +41,8 @@ class TransformersForCausalLM(CausalLM):
     def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> TransformersForCausalLM:
         name = checkpoint.config["architectures"][0]
         if ranks.world_size > 1:
-            raise ConfigError(
-                f"engine.tensor_parallel_size: {name} is served by one rank only; several share the Llama, Mistral, "
-                "Qwen2 and Qwen3 families."
-            )
+            served = f"{name} is served by one rank only; several share the Llama, Mistral, Qwen2 and Qwen3 families"
+            raise ConfigError(f"engine.tensor_parallel_size: {served}.")
         try:
             return cls(build_modeling(checkpoint, name), checkpoint)
         except UnservedError as error:
@@ -69,10 +67,8 @@ class TransformersForCausalLM(CausalLM):
         name = next(self._left_to_torch(), None)
         self.torch_multiplies = name is not None
         if name is not None and self.quantization is not None:
-            raise ConfigError(
-                f"quantization: {name} of {self.checkpoint.path} is no linear layer, and would stay as it is; "
-                f"{type(self.modeling.causal).__name__} is not served quantized."
-            )
+            left = f"{name} of {self.checkpoint.path} is no linear layer, and would stay as it is"
+            raise ConfigError(f"quantization: {left}; {type(self.modeling.causal).__name__} is not served quantized.")
 
     def _left_to_torch(self) -> Iterator[str]:
         """Large weights that are no linear layer of ours: neither norms nor routers."""
