@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 
 from raylm.errors import RayLMError
@@ -63,7 +64,7 @@ class OutputQueue:
         if self._error is not None:
             raise self._error
         if (columns := self.unread_logprobs) is not None:
-            self._prompt_logprobs = await offload(lambda: self._read_prompt(columns), len(columns.token_ids))
+            self._prompt_logprobs = await offload(partial(self._read_prompt, columns), len(columns.token_ids))
             self.unread_logprobs = None
         deltas, self._deltas = list(self._deltas.values()), {}
         return RequestOutput(
