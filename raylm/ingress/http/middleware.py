@@ -71,7 +71,7 @@ class RequestContextMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._metrics.answered(message["status"], scope.get("raylm.key", ""))
+                self._metrics.answers[message["status"], scope.get("raylm.key", "")] += 1
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 

@@ -7,6 +7,7 @@ import time
 import uuid
 from contextlib import aclosing
 from contextvars import Context
+from itertools import count
 from typing import TYPE_CHECKING
 
 import orjson
@@ -94,18 +95,13 @@ class CreateResponse:
             await self._store.put(job.id, kept)
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> Chunks:
-        number = 0
+        numbers = count()
         async with aclosing(job.events(outputs)) as items:
             async for events in items:
                 if job.done:
                     await self._keep(job, record)  # before the client hears of the end, and goes on from it
-                data = b""
-                for event in events:
-                    event["sequence_number"] = number
-                    number += 1
-                    data += named_event(event)
-                if data:
-                    yield data
+                if events:
+                    yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
     async def _in_background(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> bytes:
         """Answer at once; the response can be fetched, and cancelled, while it is made and afterwards."""

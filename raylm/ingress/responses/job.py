@@ -39,7 +39,6 @@ class ResponseJob:
         return self.status in ("completed", "incomplete", "failed")
 
     def response(self) -> JSONObject:
-        """OpenAI's Response object."""
         shown = self._as_asked() | {
             "id": self.id,
             "object": "response",
@@ -55,8 +54,7 @@ class ResponseJob:
     async def events(self, outputs: Outputs) -> AsyncGenerator[Events, None]:
         """Read the one sequence to its end; every item is what happened since the last one.
 
-        Raises:
-            RayLMError: nothing was generated at all; what goes wrong later becomes an event.
+        An error is raised if nothing was generated at all, and becomes an event later on.
         """
         try:
             async with aclosing(outputs):
