@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Frozen(BaseModel):
     """A node of the tree: immutable, and unknown keys are refused by name with the nearest known one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -28,69 +28,50 @@ class Frozen(BaseModel):
 class CacheConfig(Frozen):
     """The KV cache: a pool of fixed blocks."""
 
-    block_size: Literal[16, 32, 64] = Field(16, description="Tokens per KV block.")
-    memory_gib: float | None = Field(
-        None,
-        gt=0,
-        description="GiB of each worker for the KV pool; by default a share of what is free after a profile run.",
-    )
-    num_blocks: int | None = Field(
-        None, ge=2, description="Number of KV blocks, instead of sizing the pool by memory; for tests and experiments."
-    )
-    prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prompt beginnings.")
+    block_size: Literal[16, 32, 64] = 16
+    """Tokens per KV block."""
+    memory_gib: float | None = Field(None, gt=0)
+    """GiB of each worker for the KV pool; by default a share of what is free after a profile run."""
+    num_blocks: int | None = Field(None, ge=2)
+    """Number of KV blocks, instead of sizing the pool by memory; for tests and experiments."""
+    prefix_caching: bool = True
+    """Reuse the KV blocks of equal prompt beginnings."""
 
 
 class SchedulerConfig(Frozen):
     """Batching decisions of the EngineCore."""
 
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences in one step.")
-    max_num_batched_tokens: int = Field(
-        2048, ge=16, le=1_048_576, description="Most tokens in one forward pass; longer prompts are computed in chunks."
-    )
-    target_itl_ms: float | None = Field(
-        None,
-        gt=0,
-        le=60_000,
-        description="Time between two tokens of a sequence to aim at: prompts are computed in chunks that keep to it.",
-    )
-    policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the waiting queue.")
-    steps_in_flight: Literal[1, 2] = Field(2, description="Steps handed to the worker before the first one returns.")
-    speculative_tokens: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="Most tokens drafted for a sequence in a step from what it repeats, and then verified; 0 is off.",
-    )
+    max_num_seqs: int = Field(64, ge=1, le=4096)
+    """Most sequences in one step."""
+    max_num_batched_tokens: int = Field(2048, ge=16, le=1_048_576)
+    """Most tokens in one forward pass; longer prompts are computed in chunks."""
+    target_itl_ms: float | None = Field(None, gt=0, le=60_000)
+    """Time between two tokens of a sequence to aim at: prompts are computed in chunks that keep to it."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the waiting queue."""
+    steps_in_flight: Literal[1, 2] = 2
+    """Steps handed to the worker before the first one returns."""
+    speculative_tokens: int = Field(0, ge=0, le=64)
+    """Most tokens drafted for a sequence in a step from what it repeats, and then verified; 0 is off."""
 
 
 class EngineConfig(Frozen):
     """Engine replicas and their actors."""
 
-    replicas: int = Field(1, ge=1, le=256, description="Engines; each has its own EngineCore and workers.")
-    executor: Literal["ray", "local"] = Field(
-        "ray", description="ray: workers are actors of their own; local: the worker is a thread of the EngineCore."
-    )
-    tensor_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Workers (ranks) of an engine, on one node, that share every layer; on GPUs each has its own.",
-    )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="CPU threads of a worker; by default its share of the cores, fewer for a small model.",
-    )
-    cuda_graphs: bool = Field(
-        True, description="On a GPU, with one rank, replay steps that only decode as CUDA graphs, captured at start."
-    )
-    num_cpus: float = Field(
-        0.1, ge=0, description="CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."
-    )
-    step_timeout_s: float = Field(
-        300, gt=0, description="A worker that takes longer for one step is given up; a served engine is then replaced."
-    )
+    replicas: int = Field(1, ge=1, le=256)
+    """Engines; each has its own EngineCore and workers."""
+    executor: Literal["ray", "local"] = "ray"
+    """ray: workers are actors of their own; local: the worker is a thread of the EngineCore."""
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    """Workers (ranks) of an engine, on one node, that share every layer; on GPUs each has its own."""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of a worker; by default its share of the cores, fewer for a small model."""
+    cuda_graphs: bool = True
+    """On a GPU, with one rank, replay steps that only decode as CUDA graphs, captured at start."""
+    num_cpus: float = Field(0.1, ge=0)
+    """CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."""
+    step_timeout_s: float = Field(300, gt=0)
+    """A worker that takes longer for one step is given up; a served engine is then replaced."""
 
     @model_validator(mode="after")
     def _ranks_are_actors(self) -> EngineConfig:
@@ -102,68 +83,60 @@ class EngineConfig(Frozen):
 class LoRAConfig(Frozen):
     """LoRA adapters, loaded and unloaded over the API."""
 
-    root: str | None = Field(
-        None, min_length=1, description="Directory below which adapters may be loaded from; without it there are none."
-    )
-    max_adapters: int = Field(8, ge=1, le=256, description="Most adapters of each engine at once.")
-    max_rank: int = Field(64, ge=1, le=64, description="Highest rank of an adapter.")
+    root: str | None = Field(None, min_length=1)
+    """Directory below which adapters may be loaded from; without it there are none."""
+    max_adapters: int = Field(8, ge=1, le=256)
+    """Most adapters of each engine at once."""
+    max_rank: int = Field(64, ge=1, le=64)
+    """Highest rank of an adapter."""
 
 
 class IngressConfig(Frozen):
     """The HTTP side."""
 
-    replicas: int = Field(1, ge=1, le=256, description="Ingress replicas, each with its own AsyncLLM.")
-    max_ongoing_requests: int = Field(
-        4096, ge=1, description="Requests one replica holds at once; beyond it 429 with Retry-After."
-    )
-    max_queued_requests: int = Field(
-        1024, ge=1, description="Sequences of one replica that wait for their first token; beyond it 429."
-    )
-    max_queued_tokens: int = Field(
-        1_048_576, ge=1, description="Prompt tokens of one replica that wait to be computed; beyond it 429."
-    )
-    max_body_mib: float = Field(32, gt=0, le=1024, description="Longest request body in MiB.")
-    api_keys_file: str | None = Field(
-        None, min_length=1, description="File with an API key a line, as `name: key`; without keys everybody is let in."
-    )
-    api_keys_env: str | None = Field(
-        None, min_length=1, description="Environment variable that holds API keys, as the file does."
-    )
-    open_paths: tuple[str, ...] = Field(
-        ("/health", "/metrics"), description="Paths that need no API key; [] closes these too."
-    )
-    cors_origins: tuple[str, ...] = Field(
-        (), description="Origins whose pages may call this server from a browser; '*' is any."
-    )
-    shutdown_grace_s: float = Field(5, ge=0, le=600, description="Seconds that running streams get to end at shutdown.")
+    replicas: int = Field(1, ge=1, le=256)
+    """Ingress replicas, each with its own AsyncLLM."""
+    max_ongoing_requests: int = Field(4096, ge=1)
+    """Requests one replica holds at once; beyond it 429 with Retry-After."""
+    max_queued_requests: int = Field(1024, ge=1)
+    """Sequences of one replica that wait for their first token; beyond it 429."""
+    max_queued_tokens: int = Field(1_048_576, ge=1)
+    """Prompt tokens of one replica that wait to be computed; beyond it 429."""
+    max_body_mib: float = Field(32, gt=0, le=1024)
+    """Longest request body in MiB."""
+    api_keys_file: str | None = Field(None, min_length=1)
+    """File with an API key a line, as `name: key`; without keys everybody is let in."""
+    api_keys_env: str | None = Field(None, min_length=1)
+    """Environment variable that holds API keys, as the file does."""
+    open_paths: tuple[str, ...] = ("/health", "/metrics")
+    """Paths that need no API key; [] closes these too."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call this server from a browser; '*' is any."""
+    shutdown_grace_s: float = Field(5, ge=0, le=600)
+    """Seconds that running streams get to end at shutdown."""
 
 
 class Config(Frozen):
     """A served model. ``serve run`` passes the ``args`` of an application here."""
 
-    model: str = Field(
-        "embedded", min_length=1, description="'embedded', a checkpoint directory, or a Hugging Face hub id."
-    )
-    served_model_name: str | None = Field(None, description="Name clients use in `model`; by default `model` itself.")
-    revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Of weights and KV cache; auto takes the checkpoint's."
-    )
-    quantization: Literal["int8", "int4"] | None = Field(
-        None,
-        description="Round the weights of linear layers to 8 bits (activations too, row by row) or to 4; CPU only. "
-        "Quantized checkpoints are served as they are, without it.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
-    max_model_len: int | None = Field(
-        None, ge=1, description="Longest sequence in tokens; by default what model and KV pool allow."
-    )
-    tool_parser: str = Field(
-        "auto", description="Form of tool calls: auto (by the chat template), none, or a parser's name."
-    )
-    reasoning_parser: str = Field(
-        "auto", description="Form of reasoning before an answer: auto (by the chat template), none, or a parser's name."
-    )
+    model: str = Field("embedded", min_length=1)
+    """'embedded', a checkpoint directory, or a Hugging Face hub id."""
+    served_model_name: str | None = None
+    """Name clients use in `model`; by default `model` itself."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and KV cache; auto takes the checkpoint's."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Round linear layers' weights to 8 bits (activations too, row by row) or to 4; CPU only, full checkpoints."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest sequence in tokens; by default what model and KV pool allow."""
+    tool_parser: str = "auto"
+    """Form of tool calls: auto (by the chat template), none, or a parser's name."""
+    reasoning_parser: str = "auto"
+    """Form of reasoning before an answer: auto (by the chat template), none, or a parser's name."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()

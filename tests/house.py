@@ -23,7 +23,7 @@ FLOOR = {
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
-    "step_budget", "adapter_table", "lookahead",
+    "step_budget", "adapter_table",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
@@ -47,7 +47,7 @@ BESIDE_THE_CORE = {
     ),
     "LoRA": (
         "ingress/openai/lora.py", "frontend/engines/adapters.py", "engine/adapter_table.py", "worker/lora.py",
-        "models/lora/",
+        "models/lora.py",
     ),
     "tool calls": ("frontend/answers/tool_",),
     "reasoning": ("frontend/answers/reasoning", "worker/sampling/thinking_budget.py"),

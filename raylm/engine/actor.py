@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError
 from raylm.config import Config
 from raylm.engine.engine_core import EngineCore
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
-from raylm.engine.ray_executor import prepare_process
-from raylm.engine.tensor_parallel_executor import create_executor
+from raylm.engine.ray_executor import RayExecutor, prepare_process
+from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineDiedError
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, LoRAAdapter
 
@@ -29,10 +29,7 @@ _DRAIN_POLL_S = 0.05
 
 
 def engine_core_prefix(app_name: str, config: Config) -> str:
-    """What the names of all EngineCores of an application begin with.
-
-    The digest of the configuration lets an ingress see only engines that run its own during a rolling update.
-    """
+    """What the names of an application's EngineCores begin with; an ingress sees only engines of its configuration."""
     digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
     return f"EngineCore:{app_name}:{digest}:"
 
@@ -47,14 +44,13 @@ class EngineCoreActor:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_event_loop().create_future()
 
     async def start(self) -> EngineInfo:
-        """Called once, by the supervisor."""
         worker = await self._core.start()
         info = EngineInfo(self._engine_id, worker.max_model_len, worker)
         self._ready.set_result(info)
         return info
 
     async def run(self) -> str:
-        """Schedule steps until the engine is lost, and return why; called once, by the supervisor."""
+        """Schedule steps until the engine is lost, and return why; like ``start`` called once, by the supervisor."""
         try:
             await self._core.run()
         except EngineDiedError as error:
@@ -65,7 +61,7 @@ class EngineCoreActor:
         return "The EngineCore has stopped."
 
     async def drained(self) -> None:
-        """Wait until no request is open; the supervisor asks before it ends an engine that works."""
+        """Wait until no request is open."""
         while self._core.scheduler.has_work:  # noqa: ASYNC110 - asked once in an engine's life
             await asyncio.sleep(_DRAIN_POLL_S)
 
@@ -100,10 +96,10 @@ class EngineCoreActor:
 
 
 def _executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
-    if config.engine.executor == "ray":
-        return create_executor(config, workers)
-    prepare_process()
-    return LocalExecutor(config)
+    if config.engine.executor == "local":
+        prepare_process()
+        return LocalExecutor(config)
+    return RayExecutor(workers) if len(workers) == 1 else TensorParallelExecutor(workers)
 
 
 def create_engine_core(

@@ -27,7 +27,7 @@ class AdapterTable:
         return tuple(self._numbers)
 
     def number(self, name: str | None) -> int:
-        """The number of an adapter, BASE without a name; raises ModelNotFoundError if there is none of this name."""
+        """The number of an adapter, BASE without a name."""
         if name is None:
             return BASE
         adapter = self.find(name)
@@ -44,12 +44,7 @@ class AdapterTable:
             await loading.wait()
 
     def begin(self, adapter: LoRAAdapter) -> int | None:
-        """Reserve a number for an adapter that is to be loaded; None if it is loaded already.
-
-        Raises:
-            InvalidRequestError: no adapters are served, or the name stands for another one.
-            OverloadedError: as many as allowed are loaded, or being loaded.
-        """
+        """Reserve a number for an adapter that is to be loaded; None if it is loaded already."""
         if not self._served:
             raise InvalidRequestError("This server serves no LoRA adapters: lora.root is not set.", param="lora_path")
         if adapter in self._numbers:

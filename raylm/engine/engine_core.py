@@ -17,7 +17,6 @@ from raylm.errors import EngineDiedError, EngineUnavailableError, ModelNotFoundE
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineStats,
     LoRAAdapter,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -28,7 +27,8 @@ from raylm.messages import (
 class EngineCore:
     """The loop of one engine. ``start`` it, ``run`` it, talk to it by client id from the same event loop.
 
-    A client is known from ``connect`` to ``drop_client``; what others ask is ignored.
+    A client is known from ``connect`` to ``drop_client``; what others ask is ignored. Once a worker is gone or a step
+    has failed, all calls and outboxes end with EngineDiedError.
     """
 
     scheduler: Scheduler
@@ -45,11 +45,7 @@ class EngineCore:
     async def start(self) -> WorkerInfo:
         """Start the workers and make the scheduler for what they found.
 
-        Returns their WorkerInfo, ``max_model_len`` cut to what the configuration says and the KV pool holds, so that
-        a sequence alone in the engine always fits.
-
-        Raises:
-            ConfigError: the model cannot be served as configured.
+        ``max_model_len`` of the result is what configuration, model and KV pool allow: a sequence alone always fits.
         """
         info = await self._executor.start()
         longest = min(info.max_model_len, info.num_blocks * info.block_size)
@@ -62,17 +58,11 @@ class EngineCore:
     # ---------------------------------------------------------------- clients
 
     def connect(self, client_id: str) -> Outbox:
-        """Open a client's outbox; its first message, the adapters there are, is there at once.
-
-        A client that connects again starts anew: what it had open ends.
-
-        Raises:
-            EngineDiedError: the engine is gone.
-        """
+        """Open a client's outbox with a first message, the adapters there are; what the client had open ends."""
         self._check_alive()
         self.drop_client(client_id)
         outbox = self._outboxes[client_id] = Outbox()
-        outbox.put(self._adapter_outputs())
+        outbox.put(self._outputs(adapters=self._adapters.adapters))
         return outbox
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
@@ -87,11 +77,7 @@ class EngineCore:
         self._outboxes.pop(client_id).close(EngineUnavailableError("The client has left the engine."))
 
     def add(self, client_id: str, requests: list[EngineCoreRequest]) -> None:
-        """Take in requests; one that can never be served gets its error at once.
-
-        Raises:
-            EngineDiedError: the engine is gone.
-        """
+        """Take in requests; one that can never be served gets its error at once."""
         self._check_alive()
         if client_id not in self._outboxes:
             return
@@ -105,22 +91,22 @@ class EngineCore:
                 message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
                 errors.append((request.key, RayLMError(message)))
         if errors:
-            self._outboxes[client_id].put(_empty_outputs(self.scheduler.stats(), errors))
+            self._outboxes[client_id].put(self._outputs(errors))
         self._work.set()
 
     def abort(self, client_id: str, keys: list[int]) -> None:
         """Give up requests; unknown and finished keys are ignored. The answer is the new stats alone."""
         for key in keys:
             self.scheduler.abort(client_id, key)
-        if keys and client_id in self._outboxes:
-            self._outboxes[client_id].put_stats(_empty_outputs(self.scheduler.stats()))
+        if keys:
+            self._put_stats(client_id)
 
     def stop(self, client_id: str, sequences: list[tuple[int, int]]) -> None:
         """Give up single sequences, as (key, index); otherwise as ``abort``."""
         for key, index in sequences:
             self.scheduler.stop(client_id, key, index)
-        if sequences and client_id in self._outboxes:
-            self._outboxes[client_id].put_stats(_empty_outputs(self.scheduler.stats()))
+        if sequences:
+            self._put_stats(client_id)
 
     # ---------------------------------------------------------------- adapters
 
@@ -129,7 +115,6 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: it cannot be served, or its name is taken; OverloadedError if all places are.
-            EngineDiedError: the engine is gone.
         """
         await self._adapters.until_not_loading(adapter)
         self._check_alive()
@@ -145,32 +130,24 @@ class EngineCore:
         self._announce_adapters()
 
     async def unload_adapter(self, name: str) -> None:
-        """Take a LoRA adapter out of use, which ends the requests that use it; nothing happens if there is none.
-
-        Raises:
-            EngineDiedError: the engine is gone.
-        """
+        """Take a LoRA adapter out of use, which ends the requests that use it; nothing happens if there is none."""
         self._check_alive()
         number = self._adapters.remove(name)
         if number is None:
             return
         self._announce_adapters()
-        gone = ModelNotFoundError(
-            f"The LoRA adapter '{name}' was unloaded while it served this request.", param="model"
-        )
+        message = f"The LoRA adapter '{name}' was unloaded while it served this request."
+        gone = ModelNotFoundError(message, param="model")
         for client_id, key in self.scheduler.requests_of(number):
             self.scheduler.abort(client_id, key)
-            self._outboxes[client_id].put(_empty_outputs(self.scheduler.stats(), [(key, gone)]))
+            self._outboxes[client_id].put(self._outputs([(key, gone)]))
         if self._in_flight:
             await asyncio.wait([result for _, result in self._in_flight])
         await self._executor.unload_adapter(number)
 
     def _announce_adapters(self) -> None:
         for outbox in self._outboxes.values():
-            outbox.put(self._adapter_outputs())
-
-    def _adapter_outputs(self) -> EngineCoreOutputs:
-        return replace(_empty_outputs(self.scheduler.stats()), adapters=self._adapters.adapters)
+            outbox.put(self._outputs(adapters=self._adapters.adapters))
 
     # ---------------------------------------------------------------- steps
 
@@ -180,7 +157,9 @@ class EngineCore:
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         assert self._in_flight, "requests are open, nothing is in flight, and nothing can be scheduled"
         plan, result = self._in_flight[0]
-        self._deliver(self.scheduler.update(plan, await self._result_in_time(result)))
+        for client_id, outputs in self.scheduler.update(plan, await self._result_in_time(result)).items():
+            if client_id in self._outboxes:
+                self._outboxes[client_id].put(outputs)
         self._in_flight.popleft()
 
     async def _result_in_time(self, result: asyncio.Future[ModelRunnerOutput]) -> ModelRunnerOutput:
@@ -193,11 +172,7 @@ class EngineCore:
             raise EngineDiedError(f"A step has taken longer than engine.step_timeout_s, {limit_s:g} s.") from error
 
     async def run(self) -> None:
-        """Step while there is work, wait while there is none; ends only by cancellation or with the engine.
-
-        Raises:
-            EngineDiedError: a worker is gone, or a step failed; every outbox ends with it.
-        """
+        """Step while there is work, wait while there is none; ends only by cancellation or with the engine."""
         try:
             while True:
                 while not self._in_flight and not self.scheduler.has_work:
@@ -219,15 +194,21 @@ class EngineCore:
 
     async def _idle(self) -> None:
         self.scheduler.kv.check_idle()
-        for outbox in self._outboxes.values():
-            outbox.put_stats(_empty_outputs(self.scheduler.stats()))
+        for client_id in self._outboxes:
+            self._put_stats(client_id)
         self._work.clear()
         await self._work.wait()
 
-    def _deliver(self, by_client: dict[str, EngineCoreOutputs]) -> None:
-        for client_id, outputs in by_client.items():
-            if client_id in self._outboxes:
-                self._outboxes[client_id].put(outputs)
+    def _put_stats(self, client_id: str) -> None:
+        if client_id in self._outboxes:
+            self._outboxes[client_id].put_stats(self._outputs())
+
+    def _outputs(
+        self, errors: list[tuple[int, RayLMError]] | None = None, adapters: tuple[LoRAAdapter, ...] | None = None
+    ) -> EngineCoreOutputs:
+        """A message without entries."""
+        stats, now = self.scheduler.stats(), time.time()
+        return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], adapters=adapters, created=now)
 
     # ---------------------------------------------------------------- the end
 
@@ -245,7 +226,3 @@ class EngineCore:
         for _, result in self._in_flight:
             result.cancel()  # also drops an exception that it may hold
         self._in_flight.clear()
-
-
-def _empty_outputs(stats: EngineStats, errors: list[tuple[int, RayLMError]] | None = None) -> EngineCoreOutputs:
-    return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], created=time.time())

@@ -1,4 +1,4 @@
-"""KVCacheManager: owns the block table and the block hashes of every sequence."""
+"""KVCacheManager: owns the block table and the block hashes of every sequence; Lookahead: how far tables reach."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class ChainedHasher:
         self._epoch = 0
 
     def root(self, seq: Sequence) -> bytes:
-        """Where the chain of a sequence begins."""
         return sha256(repr((self._epoch, seq.state.adapter, seq.state.request.cache_salt)).encode()).digest()
 
     def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
@@ -49,7 +48,7 @@ class ChainedHasher:
             hashes.append(parent)
 
     def renew(self) -> None:
-        """From now on give new sequences hashes that no earlier one had."""
+        """Give sequences that come from now on hashes that no earlier one had."""
         self._epoch += 1
 
 
@@ -80,11 +79,11 @@ class KVCacheManager:
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def block_ids(self, seq: Sequence) -> list[int]:
-        """The block table of a sequence; not to be changed."""
+        """Not to be changed."""
         return self._tables[seq.id].block_ids
 
     def capacity(self, seq: Sequence) -> int:
-        """How many tokens the block table of a sequence can hold."""
+        """In tokens."""
         return len(self._tables[seq.id].block_ids) * self.block_size
 
     def admit(self, seq: Sequence, spare: int, *, use_cache: bool = True) -> int | None:
@@ -139,7 +138,7 @@ class KVCacheManager:
         self.pool.release(reversed(self._tables.pop(seq.id).block_ids))
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is known of a sequence that holds no blocks."""
+        """Of a sequence that holds no blocks."""
         self._tables.pop(seq.id, None)
 
     def unpublish(self, seq: Sequence) -> None:
@@ -183,3 +182,29 @@ class KVCacheManager:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+class Lookahead:
+    """How many tokens the block tables of decoding sequences must hold.
+
+    A step draws one token, so a sequence needs a block whenever it has computed ``reserve_every`` tokens more. With
+    drafts it draws up to ``drafts`` more than one, and how many is known when its result is. Until then blocks are
+    reserved for the most, or for one token more than there are blocks for, as the worker drafts no token that it has
+    no block for; where blocks abound, also for the drafts of the next step.
+    """
+
+    def __init__(self, kv: KVCacheManager, drafts: int) -> None:
+        self.reserve_every = 1 if drafts else kv.block_size
+        self._kv = kv
+        self._drafts = drafts
+
+    def tokens_to_reserve(self, seq: Sequence, num_running: int) -> int:
+        """Tokens that the block table of ``seq`` should hold in the next step; the one at its limit is not computed."""
+        drafts, kv = self._drafts, self._kv
+        abundant = kv.pool.num_free > num_running + drafts // kv.block_size + 1
+        longest = min(self._longest(seq), kv.capacity(seq) + 1)
+        return min(longest + drafts * abundant, seq.limit - 1)
+
+    def _longest(self, seq: Sequence) -> int:
+        """The most tokens that ``seq`` may have in the worker when the steps in flight have run."""
+        return seq.num_tokens + self._drafts * (seq.num_tokens - len(seq.token_ids))

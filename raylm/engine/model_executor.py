@@ -6,44 +6,33 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+T = TypeVar("T")
 
 
 class ModelExecutor(ABC):
     """Owns the worker handles and the steps in flight.
 
     Workers run steps strictly in the order in which ``execute`` was called; a step may be handed over before
-    the one before it has returned.
+    the one before it has returned. EngineDiedError says that a worker is gone; no later step will succeed.
     """
 
     @abstractmethod
     async def start(self) -> WorkerInfo:
-        """Load weights, profile, allocate the KV pool; return what was found out.
-
-        Raises:
-            ConfigError: the model cannot be served as configured.
-        """
+        """Load weights, profile, allocate the KV pool; ConfigError if the model cannot be served as configured."""
 
     @abstractmethod
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """Hand one step to the workers at once; the awaitable gives the output rank's result.
-
-        Raises (from the awaitable):
-            EngineDiedError: a worker is gone; no later step will succeed.
-        """
+        """Hand one step to the workers at once; the awaitable gives the output rank's result."""
 
     @abstractmethod
     async def load_adapter(self, adapter: int, path: str) -> None:
-        """Let the workers load a LoRA adapter under a number; steps go on meanwhile where they can.
-
-        Raises:
-            InvalidRequestError: it cannot be served; says why.
-            EngineDiedError: a worker is gone.
-        """
+        """Load a LoRA adapter under a number, steps go on where they can; InvalidRequestError if it does not fit."""
 
     @abstractmethod
     async def unload_adapter(self, adapter: int) -> None:
@@ -57,8 +46,7 @@ class ModelExecutor(ABC):
 class WorkerInterface(Protocol):
     """What an executor needs of a worker; every call blocks, and all come from one thread."""
 
-    def start(self) -> WorkerInfo:
-        """Load weights, profile, allocate the KV pool."""
+    def start(self) -> WorkerInfo: ...
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
 
@@ -86,16 +74,16 @@ class LocalExecutor(ModelExecutor):
         self._died_of: Exception | None = None
 
     async def start(self) -> WorkerInfo:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
+        return await self._on_thread(self._start)
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._execute, plan)
+        return self._on_thread(self._execute, plan)
 
     async def load_adapter(self, adapter: int, path: str) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._live_worker.load_adapter, adapter, path)
+        await self._on_thread(self._live_worker.load_adapter, adapter, path)
 
     async def unload_adapter(self, adapter: int) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._live_worker.unload_adapter, adapter)
+        await self._on_thread(self._live_worker.unload_adapter, adapter)
 
     @property
     def _live_worker(self) -> WorkerInterface:
@@ -107,8 +95,11 @@ class LocalExecutor(ModelExecutor):
         """Let the step that runs end, drop those that wait, and join the thread."""
         if self._worker is not None:
             worker, self._worker = self._worker, None
-            await asyncio.get_running_loop().run_in_executor(self._thread, worker.shutdown)
+            await self._on_thread(worker.shutdown)
         self._thread.shutdown(cancel_futures=True)
+
+    def _on_thread(self, call: Callable[..., T], *args: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     def _start(self) -> WorkerInfo:
         self._worker = self._worker_factory(self._config)

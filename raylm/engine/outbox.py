@@ -104,10 +104,7 @@ class Outbox:
         return held
 
 
-_LISTS = (
-    "keys", "indexes", "token_counts", "token_ids", "finish_reasons", "stop_reasons", "cached_tokens",
-    "prompt_logprobs", "errors", "pooled",
-)  # fmt: skip
+_LISTS = [name for name, kind in EngineCoreOutputs.__annotations__.items() if kind.startswith("list")]
 
 
 def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutputs:

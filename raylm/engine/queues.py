@@ -1,8 +1,8 @@
-"""WaitingQueue: a family with a member for each scheduling policy; owned by the Scheduler."""
+"""WaitingQueue: the sequences that wait, in the order of a scheduling policy; owned by the Scheduler."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from raylm.engine.sequence import Sequence
@@ -10,7 +10,19 @@ from raylm.engine.sequence import Sequence
 Rank = tuple[int, int, int]
 
 
-class WaitingQueue(ABC):
+def _first_come(seq: Sequence) -> Rank:
+    return (0, seq.state.arrival, seq.index)
+
+
+def _lowest_priority(seq: Sequence) -> Rank:
+    return (seq.state.request.priority, seq.state.arrival, seq.index)
+
+
+POLICIES: dict[str, Callable[[Sequence], Rank]] = {"fcfs": _first_come, "priority": _lowest_priority}
+"""(class, arrival, index): lower is served earlier; sequences of a higher class are preempted first."""
+
+
+class WaitingQueue:
     """Sequences that wait, in the order of their rank; a policy is a rank.
 
     A rank never changes while a sequence lives. So a preempted sequence comes back before everything that arrived
@@ -18,14 +30,10 @@ class WaitingQueue(ABC):
     they reach its head, or outnumber the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str) -> None:
+        self.rank = POLICIES[policy]
         self._heap: list[tuple[Rank, int]] = []
         self._waiting: dict[int, Sequence] = {}
-
-    @staticmethod
-    @abstractmethod
-    def rank(seq: Sequence) -> Rank:
-        """(class, arrival, index): lower is served earlier; sequences of a higher class are preempted first."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -45,26 +53,3 @@ class WaitingQueue(ABC):
         if len(self._heap) > 2 * len(self._waiting) + 64:
             self._heap = [(self.rank(waiting), waiting.id) for waiting in self._waiting.values()]
             heapify(self._heap)
-
-
-class FcfsQueue(WaitingQueue):
-    """First come, first served."""
-
-    @staticmethod
-    def rank(seq: Sequence) -> Rank:
-        return (0, seq.state.arrival, seq.index)
-
-
-class PriorityQueue(WaitingQueue):
-    """The lowest ``priority`` first; the order of arrival among equals."""
-
-    @staticmethod
-    def rank(seq: Sequence) -> Rank:
-        return (seq.state.request.priority, seq.state.arrival, seq.index)
-
-
-_QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
-
-
-def create_queue(policy: str) -> WaitingQueue:
-    return _QUEUES[policy]()

@@ -11,10 +11,9 @@ from itertools import count
 
 from raylm import logprob_columns
 from raylm.config import SchedulerConfig
-from raylm.engine.kv_cache_manager import KVCacheManager
-from raylm.engine.lookahead import create_lookahead
+from raylm.engine.kv_cache_manager import KVCacheManager, Lookahead
 from raylm.engine.outbox import ClientOutputs
-from raylm.engine.queues import create_queue
+from raylm.engine.queues import WaitingQueue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
@@ -24,7 +23,6 @@ from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineStats,
-    FinishReason,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -49,11 +47,11 @@ class Scheduler:
         self.kv = kv
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.running: list[Sequence] = []
-        self.waiting = create_queue(config.policy)
+        self.waiting = WaitingQueue(config.policy)
         self.counters = Counters()
         self._max_num_seqs = config.max_num_seqs
         self._budget = create_budget(config)
-        self._lookahead = create_lookahead(kv, config.speculative_tokens)
+        self._lookahead = Lookahead(kv, config.speculative_tokens)
         self._requests: dict[tuple[str, int], RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
@@ -71,9 +69,7 @@ class Scheduler:
         """Let the first sequence of a request wait; the others start when it has computed the prompt they share.
 
         Raises:
-            ContextLengthError: the prompt leaves no position for a token.
-            InvalidRequestError: the prompt is empty.
-            RayLMError: the key is taken.
+            RayLMError: it can never be served, or its key is taken.
         """
         if (client_id, request.key) in self._requests:
             raise RayLMError(f"A request with the key {request.key} is open already.")
@@ -84,17 +80,14 @@ class Scheduler:
 
     def abort(self, client_id: str, key: int) -> None:
         """End a request at once; unknown and finished ones are ignored."""
-        state = self._requests.get((client_id, key))
-        if state is not None:
+        if state := self._requests.get((client_id, key)):
             self._abort(state)
 
     def stop(self, client_id: str, key: int, index: int) -> None:
         """End one sequence of a request, the others go on; unknown and finished ones are ignored."""
         state = self._requests.get((client_id, key))
-        for seq in state.open if state is not None else ():
-            if seq.index == index:
-                self._close(seq)
-                return
+        for seq in [seq for seq in state.open if seq.index == index] if state else ():
+            self._close(seq)
 
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
         """(client, key) of the open requests, of one client or of all."""
@@ -107,7 +100,7 @@ class Scheduler:
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
-        """Draw up the next step: first who runs, then who waits; None if nobody can compute anything now."""
+        """Draw up the next step: first what runs, then what waits; None if nothing can be computed now."""
         plan = StepPlan(self._budget.tokens(self.running), self._max_num_seqs - len(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan)
@@ -194,8 +187,7 @@ class Scheduler:
             self._fail(seq_id, reason, outputs)
         self._publish_chunks(plan)
         for seq_id, logprobs in result.prompt_logprobs:
-            seq = self._sequences.get(seq_id)
-            if seq is not None and seq.prompt_logprobs is not None:
+            if (seq := self._sequences.get(seq_id)) and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)
         self._append_tokens(result, outputs)
         self._take_vectors(result, outputs)
@@ -236,8 +228,7 @@ class Scheduler:
         if len(result.token_ids) == len(result.seq_ids):
             return result.seq_ids
         for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True):
-            seq = self._sequences.get(seq_id)
-            if seq is not None:
+            if seq := self._sequences.get(seq_id):
                 seq.accept_drafts(drawn - 1)
                 self.counters.accepted_tokens += drawn - 1
         return [seq_id for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True) for _ in range(drawn)]
@@ -245,23 +236,24 @@ class Scheduler:
     def _take_vectors(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
         """A pooled prompt ends its sequence."""
         for seq_id, vector in result.pooled:
-            seq = self._sequences.get(seq_id)
-            if seq is not None:
+            if seq := self._sequences.get(seq_id):
                 self.counters.prompt_tokens += seq.num_prompt_tokens
                 outputs[seq.client_id].pooled.append((seq.key, vector))
                 self._close(seq)
 
     def _check_token(self, seq: Sequence, token: int, outputs: ClientOutputs) -> None:
-        """The token just appended is the first one, or the last one, or might end the sequence."""
+        """The token just appended is the first or the last one, or might end the sequence."""
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
             self._complete_prompt(seq, outputs)
         seq.next_check = seq.limit
         params = seq.state.request.params
         if token in seq.stop_ids and seq.num_generated > params.min_tokens:
             by_eos = token in seq.state.request.eos_token_ids and not params.ignore_eos
-            self._finish(seq, "stop", None if by_eos else token, outputs)
+            outputs.finish("stop", None if by_eos else token)
+            self._close(seq)
         elif len(seq.token_ids) >= seq.limit:
-            self._finish(seq, "length", None, outputs)
+            outputs.finish("length", None)
+            self._close(seq)
 
     def _complete_prompt(self, seq: Sequence, outputs: ClientOutputs) -> None:
         """The first token has come: the prompt's logprobs are whole, and the sequences that share it may start."""
@@ -276,8 +268,7 @@ class Scheduler:
     def _publish_chunks(self, plan: SchedulerOutput) -> None:
         """Let the prompts that this step computed be found; single tokens are published when they fill a block."""
         for row in range(plan.num_scheduled.count(1), len(plan.seq_ids)):
-            seq = self._sequences.get(plan.seq_ids[row])
-            if seq is not None and seq.status is Status.RUNNING:
+            if (seq := self._sequences.get(plan.seq_ids[row])) and seq.status is Status.RUNNING:
                 self.kv.publish(seq, plan.num_computed[row] + plan.num_scheduled[row])
 
     # ---------------------------------------------------------------- ends
@@ -285,10 +276,6 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         self._sequences[seq.id] = seq
         self.waiting.push(seq)
-
-    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None, outputs: ClientOutputs) -> None:
-        outputs.finish(reason, stop_reason)
-        self._close(seq)
 
     def _close(self, seq: Sequence) -> None:
         """End a sequence, and with the last one its request."""
@@ -298,8 +285,7 @@ class Scheduler:
 
     def _fail(self, seq_id: int, reason: str, outputs: defaultdict[str, ClientOutputs]) -> None:
         """End the whole request of a sequence with an error; what the sequence computed is not to be reused."""
-        seq = self._sequences.get(seq_id)
-        if seq is not None:
+        if seq := self._sequences.get(seq_id):
             self._abort(seq.state)
             self.kv.unpublish(seq)
             outputs[seq.client_id].errors.append((seq.key, RayLMError(reason)))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from raylm.config import Config
-from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, answer, as_raylm_error
 from raylm.errors import EngineDiedError, PeerLostError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
-# How long the other ranks may take to fail too, once one has.
-LAST_WORDS_S = 1.0
+T = TypeVar("T")
+
+_LAST_WORDS_S = 1.0  # how long the other ranks may take to fail too, once one has
 
 
 class TensorParallelExecutor(RayExecutor):
@@ -28,29 +26,25 @@ class TensorParallelExecutor(RayExecutor):
 
     async def start(self) -> WorkerInfo:
         port: int = await answer(self._workers[0].open_rendezvous.remote())
-        infos: list[WorkerInfo] = await _all_or_cause([worker.start.remote(port) for worker in self._workers])
+        info: WorkerInfo = await _first([worker.start.remote(port) for worker in self._workers])
         await self._open_channels()
-        return infos[0]
+        return info
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        return self._first([send(plan) for send in self._senders])
-
-    async def _first(self, refs: list[Awaitable[ModelRunnerOutput]]) -> ModelRunnerOutput:
-        results: list[ModelRunnerOutput] = await _all_or_cause(refs)
-        return results[0]
+        return _first([send(plan) for send in self._senders])
 
 
-async def _all_or_cause(refs: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of all ranks; when one fails, the error that is the cause."""
+async def _first(refs: Sequence[Awaitable[T]]) -> T:
+    """The result of rank 0, once all have theirs; when one fails, the error that is the cause."""
     futures = [asyncio.ensure_future(ref) for ref in refs]
     try:
-        return await asyncio.gather(*futures)
+        return (await asyncio.gather(*futures))[0]
     except RayError:
         await _raise_cause(futures)
 
 
 async def _raise_cause(futures: Sequence[asyncio.Future[Any]]) -> NoReturn:
-    await asyncio.wait(futures, timeout=LAST_WORDS_S)
+    await asyncio.wait(futures, timeout=_LAST_WORDS_S)
     failed = {
         rank: error
         for rank, future in enumerate(futures)
@@ -68,7 +62,3 @@ def _distance(error: BaseException) -> int:
     if isinstance(error, RayActorError):
         return 0
     return 2 if isinstance(getattr(error, "cause", None), PeerLostError) else 1
-
-
-def create_executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
-    return RayExecutor(workers) if config.engine.tensor_parallel_size == 1 else TensorParallelExecutor(workers)

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.lifecycle import OngoingRequest as OngoingRequest
     from raylm.frontend.admission.lifecycle import Throttle as Throttle
     from raylm.frontend.admission.queue import Admission as Admission
-    from raylm.frontend.admission.queue import Reservation as Reservation
     from raylm.frontend.answers.answer_format import AnswerFormat as AnswerFormat
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
@@ -21,12 +20,10 @@ if TYPE_CHECKING:
     from raylm.frontend.engines.engine_client import EngineClient as EngineClient
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
     from raylm.frontend.engines.ray_engine_client import RayEngineClient as RayEngineClient
-    from raylm.frontend.engines.router import Router as Router
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
     from raylm.frontend.outputs import RequestOutput as RequestOutput
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
-    from raylm.frontend.outputs import join_calls as join_calls
     from raylm.frontend.threads import LARGE as LARGE
     from raylm.frontend.threads import offload as offload
     from raylm.frontend.types import ChatRequest as ChatRequest
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
-    "admission.queue": ("Admission", "Reservation"),
+    "admission.queue": ("Admission",),
     "answers.answer_format": ("AnswerFormat",),
     "answers.chat_processor": ("ChatPrompt",),
     "async_llm": ("AsyncLLM",),
@@ -44,8 +41,7 @@ _MODULES = {
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("EngineClient", "LocalEngineClient"),
     "engines.ray_engine_client": ("RayEngineClient",),
-    "engines.router": ("Router",),
-    "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta", "join_calls"),
+    "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "threads": ("LARGE", "offload"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }

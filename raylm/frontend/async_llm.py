@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from raylm.checkpoint import resolve
 from raylm.config import Config
-from raylm.errors import EngineUnavailableError, UnsupportedFieldError
+from raylm.errors import UnsupportedFieldError
 from raylm.frontend.admission.queue import Admission, Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
-from raylm.frontend.defaults import PoolingDefaults, default_max_tokens, pooling_defaults, sampling_defaults
-from raylm.frontend.engines.adapters import AdapterDirectory
+from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampling_defaults
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits
@@ -27,14 +25,13 @@ from raylm.frontend.types import ChatRequest, RequestHead
 from raylm.messages import EngineCoreRequest
 from raylm.params import PoolingParams, SamplingParams
 
+Prompt = str | list[int]
+
 
 class AsyncLLM:
     """Text in, deltas of text out; everything runs on one event loop, long tokenizing and templates on threads.
 
-    Args:
-        config: names the checkpoint, whose tokenizer, chat template and generation_config are read here and now.
-        router: the engines, if the caller wants to keep hold of it.
-        admission: how much may wait for a first token; by default any number.
+    ``adapters`` are the LoRA adapters that requests may name; ``admission`` bounds what waits for a first token.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
@@ -44,9 +41,9 @@ class AsyncLLM:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
         self.admission = admission or Admission()
-        self.sampling_defaults: dict[str, Any] = sampling_defaults(checkpoint)
+        self.sampling_defaults = sampling_defaults(checkpoint)
         self.default_max_tokens = default_max_tokens(checkpoint)
-        self.pooling_defaults: PoolingDefaults = pooling_defaults(checkpoint)
+        self.pooling_defaults = pooling_defaults(checkpoint)
         self._longest = config.max_model_len or checkpoint.max_position_embeddings
         self._tokenizer = Tokenizer(checkpoint.path)
         check_templates(self._tokenizer.chat_templates)
@@ -54,6 +51,7 @@ class AsyncLLM:
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.eos_token_ids)
         self._chat = ChatProcessor(config, self._tokenizer, self._template, self._grammars)
         self._router = router or Router()
+        self.adapters = self._router.adapters
         self._telemetry = Telemetry(self.model_name, self._router.stats)
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
@@ -75,33 +73,17 @@ class AsyncLLM:
         return self._router.is_ready
 
     @property
-    def adapters(self) -> AdapterDirectory:
-        """The LoRA adapters that requests may name, and how they are loaded and unloaded."""
-        return self._router.adapters
-
-    @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens that every ready engine takes; without one, what configuration and model say.
-
-        Raises:
-            EngineUnavailableError: no engine is ready, and neither of them limits it.
-        """
-        if self._router.is_ready:
+        """Longest sequence in tokens that every ready engine takes; without one, what configuration and model say."""
+        if self._router.is_ready or self._longest is None:
             return self._router.limits.max_model_len
-        if self._longest is None:
-            raise EngineUnavailableError("No engine is ready; try again shortly.")
         return self._longest
 
     def metrics_text(self) -> bytes:
-        """All series in Prometheus' text format."""
         return self._telemetry.text()
 
     async def generate(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        head: RequestHead,
-        answer_format: AnswerFormat | None = None,
+        self, prompt: Prompt, params: SamplingParams, head: RequestHead, answer_format: AnswerFormat | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt; nothing happens before the first item is asked for.
 
@@ -118,19 +100,13 @@ class AsyncLLM:
         limits = self._router.limits
         spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
         if params.thinking_token_budget is not None and thinking is None:
-            raise UnsupportedFieldError(
-                "'thinking_token_budget' needs a conversation with a model that thinks before it answers.",
-                param="thinking_token_budget",
-            )
+            message = "'thinking_token_budget' needs a conversation with a model that thinks before it answers."
+            raise UnsupportedFieldError(message, param="thinking_token_budget")
         grammar = await self._grammars.compile(spec) if spec is not None else None
+        token_ids = await self._token_ids(prompt, limits, head.param)
+        bad_words = await self._input.bad_words(params.bad_words, limits)
         request = self._input.build(
-            await self._token_ids(prompt, limits, head.param),
-            params,
-            limits,
-            head,
-            bad_words=await self._input.bad_words(params.bad_words, limits),
-            grammar=grammar,
-            thinking=thinking,
+            token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
         with self._sent(request, answer_format) as (queue, reservation):
             while True:
@@ -142,7 +118,7 @@ class AsyncLLM:
                     return
 
     async def embed(
-        self, prompt: str | list[int], params: PoolingParams, head: RequestHead
+        self, prompt: Prompt, params: PoolingParams, head: RequestHead
     ) -> AsyncGenerator[RequestOutput, None]:
         """Compute one prompt and pool its hidden states; the only output holds the vector. Else as ``generate``."""
         limits = self._router.limits
@@ -152,7 +128,7 @@ class AsyncLLM:
         with self._sent(request) as (queue, _):
             yield await queue.get()
 
-    async def _token_ids(self, prompt: str | list[int], limits: Limits, param: str) -> list[int]:
+    async def _token_ids(self, prompt: Prompt, limits: Limits, param: str) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         self._input.check_chars(len(prompt), limits.max_model_len, param)
@@ -186,7 +162,7 @@ class AsyncLLM:
         """What ``generate`` takes for the next turn of a conversation: prompt, parameters, and how to read answers.
 
         Raises:
-            InvalidRequestError: there is no template, it refuses the messages, or a field asks for what this model
+            InvalidRequestError: there is no template, it refuses the messages or a field asks for what this model
                 cannot do; ContextLengthError if it could never fit.
         """
         if not request.any_length:
@@ -194,11 +170,7 @@ class AsyncLLM:
         return await self._chat.prepare(request, params)
 
     async def render_chat(self, request: ChatRequest) -> list[int]:
-        """Token ids of a conversation by the checkpoint's chat template, which sees the request's fields as they are.
-
-        Raises:
-            InvalidRequestError: there is no template, it refuses the messages, or it takes too long.
-        """
+        """Token ids of a conversation by the chat template, which sees the request's fields as they are."""
         text = await self._template.render(request)
         return await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
 
@@ -206,13 +178,8 @@ class AsyncLLM:
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, ids: list[int]) -> str:
-        """The text of ``ids``, special tokens included.
-
-        Raises:
-            InvalidRequestError: an id is outside the vocabulary; ``param`` is ``tokens``.
-        """
+        """The text of ``ids``, special tokens included."""
         return await self._tokenizer.decode(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes that a token adds to a text, b"" for an id without a token; may be part of a character."""
         return self._tokenizer.token_bytes(token_id)

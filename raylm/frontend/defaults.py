@@ -26,40 +26,26 @@ class PoolingDefaults:
     size: int | None
 
     def check(self, params: PoolingParams) -> None:
-        """Refuse more dimensions than a vector has.
-
-        Raises:
-            InvalidRequestError: naming ``dimensions``.
-        """
+        """Refuse more dimensions than a vector has."""
         if params.dimensions is not None and self.size is not None and params.dimensions > self.size:
-            raise InvalidRequestError(
-                f"dimensions must be at most {self.size}, the size of this model's vectors.", param="dimensions"
-            )
+            message = f"dimensions must be at most {self.size}, the size of this model's vectors."
+            raise InvalidRequestError(message, param="dimensions")
 
 
 def pooling_defaults(checkpoint: Checkpoint) -> PoolingDefaults:
-    """The checkpoint's own pooling; without one, as with models that generate, the last token is pooled.
-
-    Raises:
-        ConfigError: it asks for a way of pooling that is not served.
-    """
+    """The checkpoint's own pooling; without one, as with models that generate, the last token is pooled."""
     wanted = [name for name, value in checkpoint.pooling_config.items() if name.startswith("pooling_mode_") and value]
     wanted = wanted or ["pooling_mode_lasttoken"]
     if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
-        raise ConfigError(
-            f"model: 1_Pooling/config.json asks for {', '.join(wanted)}; one of {', '.join(_POOLING_MODES)} is served."
-        )
+        served = f"one of {', '.join(_POOLING_MODES)} is served."
+        raise ConfigError(f"model: 1_Pooling/config.json asks for {', '.join(wanted)}; {served}")
     return PoolingDefaults(_POOLING_MODES[wanted[0]], checkpoint.hidden_size)
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The values that the checkpoint's generation_config.json sets.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-    found = {name: checkpoint.generation_config.get(name) for name in _SAMPLING}
-    defaults = {name: value for name, value in found.items() if value is not None}
+    """The values that the checkpoint's generation_config.json sets."""
+    found = checkpoint.generation_config
+    defaults = {name: found[name] for name in _SAMPLING if found.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except (InvalidRequestError, TypeError) as error:
@@ -68,11 +54,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def default_max_tokens(checkpoint: Checkpoint) -> int | None:
-    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers that requests leave open.
-
-    Raises:
-        ConfigError: it is no positive integer.
-    """
+    """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers that requests leave open."""
     found = checkpoint.generation_config.get("max_new_tokens")
     if found is None or (type(found) is int and found >= 1):
         return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
+from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend.text.tokenizer import Tokenizer
@@ -14,6 +15,7 @@ from raylm.frontend.types import RequestHead
 from raylm.messages import EngineCoreRequest, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
+MAX_CACHE_SALT_CHARS = 128
 MAX_STOP_CHARS = 2_048
 _NO_SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
@@ -29,20 +31,14 @@ class Limits:
 class InputProcessor:
     """Owns the numbering of requests; keeps nothing of any of them."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], default_max_tokens: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], default_max_tokens: int | None) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._default_max_tokens = default_max_tokens
         self._keys = count(1)
 
     def check_chars(self, num_chars: int, max_model_len: int, param: str) -> None:
-        """Refuse a text that is too long for the context whatever its tokens are, before it is tokenized.
-
-        Raises:
-            ContextLengthError: naming ``param``.
-        """
+        """Refuse a text that is too long for the context whatever its tokens are, before it is tokenized."""
         if num_chars > max_model_len * self._tokenizer.longest_token_chars:
             what = f"your prompt has {num_chars} characters, which can never fit. Please shorten it."
             raise _too_long(max_model_len, what, param)
@@ -58,32 +54,25 @@ class InputProcessor:
         grammar: str | None = None,
         thinking: Thinking | None = None,
     ) -> EngineCoreRequest:
-        """Check and complete one request.
+        """Check and complete one request, whose bad words are tokenized and whose structured outputs are a grammar.
 
-        ``bad_words`` are those of ``params``, tokenized; ``grammar`` is what ``params.structured_outputs`` come to;
         ``thinking`` describes how answers may begin.
-
-        Raises:
-            ContextLengthError: prompt and max_tokens do not fit.
-            InvalidRequestError: a field is out of its range.
         """
-        num_prompt_tokens = len(prompt_token_ids)
         _check_prompt(prompt_token_ids, limits, head.param)
-        _check_length(num_prompt_tokens, params.max_tokens, limits.max_model_len, head.param)
-        _check_params(params, limits)
-        head.check()
-        available = limits.max_model_len - num_prompt_tokens
-        default = available  # gives way to the context, and to ``min_tokens``
-        if self._default_max_tokens is not None:
-            default = min(available, max(self._default_max_tokens, params.min_tokens))
-        complete = replace(
-            params,
-            max_tokens=params.max_tokens or default,
-            seed=random.getrandbits(63) if params.seed is None else params.seed,
-            structured_outputs=None,
-        )
-        return replace(
-            self._request(prompt_token_ids, complete, head),
+        _check_length(len(prompt_token_ids), params.max_tokens, limits.max_model_len, head.param)
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            _check_ids(name, getattr(params, name), limits)
+        if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
+            raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
+        default = limits.max_model_len - len(prompt_token_ids)
+        if self._default_max_tokens is not None:  # it gives way to the context, and to ``min_tokens``
+            default = min(default, max(self._default_max_tokens, params.min_tokens))
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        complete = replace(params, max_tokens=params.max_tokens or default, seed=seed, structured_outputs=None)
+        return self._request(
+            prompt_token_ids,
+            complete,
+            head,
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=bad_words,
             grammar=grammar,
@@ -93,20 +82,19 @@ class InputProcessor:
     def build_pooling(
         self, prompt_token_ids: list[int], params: PoolingParams, limits: Limits, head: RequestHead
     ) -> EngineCoreRequest:
-        """Check and complete one request for a vector.
-
-        Raises:
-            ContextLengthError: the prompt does not fit.
-            InvalidRequestError: a field is out of its range.
-        """
+        """Check one request for a vector."""
         _check_prompt(prompt_token_ids, limits, head.param)
         if len(prompt_token_ids) > limits.max_model_len:
             what = f"your {head.param} has {len(prompt_token_ids)} tokens. Please shorten it."
             raise _too_long(limits.max_model_len, what, head.param)
-        head.check()
-        return replace(self._request(prompt_token_ids, _NO_SAMPLING, head), pooling=params)
+        return self._request(prompt_token_ids, _NO_SAMPLING, head, pooling=params)
 
-    def _request(self, prompt_token_ids: list[int], params: SamplingParams, head: RequestHead) -> EngineCoreRequest:
+    def _request(
+        self, prompt_token_ids: list[int], params: SamplingParams, head: RequestHead, **rest: Any
+    ) -> EngineCoreRequest:
+        if head.cache_salt is not None and not 1 <= len(head.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            message = f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters."
+            raise InvalidRequestError(message, param="cache_salt")
         return EngineCoreRequest(
             key=next(self._keys),
             request_id=head.request_id,
@@ -116,25 +104,19 @@ class InputProcessor:
             cache_salt=head.cache_salt,
             arrival_time=head.arrival_time,
             adapter=head.adapter,
+            **rest,
         )
 
     async def bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
-        """The tokens of ``words``; many of them, or long ones, are tokenized in a thread.
-
-        Raises:
-            InvalidRequestError: one holds what is no text, or no token of this model.
-        """
+        """The tokens of ``words``; many of them, or long ones, are tokenized in a thread."""
         return await offload(lambda: self._bad_words(words, limits), sum(map(len, words)) // 2) if words else ()
 
     def _bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and after a space: banned in both places."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word.lstrip(), f" {word.lstrip()}"):
-                token_ids = self._tokenizer.encode_now(text, add_special_tokens=False, param="bad_words")
-                _check_ids("bad_words", token_ids, limits)
-                found[tuple(token_ids)] = None
-        return tuple(found)
+        texts = chain.from_iterable((word.lstrip(), f" {word.lstrip()}") for word in words)
+        found = [self._tokenizer.encode_now(text, add_special_tokens=False, param="bad_words") for text in texts]
+        _check_ids("bad_words", chain.from_iterable(found), limits)
+        return tuple(dict.fromkeys(map(tuple, found)))
 
 
 def _check_prompt(token_ids: list[int], limits: Limits, param: str) -> None:
@@ -148,12 +130,10 @@ def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len:
         what = f"your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer. "
         raise _too_long(max_model_len, what + "Please shorten the prompt.", param)
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
-        raise _too_long(
-            max_model_len,
-            f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, "
-            f"{max_tokens} in the completion). Please reduce the length of the {param} or of the completion.",
-            param,
-        )
+        num_tokens = num_prompt_tokens + max_tokens
+        what = f"{num_tokens} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in the completion)"
+        advice = f"Please reduce the length of the {param} or of the completion."
+        raise _too_long(max_model_len, f"you requested {what}. {advice}", param)
 
 
 def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthError:
@@ -161,18 +141,8 @@ def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthError:
     return ContextLengthError(message, param=param)
 
 
-def _check_params(params: SamplingParams, limits: Limits) -> None:
-    _check_ids("logit_bias", params.logit_bias, limits)
-    _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
-    _check_ids("stop_token_ids", params.stop_token_ids, limits)
-    if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
-        raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
-
-
 def _check_ids(param: str, token_ids: Iterable[int], limits: Limits) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
-            raise InvalidRequestError(
-                f"{param} holds the token id {str(token_id)[:24]}; ids go from 0 to {limits.vocab_size - 1}.",
-                param=param,
-            )
+            what = f"{param} holds the token id {str(token_id)[:24]}"
+            raise InvalidRequestError(f"{what}; ids go from 0 to {limits.vocab_size - 1}.", param=param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 
 from raylm.errors import RayLMError
@@ -31,7 +31,7 @@ class OutputQueue:
     def __init__(self, request: EngineCoreRequest) -> None:
         self.num_cached_tokens = 0
         self._prompt_logprobs: PromptLogprobs | None = None
-        self._unread: tuple[Callable[[], PromptLogprobs], int] | None = None
+        self.unread_logprobs: Logprobs | None = None  # of the prompt, until the caller takes them
         self._request = request
         self._deltas: dict[int, CompletionDelta] = {}
         self._error: RayLMError | None = None
@@ -41,22 +41,15 @@ class OutputQueue:
 
     def put(self, delta: CompletionDelta, *, finished: bool) -> None:
         """Add what is new of one sequence; ``finished`` if nothing else of the request will come."""
-        waiting = self._deltas.get(delta.index)
-        if waiting is None:
-            self._deltas[delta.index] = delta
-        else:
+        waiting = self._deltas.setdefault(delta.index, delta)
+        if waiting is not delta:
             waiting.add(delta)
-        self._finished = self._finished or finished
+        self._finished = finished
         self._wake.set()
 
     def finish(self, vector: bytes) -> None:
-        """The prompt has come to a vector."""
         self._vector, self._finished = vector, True
         self._wake.set()
-
-    def put_prompt_logprobs(self, read: Callable[[], PromptLogprobs], size: int) -> None:
-        """The prompt's logprobs, ``size`` numbers to be read when the caller takes them."""
-        self._unread = (read, size)
 
     def fail(self, error: RayLMError) -> None:
         """End the request: the reader gets ``error`` at once, in place of what it has not read."""
@@ -64,17 +57,14 @@ class OutputQueue:
         self._wake.set()
 
     async def get(self) -> RequestOutput:
-        """Everything since the last call; waits until there is something.
-
-        Raises:
-            RayLMError: what ``fail`` was called with.
-        """
+        """Everything since the last call; waits until there is something, and raises what ``fail`` was called with."""
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:
             raise self._error
-        if self._unread is not None:
-            self._prompt_logprobs, self._unread = await offload(*self._unread), None
+        if (columns := self.unread_logprobs) is not None:
+            self._prompt_logprobs = await offload(lambda: self._read_prompt(columns), len(columns.token_ids))
+            self.unread_logprobs = None
         deltas, self._deltas = list(self._deltas.values()), {}
         return RequestOutput(
             request_id=self._request.request_id,
@@ -86,9 +76,14 @@ class OutputQueue:
             vector=self._vector,
         )
 
+    def _read_prompt(self, columns: Logprobs) -> PromptLogprobs:
+        """One entry a token; nothing comes before the prompt's first token, so it has none."""
+        missing = len(self._request.prompt_token_ids) - len(columns.counts)
+        return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(columns))]
+
 
 class OpenRequest:
-    """One open request: its sequences, its caller's queue, the times of its tokens."""
+    """One open request; of ``texts``, ``readers`` and ``last_token_times`` each of its sequences has one."""
 
     __slots__ = ("last_token_times", "num_finished", "queue", "readers", "request", "texts")
 
@@ -96,13 +91,12 @@ class OpenRequest:
         self.request = request
         self.queue = OutputQueue(request)
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
-        self.readers: list[AnswerReader] | None = None if form is None else [form.reader() for _ in self.texts]
+        self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
         self.num_finished = 0
 
     @property
     def finished(self) -> bool:
-        """Whether all of its sequences have ended."""
         return self.num_finished == len(self.texts)
 
 
@@ -119,22 +113,20 @@ class OutputProcessor:
 
     def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OutputQueue:
         """Expect outputs of ``request``, to be read as ``form`` describes; its caller reads the queue."""
-        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form)
-        return opened.queue
+        self._open[request.key] = OpenRequest(request, self._tokenizer, form)
+        return self._open[request.key].queue
 
     def close(self, key: int) -> bool:
         """The caller wants no more; returns whether the engine may still be at work on it."""
         opened = self._open.pop(key, None)
-        if opened is None:
-            return False
-        self._count_unfinished(opened, "abort")
-        return True
+        if opened is not None:
+            self._count_unfinished(opened, "abort")
+        return opened is not None
 
     def fail(self, keys: Iterable[int], error: RayLMError) -> None:
         """End requests with an error that their callers see at once."""
         for key in keys:
-            opened = self._open.pop(key, None)
-            if opened is not None:
+            if (opened := self._open.pop(key, None)) is not None:
                 opened.queue.fail(error)
                 self._count_unfinished(opened, "error")
 
@@ -152,7 +144,7 @@ class OutputProcessor:
         stops: list[tuple[int, int]] = []
         for key, columns in outputs.prompt_logprobs:
             if key in self._open:
-                self._add_prompt_logprobs(self._open[key], columns)
+                self._open[key].queue.unread_logprobs = columns
         logprobs = None if outputs.logprobs is None else read_logprobs(outputs.logprobs)
         start = 0
         for entry, key in enumerate(outputs.keys):
@@ -170,7 +162,9 @@ class OutputProcessor:
                     del self._open[key]
             start = end
         for key, vector in outputs.pooled:
-            self._finish_pooled(key, vector, now)
+            if (pooled := self._open.pop(key, None)) is not None:
+                self._telemetry.finished("stop", now - pooled.request.arrival_time)
+                pooled.queue.finish(vector)
         for key, error in outputs.errors:
             self.fail([key], error)
         return stops
@@ -205,12 +199,6 @@ class OutputProcessor:
             opened.readers[delta.index].read(delta)
             text.finished = delta.finish_reason is not None
 
-    def _finish_pooled(self, key: int, vector: bytes, now: float) -> None:
-        opened = self._open.pop(key, None)
-        if opened is not None:
-            self._telemetry.finished("stop", now - opened.request.arrival_time)
-            opened.queue.finish(vector)
-
     def _measure(self, opened: OpenRequest, delta: CompletionDelta, now: float) -> None:
         arrival, last = opened.request.arrival_time, opened.last_token_times[delta.index]
         if delta.token_ids:
@@ -218,12 +206,3 @@ class OutputProcessor:
             opened.last_token_times[delta.index] = now
         if delta.finish_reason is not None:
             self._telemetry.finished(delta.finish_reason, now - arrival)
-
-    def _add_prompt_logprobs(self, opened: OpenRequest, logprobs: Logprobs) -> None:
-        """They come once, with the first token; nothing comes before the prompt's first token, so it has none."""
-        missing = len(opened.request.prompt_token_ids) - len(logprobs.counts)
-
-        def read() -> PromptLogprobs:
-            return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(logprobs))]
-
-        opened.queue.put_prompt_logprobs(read, len(logprobs.token_ids))

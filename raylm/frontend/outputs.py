@@ -35,9 +35,9 @@ def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """What is new of one of the calls that a sequence makes, counted by ``index`` from 0.
+    """What is new of call ``index`` of a sequence, from 0; ``id`` and ``name`` come on the call's first delta only.
 
-    ``id`` and ``name`` come together, on the call's first delta only; ``arguments`` is the next piece of a JSON text.
+    ``arguments`` is the next piece of a JSON text.
     """
 
     index: int

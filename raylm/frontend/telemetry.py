@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 
@@ -50,10 +50,7 @@ class _Histogram:
 
 
 class Telemetry(Collector):
-    """Owned by one event loop: nothing here locks.
-
-    ``engines`` gives the newest EngineStats by engine id whenever the series are read.
-    """
+    """Owned by one event loop: nothing here locks. ``engines`` gives the newest EngineStats by engine id."""
 
     def __init__(self, model_name: str, engines: Callable[[], Mapping[str, EngineStats]]) -> None:
         self._model_name = model_name
@@ -78,11 +75,9 @@ class Telemetry(Collector):
             self._e2e.observe(max(seconds, 0.0))
 
     def text(self) -> bytes:
-        """All series in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client calls to read the series."""
         engines = self._engines()
         for kind, metric, attribute in _ENGINE_SERIES:
             family = kind(metric.name, metric.help, labels=["model_name", "engine"])
@@ -91,16 +86,11 @@ class Telemetry(Collector):
             yield family
         for metric, histogram in ((metrics.TTFT, self._ttft), (metrics.ITL, self._itl), (metrics.E2E, self._e2e)):
             yield histogram.family(metric, self._model_name)
-        success = CounterMetricFamily(
-            metrics.SUCCESS.name, metrics.SUCCESS.help, labels=["model_name", "finished_reason"]
-        )
+        labels = ["model_name", "finished_reason"]
+        success = CounterMetricFamily(metrics.SUCCESS.name, metrics.SUCCESS.help, labels=labels)
         for reason in sorted({"stop", "length", "abort", "error"} | self._success.keys()):
             success.add_metric([self._model_name, reason], self._success[reason])
         yield success
         ready = GaugeMetricFamily(metrics.ENGINES.name, metrics.ENGINES.help, labels=["model_name"])
         ready.add_metric([self._model_name], len(engines))
         yield ready
-
-    def describe(self) -> Iterable[Metric]:
-        """No names are reserved: this collector is the only one of its registry."""
-        return []

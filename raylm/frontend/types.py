@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from raylm.errors import InvalidRequestError
 
-MAX_CACHE_SALT_CHARS = 128
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
@@ -30,16 +28,6 @@ class RequestHead:
     def nth(self, place: int, param: str | None = None) -> RequestHead:
         """The head of one of several prompts that came together, which may come from a field of its own."""
         return replace(self, request_id=f"{self.request_id}-{place}", param=param or self.param)
-
-    def check(self) -> None:
-        """Refuse what is out of range.
-
-        Raises:
-            InvalidRequestError: naming the field.
-        """
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
-            message = f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters."
-            raise InvalidRequestError(message, param="cache_salt")
 
 
 @dataclass(frozen=True, slots=True)

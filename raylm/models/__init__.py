@@ -1,26 +1,16 @@
 """Language models: load one, what its attention is, and LoRA adapters for it."""
 
-from raylm.models.causal_lm import AttentionSpec, CausalLM
-from raylm.models.loader import load_model, resolve_dtype
-from raylm.models.lora.adapter_files import LowRank, read_adapter
-from raylm.models.lora.low_rank import LowRankLayers, ModuleAdapter, adaptable_shapes, pack_native
-from raylm.models.native_decoder import heads_struct
-from raylm.models.ranks import SINGLE_RANK, Ranks
-from raylm.native import AdapterRun
-
-__all__ = [
-    "SINGLE_RANK",
-    "AdapterRun",
-    "AttentionSpec",
-    "CausalLM",
-    "LowRank",
-    "LowRankLayers",
-    "ModuleAdapter",
-    "Ranks",
-    "adaptable_shapes",
-    "heads_struct",
-    "load_model",
-    "pack_native",
-    "read_adapter",
-    "resolve_dtype",
-]
+from raylm.models.causal_lm import AttentionSpec as AttentionSpec
+from raylm.models.causal_lm import CausalLM as CausalLM
+from raylm.models.loader import load_model as load_model
+from raylm.models.loader import resolve_dtype as resolve_dtype
+from raylm.models.lora import LowRank as LowRank
+from raylm.models.lora import LowRankLayers as LowRankLayers
+from raylm.models.lora import ModuleAdapter as ModuleAdapter
+from raylm.models.lora import adaptable_shapes as adaptable_shapes
+from raylm.models.lora import pack_native as pack_native
+from raylm.models.lora import read_adapter as read_adapter
+from raylm.models.native_decoder import heads_struct as heads_struct
+from raylm.models.ranks import SINGLE_RANK as SINGLE_RANK
+from raylm.models.ranks import Ranks as Ranks
+from raylm.native import AdapterRun as AdapterRun

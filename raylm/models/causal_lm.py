@@ -19,10 +19,8 @@ from raylm.native import NativeDecoder
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention is: sizes, ``scale`` of the scores, and what restricts them.
-
-    ``sliding_window`` counts the tokens that a query sees, itself included. ``softcap`` bounds scores by
-    ``softcap * tanh(score / softcap)``.
+    """One layer's attention: ``sliding_window`` counts the tokens that a query sees, itself included, and ``softcap``
+    bounds scores by ``softcap * tanh(score / softcap)``.
     """
 
     layer: int
@@ -35,12 +33,10 @@ class AttentionSpec:
 
 
 class Attend(Protocol):
-    """Attention over each token's own sequence, past included; the model runner provides it.
+    """Attention over each token's own sequence, past included; the model runner provides it."""
 
-    ``q`` (tokens, num_heads, head_dim), ``k`` and ``v`` (tokens, num_kv_heads, head_dim) -> as ``q``.
-    """
-
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q`` (tokens, num_heads, head_dim), ``k`` and ``v`` (tokens, num_kv_heads, head_dim) -> as ``q``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +51,10 @@ class Shard:
 class CausalLM(nn.Module, ABC):
     """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen.
 
-    ``quantization`` describes how its linear layers are quantized, None where none are. ``shards`` has by name which
-    part of a checkpoint's tensor this rank holds; of those not named it holds all. ``capturable``: ``forward`` is the
-    same operations whatever the tokens are, as a CUDA graph must be. ``torch_multiplies``: large weights are left to
-    torch, whichever kernels there are. ``adaptable``: LoRA adapters fit, its linear layers are named and shaped as in
-    the Llama family.
+    ``quantization`` describes how its linear layers are quantized. ``shards`` has by name which part of a checkpoint's
+    tensor this rank holds, if not all. ``capturable``: ``forward`` is the same operations whatever the tokens are, as a
+    CUDA graph must be. ``torch_multiplies``: large weights are left to torch, whichever kernels there are.
+    ``adaptable``: LoRA adapters fit, its linear layers are named and shaped as in the Llama family.
     """
 
     vocab_size: int
@@ -73,11 +68,7 @@ class CausalLM(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, ranks: Ranks) -> CausalLM:
-        """Build what config.json describes, without its weights; where several ``ranks`` share it, the part of one.
-
-        Raises:
-            ConfigError: it asks for something that is not supported, named.
-        """
+        """What config.json describes, without its weights, or ConfigError; of several ``ranks`` the part of one."""
 
     def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
         """Give every parameter memory, as ``Module.to_empty`` would, without the import of symbolic shapes it costs."""
@@ -87,7 +78,7 @@ class CausalLM(nn.Module, ABC):
                 setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
     def targets(self) -> dict[str, Tensor]:
-        """Name of a weight -> the memory that it is loaded into."""
+        """Names of weights, and the memory that they are loaded into."""
         return {name: target for name, target in self._weights() if name not in self.redundant}
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -113,10 +104,7 @@ class CausalLM(nn.Module, ABC):
         """Called once after loading: bring everything into the form that the forward pass reads."""
 
     def native_decoder(self, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
-        """The same model as one native call for steps of up to ``max_tokens``; None where it runs layer by layer.
-
-        ``kv_caches`` are the layers' pools, which stay where they are.
-        """
+        """The same model as one native call for steps of up to ``max_tokens``; None where it runs layer by layer."""
         return None
 
     @abstractmethod
@@ -125,7 +113,4 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (rows, hidden_size) -> logits (rows, vocab_size) in float32, in memory of their own.
-
-        On a rank other than 0 they are only its own part of the vocabulary.
-        """
+        """Hidden states (rows, hidden_size) -> float32 logits (rows, vocab_size); above rank 0 only its own part."""

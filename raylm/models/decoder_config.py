@@ -1,8 +1,4 @@
-"""DecoderConfig: what config.json says about a decoder, checked.
-
-Reading it here instead of through transformers' configuration classes spares each worker their import, which takes
-longer than loading a small model.
-"""
+"""What config.json says about a decoder, checked; importing transformers' classes takes longer than a small model."""
 
 from __future__ import annotations
 
@@ -28,14 +24,10 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-_DEFAULT_THETA = 10000.0
 
 
 class Fields:
-    """The entries of a checkpoint's config.json; ``defaults`` are its family's, for those that are left out.
-
-    All but ``get`` raise ConfigError for an entry that is missing or something else.
-    """
+    """config.json over the ``defaults`` of its family; all but ``get`` raise ConfigError for what does not fit."""
 
     def __init__(self, checkpoint: Checkpoint, defaults: dict[str, Any]) -> None:
         self.checkpoint = checkpoint
@@ -45,7 +37,7 @@ class Fields:
         return self._values.get(name)
 
     def size(self, name: str, *, least: int = 1, fallback: str | None = None) -> int:
-        """An integer from ``least`` on; the entry ``fallback`` is read for one that is null or left out."""
+        """An integer; the entry ``fallback`` is read for one that is null or left out."""
         value = self.get(name)
         if value is None and fallback is not None:
             return self.size(fallback, least=least)
@@ -54,7 +46,6 @@ class Fields:
         return value
 
     def number(self, name: str) -> float:
-        """A finite number above zero."""
         value = self.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise self.error(name, value, "a positive number")
@@ -90,10 +81,8 @@ class Biases:
 
 @dataclass(frozen=True, eq=False)
 class DecoderConfig:
-    """Sizes, switches and rotary frequencies of one decoder.
-
-    ``windows`` has one entry a layer: the tokens that a query of that layer sees, None for all. Where several ``ranks``
-    share the decoder, heads and ``intermediate_size`` are those of this one; see tensor_parallel.py.
+    """``windows`` has the tokens that a query of each layer sees, None for all; of several ``ranks`` that share the
+    decoder, heads and ``intermediate_size`` are those of this one, see tensor_parallel.py.
     """
 
     vocab_size: int
@@ -164,23 +153,21 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def _rope(fields: Fields, head_dim: int) -> Rope:
-    """The rotary embedding of a configuration, old style or new.
-
-    The dynamic variant changes its frequencies beyond ``max_position_embeddings`` only, where nothing is served.
-    """
+    """Old style or new; the dynamic one changes beyond ``max_position_embeddings`` only, where nothing is served."""
     parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise fields.error("rope_parameters", parameters, "an object")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _ROPE_TYPES or any(isinstance(value, dict) for value in parameters.values()):
-        served = ", ".join(_ROPE_TYPES)
-        raise ConfigError(f"config.json: the rotary embedding {kind!r} is not supported, only {served}.")
+        raise ConfigError(
+            f"config.json: the rotary embedding {kind!r} is not supported, only {', '.join(_ROPE_TYPES)}."
+        )
     if parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported.")
     with torch.device("cpu"):  # also where a model is being built on the meta device
         if kind != "default":
             return _scaled_rope(kind, fields.checkpoint)
-        theta = parameters.get("rope_theta") or fields.get("rope_theta") or _DEFAULT_THETA
+        theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return Rope(1.0 / (theta**exponents), 1.0)
 
@@ -189,10 +176,10 @@ def _scaled_rope(kind: str, checkpoint: Checkpoint) -> Rope:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    path = checkpoint.path
     try:
-        hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     except Exception as error:  # transformers raises many kinds
-        raise ConfigError(f"config.json of {path}: the rotary embedding {kind!r} is incomplete: {error!r}") from error
+        where = f"config.json of {checkpoint.path}"
+        raise ConfigError(f"{where}: the rotary embedding {kind!r} is incomplete: {error!r}") from error
     return Rope(inv_freq.float(), float(scaling))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raylm.models.causal_lm import Attend, AttentionSpec
 from raylm.models.decoder_config import DecoderConfig, Rope
-from raylm.models.linear import KernelFactory, Linear, Weighted, prefix_of
+from raylm.models.linear import KernelFactory, Linear, Weighted, prefix_of, unfilled
 
 Angles = tuple[Tensor, Tensor]
 
@@ -19,9 +19,7 @@ class Rotary:
     """Rotary position embeddings (Su et al. 2021)."""
 
     def __init__(self, rope: Rope, device: torch.device, dtype: torch.dtype) -> None:
-        self.inv_freq = rope.inv_freq.to(device)
-        self.scaling = rope.scaling
-        self.dtype = dtype
+        self.inv_freq, self.scaling, self.dtype = rope.inv_freq.to(device), rope.scaling, dtype
 
     def __call__(self, positions: Tensor) -> Angles:
         """Cosine and sine, each (tokens, 1, head_dim / 2), of ``positions`` (tokens,)."""
@@ -30,10 +28,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate the halves of every head of ``x`` (tokens, heads, head_dim) against each other.
-
-    In four operations: where a graph runs them they cost what launching them does, in every layer.
-    """
+    """Rotate the halves of the heads of ``x`` (tokens, heads, head_dim), in four operations: a graph pays for each."""
     cos, sin = angles
     left, right = x.chunk(2, dim=-1)
     rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -48,8 +43,7 @@ class RMSNorm(Weighted):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps, self.weight = eps, unfilled(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -60,9 +54,8 @@ class HeadNorm(Weighted):
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
-        self.heads = (num_heads, num_kv_heads)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(2, head_dim), requires_grad=False)
+        self.heads, self.eps = (num_heads, num_kv_heads), eps
+        self.weight = unfilled(2, head_dim)
 
     def targets(self, path: str) -> Iterator[tuple[str, Tensor]]:
         for name, weight in zip(("q_norm", "k_norm"), self.weight, strict=True):
@@ -77,17 +70,12 @@ class HeadNorm(Weighted):
 
 
 class Embedding(Weighted):
-    """Token ids (tokens,) -> (tokens, hidden_size); by ``rows`` where another layer holds the same weights."""
+    """(tokens,) -> (tokens, hidden_size); ``rows`` looks them up where another layer holds the same weights."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        memory = torch.empty(len(c.vocab), c.hidden_size)
-        self.weight: nn.Parameter | None = nn.Parameter(memory, requires_grad=False)
+        self.weight: nn.Parameter | None = unfilled(len(c.vocab), c.hidden_size)
         self.rows: Callable[[Tensor], Tensor] | None = None
-
-    def share(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Look rows up there from now on, and let go of the own weights."""
-        self.weight, self.rows = None, rows
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.rows is not None:
@@ -101,8 +89,7 @@ class VocabParallelEmbedding(Embedding):
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__(c)
-        self.vocab = c.vocab
-        self.all_reduce = c.ranks.all_reduce
+        self.vocab, self.all_reduce = c.vocab, c.ranks.all_reduce
 
     def forward(self, ids: Tensor) -> Tensor:
         local = ids - self.vocab.start

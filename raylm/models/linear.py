@@ -31,6 +31,10 @@ class Weighted(nn.Module):
         """Called once after loading: bring the weights into the form that the forward pass reads."""
 
 
+def unfilled(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
 class WeightFormat:
     """How a checkpoint holds the weight of a linear layer, and what its kernel gets of that: here, plain floats."""
 
@@ -39,7 +43,7 @@ class WeightFormat:
         return {}
 
     def weight(self, layer: Linear) -> Weight:
-        """What was loaded into ``layer``, all its parts stacked; ConfigError where no kernel serves it."""
+        """What was loaded into ``layer``, its parts stacked; ConfigError where no kernel serves it."""
         assert layer.weight is not None
         return layer.weight.data
 
@@ -53,26 +57,23 @@ PLAIN = WeightFormat()
 
 
 class Linear(Weighted):
-    """``x`` (tokens, in_features) -> (tokens, out_features).
+    """(tokens, in_features) -> (tokens, out_features); after ``freeze`` the weights belong to the kernel alone.
 
-    ``parts`` are the checkpoint modules that are stacked along the output, with their rows: q, k and v are one
-    multiplication, and so are gate and up. After ``freeze`` the weights belong to the kernel alone.
+    ``parts`` are the checkpoint modules that are stacked along the output, such as q, k and v, with their rows.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.parts = dict(parts)
-        out_features = sum(parts.values())
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.in_features, self.parts = in_features, dict(parts)
+        self.weight: nn.Parameter | None = unfilled(sum(parts.values()), in_features)
+        self.bias = unfilled(sum(parts.values())) if bias else None
         self.format: WeightFormat = PLAIN
         self.stored: dict[str, dict[str, Tensor]] = {}
         self.kernel: LinearKernel | None = None
         self.nbytes = 0
 
     def expect(self, form: WeightFormat) -> None:
-        """Load weights of this format, or raise ValueError; called at most once, before loading."""
+        """Be loaded with weights of this format, or raise ValueError."""
         self.format = form
         self.stored = {part: form.tensors(rows, self.in_features) for part, rows in self.parts.items()}
         if any(self.stored.values()):
@@ -89,8 +90,7 @@ class Linear(Weighted):
 
     def freeze(self, kernels: KernelFactory) -> None:
         self.kernel, self.nbytes = self.format.freeze(self, kernels)
-        self.weight = self.bias = None
-        self.stored = {}
+        self.weight, self.bias, self.stored = None, None, {}
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.kernel is not None, "a linear layer is used before its weights are loaded"
@@ -98,17 +98,13 @@ class Linear(Weighted):
 
 
 class Head(Linear):
-    """The layer that makes logits.
-
-    On a GPU its sums stay in float32, as the native kernels' do. Rounded to bfloat16 logits lie 0.06 apart from 8 on,
-    and of tokens that come that close to each other not the best one would be drawn, but the first.
+    """Makes logits, on a GPU too with sums in float32: rounded to bfloat16 they lie 0.06 apart from 8 on, and of tokens
+    that come that close to each other not the best one would be drawn, but the first.
     """
 
     def freeze(self, kernels: KernelFactory) -> None:
-        weight, bias = self.weight, self.bias
-        super().freeze(kernels)
-        if weight is not None and weight.is_cuda and weight.dtype != torch.float32:
-            self.kernel = _unrounded(weight.data, bias)
+        narrow = self.weight is not None and self.weight.is_cuda and self.weight.dtype != torch.float32
+        super().freeze(_unrounded if narrow else kernels)
 
 
 def prefix_of(path: str) -> str:
@@ -124,23 +120,17 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 class Quantization:
-    """In which formats a checkpoint holds the linear layers of a model: here, all of them as floats.
-
-    ``description`` tells users what the weights are, None where none is quantized.
-    """
+    """Formats of the linear layers of a model, here plain floats; ``description`` tells users what they are."""
 
     description: str | None = None
 
     def apply(self, model: nn.Module, *, tied: bool) -> None:
-        """Make the linear layers of ``model`` expect their formats; with ``tied`` the head has no weights of its own.
-
-        Raises:
-            ConfigError: a layer cannot have the format that it should, named.
-        """
+        """Make the layers expect their formats, or raise ConfigError; a ``tied`` head has no weights of its own."""
 
 
-def _unrounded(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+def _unrounded(weight: Weight, bias: Tensor | None) -> LinearKernel:
     """The product in float32; only GPUs have it for narrower inputs."""
+    assert isinstance(weight, Tensor), "quantized weights are not served on a GPU"
 
     def multiply(x: Tensor) -> Tensor:
         if not len(x):  # a step within prompts draws nothing
@@ -158,13 +148,9 @@ def dense(weight: Weight, bias: Tensor | None) -> LinearKernel:
 
 
 def prepacked(weight: Weight, bias: Tensor | None) -> LinearKernel:
-    """oneDNN's kernel over weights reordered once: up to four times as fast for few rows on a CPU.
-
-    The original weights are not kept. The operators are private to torch: see ``probe``.
-    """
+    """oneDNN's kernel over a reordered copy: up to four times as fast for few rows. Private to torch: see ``probe``."""
     assert isinstance(weight, Tensor), "quantized weights need the native kernels"
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    multiply = torch.ops.mkldnn._linear_pointwise
+    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, None), torch.ops.mkldnn._linear_pointwise
     return lambda x: multiply(x, packed, bias, "none", [], "")
 
 
@@ -173,11 +159,9 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> KernelFactory:
     if device.type != "cpu":
         return dense
     try:
-        native = kernels()
+        return partial(NativeLinear, kernels())
     except NativeError as error:
         logger.warning("The native kernels are not used, and decoding is slower: %s", error)
-    else:
-        return partial(NativeLinear, native)
     reason = probe(dtype)
     if reason is None:
         return prepacked
@@ -186,7 +170,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> KernelFactory:
 
 
 def probe(dtype: torch.dtype) -> str | None:
-    """Try the prepacked kernel on a small product; say why it cannot be used, None if it can."""
+    """Why the prepacked kernel cannot be used; None if it computes a small product right."""
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU has no AVX-512, which oneDNN's bfloat16 needs"
     generator = torch.Generator().manual_seed(0)

@@ -19,13 +19,8 @@ from raylm.native import NativeDecoder, NativeLinear
 
 # What transformers assumes of entries that a config.json leaves out.
 _DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_QWEN_DEFAULTS: dict[str, Any] = {
-    **_DEFAULTS,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+_QWEN_WINDOWS: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN_DEFAULTS: dict[str, Any] = {**_DEFAULTS, "num_key_value_heads": 32, **_QWEN_WINDOWS}
 
 
 class LlamaForCausalLM(CausalLM):
@@ -35,8 +30,7 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
-        self.vocab_size = config.vocab_size
+        self.config, self.vocab_size = config, config.vocab_size
         self.vocab_widths = config.ranks.widths(config.vocab_size)
         self.attention_specs = [
             AttentionSpec(layer, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, window)
@@ -55,7 +49,7 @@ class LlamaForCausalLM(CausalLM):
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
-        """Read config.json with the defaults of this family, or raise ConfigError."""
+        """config.json over the defaults of this family; ConfigError where it cannot be served."""
         fields = Fields(checkpoint, {**_DEFAULTS, "attention_bias": False, "mlp_bias": False})
         windows = (None,) * fields.size("num_hidden_layers")
         bias = fields.flag("attention_bias")
@@ -66,7 +60,8 @@ class LlamaForCausalLM(CausalLM):
         return frozenset({"lm_head.weight"} if self.config.tied else ()) | others_names(self.config)
 
     def freeze(self, kernels: KernelFactory) -> None:
-        weight = self.model.embed_tokens.weight
+        embedding = self.model.embed_tokens
+        weight = embedding.weight
         assert weight is not None, "the model is frozen twice"
         if self.config.tied:
             self.lm_head.weight = weight
@@ -76,7 +71,7 @@ class LlamaForCausalLM(CausalLM):
                 module.freeze(kernels)
         head = self.lm_head.kernel
         if self.config.tied and isinstance(head, NativeLinear) and head.dtype is not None:
-            self.model.embed_tokens.share(head.rows)
+            embedding.weight, embedding.rows = None, head.rows
 
     def native_decoder(self, max_tokens: int, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
         if not isinstance(self.lm_head.kernel, NativeLinear) or self.config.ranks.world_size > 1:

@@ -21,7 +21,6 @@ from raylm.models.ranks import SINGLE_RANK, Ranks
 from raylm.models.registry import QUANTIZATION, model_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_INDEX = "model.safetensors.index.json"
 _NAMES_SHOWN = 6
 
 
@@ -32,15 +31,12 @@ def load_model(
     quantization: str | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> tuple[CausalLM, int]:
-    """Build the model of ``checkpoint`` and load its weights; return it with the bytes of its weights.
+    """The model of ``checkpoint`` with its weights, and their bytes; of several ``ranks`` that share it, one's part.
 
-    Where several ``ranks`` share the model, both are those of this rank, and it reads no more of the checkpoint. With
-    ``quantization`` ('int8' or 'int4') plain weights are rounded. Nothing is initialized that the checkpoint
-    overwrites, and at no time is there more than one tensor beside the weights.
+    ``quantization`` ('int8' or 'int4') rounds plain weights. There is never more than one tensor beside the weights.
 
     Raises:
-        ConfigError: the architecture or a value of config.json is not supported, or weights are missing, unexpected
-            or of another shape; it names them.
+        ConfigError: an entry of config.json is not supported, or weights are missing, unexpected or of another shape.
     """
     cls = model_class(checkpoint)
     chosen = _select_quantization(checkpoint, quantization, device, ranks)
@@ -76,13 +72,9 @@ def _loaded(model: CausalLM, prefix: str, layer: Linear) -> int:
 
 
 def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights and KV cache: the one ``asked`` for, or with 'auto' the checkpoint's.
+    """The dtype of weights and KV cache, ``asked`` for or with 'auto' the checkpoint's; ConfigError for others.
 
-    CPUs multiply float16 slowly or not at all, so there 'auto' serves a float16 checkpoint in float32, which holds
-    every value of it exactly.
-
-    Raises:
-        ConfigError: float16 is asked for on a CPU, or the checkpoint's dtype is not supported.
+    CPUs multiply float16 slowly or not at all, so there 'auto' serves it in float32, which holds it exactly.
     """
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
     name = str(declared if asked == "auto" else asked).removeprefix("torch.")
@@ -131,11 +123,12 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files; ConfigError where one is missing, or their index is not readable."""
-    if (path / _INDEX).exists():
-        files = sorted({path / file for file in _read_index(path / _INDEX).values()})
-    else:
-        files = [path / "model.safetensors"]
+    index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
+    if index.exists():
+        try:
+            files = sorted({path / file for file in dict(json.loads(index.read_text())["weight_map"]).values()})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"model: {index} is no index of safetensors files.") from error
     for file in files:
         if not file.exists():
             pickled = any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
@@ -144,15 +137,7 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_index(file: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(file.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model: {file} is no index of safetensors files.") from error
-
-
 def _weight_names(file: Path) -> list[str]:
-    """The names of what ``file`` holds; ConfigError where it is no safetensors file, or torn."""
     try:
         with safe_open(file, framework="pt") as weights:
             return list(weights.keys())
@@ -171,7 +156,7 @@ def _tensors(files: list[Path], wanted: set[str], shards: Mapping[str, Shard]) -
 
 
 def _read_shard(weights: Any, name: str, shard: Shard) -> Tensor:
-    """Read one rank's part from an open safetensors file, and nothing else of the tensor."""
+    """One rank's part from an open safetensors file; nothing else of the tensor is read."""
     stored, entries = weights.get_slice(name), slice(shard.part.start, shard.part.stop)
     shape = tuple(stored.get_shape())
     if len(shape) <= shard.dim or shape[shard.dim] != shard.count:

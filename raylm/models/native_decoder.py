@@ -14,7 +14,8 @@ from raylm.models.causal_lm import AttentionSpec
 from raylm.models.decoder_config import DecoderConfig
 from raylm.models.layers import Decoder, DecoderLayer, HeadNorm
 from raylm.models.linear import Linear
-from raylm.native import NativeDecoder, NativeLinear, kernels, layout
+from raylm.native import NativeDecoder, NativeLinear
+from raylm.native import library as layout
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,7 @@ logger = logging.getLogger(__name__)
 def native_decoder(
     config: DecoderConfig, decoder: Decoder, head: Linear, max_tokens: int, kv_caches: Sequence[Tensor]
 ) -> NativeDecoder | None:
-    """A loaded ``decoder`` with native linear layers as one call, for steps of up to ``max_tokens``.
-
-    None, and a warning in the log, where the kernels cannot compute it.
-    """
+    """A loaded ``decoder`` with native linear layers as one call; None, and a warning, where the kernels cannot."""
     dtype, embedding = decoder.norm.weight.dtype, decoder.embed_tokens.weight
     if reasons := list(_refusals(config, dtype)):
         logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
@@ -47,7 +45,8 @@ def native_decoder(
         head=_packed(head),
         layer=layers,
     )
-    return NativeDecoder(kernels(), struct, kv_caches, dtype, config.vocab_size, (kept, layers, decoder, head))
+    struct.kept = (kept, layers, decoder, head)  # what it points to
+    return NativeDecoder(struct, kv_caches, dtype, config.vocab_size)
 
 
 def _refusals(config: DecoderConfig, dtype: torch.dtype) -> Iterator[str]:
@@ -63,7 +62,6 @@ def _refusals(config: DecoderConfig, dtype: torch.dtype) -> Iterator[str]:
 
 
 def heads_struct(spec: AttentionSpec) -> layout.Heads:
-    """What a layer's attention is, as the kernels read it."""
     return layout.Heads(
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
@@ -75,7 +73,7 @@ def heads_struct(spec: AttentionSpec) -> layout.Heads:
 
 
 def _layer(layer: DecoderLayer, kept: list[Tensor]) -> layout.Layer:
-    """A layer as the kernels read it; ``kept`` takes the tensors that it points to."""
+    """``kept`` takes the tensors that the struct points to."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = [_floats(layer.input_layernorm.weight), _floats(layer.post_attention_layernorm.weight)]
     if isinstance(attention.qk_norm, HeadNorm):

@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 class Ranks(ABC):
-    """The workers that hold one model between them, seen from one of them.
+    """One of the workers that hold a model between them; all call the same operations, in the same order and shapes.
 
-    Every rank calls the same operations in the same order, with tensors of the same shapes. What ``all_reduce`` gives
-    is the same on all ranks, bit by bit.
+    What ``all_reduce`` gives is the same on all ranks, bit by bit.
     """
 
     rank: int
@@ -33,16 +32,14 @@ class Ranks(ABC):
     def all_reduce_min(self, values: list[int]) -> list[int]:
         """Of each value the least that any rank has."""
 
-    def part(self, count: int) -> range:
-        """Which of ``count`` entries are this rank's: runs whose lengths differ by at most one."""
-        return self._part(count, self.rank)
+    def part(self, count: int, rank: int | None = None) -> range:
+        """Which of ``count`` entries are a rank's, this one's by default: runs whose lengths differ by at most one."""
+        rank = self.rank if rank is None else rank
+        return range(count * rank // self.world_size, count * (rank + 1) // self.world_size)
 
     def widths(self, count: int) -> list[int]:
         """How many of ``count`` entries each rank has."""
-        return [len(self._part(count, rank)) for rank in range(self.world_size)]
-
-    def _part(self, count: int, rank: int) -> range:
-        return range(count * rank // self.world_size, count * (rank + 1) // self.world_size)
+        return [len(self.part(count, rank)) for rank in range(self.world_size)]
 
 
 class SingleRank(Ranks):

@@ -1,26 +1,22 @@
 """Tensor parallelism of the Llama families: what each rank holds of the layers (Shoeybi et al. 2019, Megatron-LM).
 
 Column-wise layers (q, k, v, gate, up) have a share of the outputs on each rank, row-wise ones (o, down) take that share
-as their input; the sums of what these give, one after the attention and one after the MLP, are all that ranks exchange
-in a layer. Embedding and head are split by vocabulary: whole on every rank, they would be what a rank reads most in a
-small model with a large vocabulary, and cost one sum and one gathering a step to split.
+as their input; ranks exchange only the sums of what these give, two a layer. Embedding and head, most of what a small
+model reads, are split by vocabulary, which costs one sum and one gathering a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import Shard
 from raylm.models.decoder_config import DecoderConfig
 from raylm.models.ranks import Ranks
 
-Style = Literal["colwise", "rowwise"]
-
 # Module -> how it is split, as in base_model_tp_plan of transformers, and which entry of DecoderConfig is divided.
-PLAN: dict[str, tuple[Style, str]] = {
+PLAN = {
     "q_proj": ("colwise", "num_heads"),
     "k_proj": ("colwise", "num_kv_heads"),
     "v_proj": ("colwise", "num_kv_heads"),
@@ -31,32 +27,21 @@ PLAN: dict[str, tuple[Style, str]] = {
     "embed_tokens": ("colwise", "vocab_size"),
     "lm_head": ("colwise", "vocab_size"),
 }
-_DIM: dict[Style, int] = {"colwise": 0, "rowwise": 1}
 _KNOB = "engine.tensor_parallel_size"
 
 
 def share(whole: DecoderConfig, ranks: Ranks) -> DecoderConfig:
-    """One rank's part of a decoder; with more ranks than KV heads, neighbouring ranks hold the same one.
-
-    Raises:
-        ConfigError: the decoder cannot be divided by so many.
-    """
+    """One rank's part, or ConfigError; with more ranks than KV heads, neighbouring ranks hold the same one."""
+    size = ranks.world_size
     for name, count in (("attention heads", whole.num_heads), ("inputs of down_proj", whole.intermediate_size)):
-        if count % ranks.world_size:
-            raise ConfigError(f"{_KNOB}: {ranks.world_size} ranks cannot share {count} {name} evenly.")
-    if whole.num_kv_heads % ranks.world_size and ranks.world_size % whole.num_kv_heads:
-        raise ConfigError(
-            f"{_KNOB}: {ranks.world_size} ranks can neither share nor repeat {whole.num_kv_heads} KV heads."
-        )
-    if whole.vocab_size < ranks.world_size:
-        raise ConfigError(f"{_KNOB}: {ranks.world_size} ranks cannot share a vocabulary of {whole.vocab_size}.")
-    return replace(
-        whole,
-        num_heads=whole.num_heads // ranks.world_size,
-        num_kv_heads=len(_kv_heads(whole, ranks)),
-        intermediate_size=whole.intermediate_size // ranks.world_size,
-        ranks=ranks,
-    )
+        if count % size:
+            raise ConfigError(f"{_KNOB}: {size} ranks cannot share {count} {name} evenly.")
+    if whole.num_kv_heads % size and size % whole.num_kv_heads:
+        raise ConfigError(f"{_KNOB}: {size} ranks can neither share nor repeat {whole.num_kv_heads} KV heads.")
+    if whole.vocab_size < size:
+        raise ConfigError(f"{_KNOB}: {size} ranks cannot share a vocabulary of {whole.vocab_size}.")
+    heads, kv_heads, inner = whole.num_heads // size, len(_kv_heads(whole, ranks)), whole.intermediate_size // size
+    return replace(whole, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner, ranks=ranks)
 
 
 def shards(whole: DecoderConfig, ranks: Ranks, names: Iterable[str]) -> dict[str, Shard]:
@@ -72,12 +57,12 @@ def shards(whole: DecoderConfig, ranks: Ranks, names: Iterable[str]) -> dict[str
     found = {}
     for name in names:
         module, _, kind = name.rpartition(".")
-        style, divided = PLAN.get(module.rpartition(".")[2], (None, ""))
-        if style is None or (style == "rowwise" and kind == "bias"):
+        style, divided = PLAN.get(module.rpartition(".")[2], ("", ""))
+        if not style or (style == "rowwise" and kind == "bias"):
             continue
         part, count = parts[divided]
         if len(part) < count:
-            found[name] = Shard(_DIM[style], part, count)
+            found[name] = Shard(0 if style == "colwise" else 1, part, count)
     return found
 
 

@@ -46,11 +46,7 @@ def offered(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def build(instructions: str) -> Path:
-    """The compiled library for one of INSTRUCTION_SETS; compiled now, in some seconds, unless it is in the cache.
-
-    Raises:
-        NativeError: there is no compiler, or it fails.
-    """
+    """The library for one of INSTRUCTION_SETS, compiled in some seconds unless it is in the cache, or NativeError."""
     compiler = find_compiler()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
     library = cache / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
@@ -77,9 +73,8 @@ def _compile(compiler: str, instructions: str, target: Path) -> None:
 
 
 def find_compiler() -> str:
-    for name in _COMPILERS:
-        if found := shutil.which(name):
-            return found
+    if found := next(filter(None, map(shutil.which, _COMPILERS)), None):
+        return found
     raise NativeError(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
 
 

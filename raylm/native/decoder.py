@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import raylm.native.library as lib
-from raylm.native.kernels import Kernels
+from raylm.native.kernels import Kernels, kernels
 from raylm.native.linear import KINDS
 from raylm.native.packed_adapter import AdapterRun, PackedAdapter
 from raylm.native.team_size import TeamSize
@@ -20,10 +20,10 @@ from raylm.native.team_size import TeamSize
 def batch_struct(
     positions: Tensor, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, starts: Tensor, block_size: int
 ) -> lib.Batch:
-    """One step's sequences, those with one token first, as the kernels read them.
+    """One step's sequences, those with one token first, in contiguous tensors on the CPU, which it keeps alive.
 
-    Contiguous tensors on the CPU, which it keeps alive: ``positions`` and ``slots`` (tokens,) int64, ``block_tables``
-    (seqs, width) int32, ``seq_lens`` (seqs,) int32 and ``starts`` (seqs + 1,) int32.
+    ``positions`` and ``slots`` (tokens,) are int64; ``block_tables`` (seqs, width), ``seq_lens`` (seqs,) and ``starts``
+    (seqs + 1,) int32.
     """
     struct = lib.Batch(
         tokens=len(slots),
@@ -47,10 +47,9 @@ class NativeAttention:
         self._native = native
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, batch: lib.Batch, heads: lib.Heads) -> Tensor:
-        """Write ``k`` and ``v`` (tokens, kv_heads, head_dim) to the slots of ``pool``, then attend.
+        """Write ``k`` and ``v`` (tokens, kv_heads, head_dim) to ``pool``, as in src/attention.h, then attend.
 
-        ``q`` (tokens, heads, head_dim) -> as ``q``; of all three the last two dimensions are contiguous. ``pool`` is
-        (2, blocks, ...) as in src/attention.h, of the same type.
+        ``q`` (tokens, heads, head_dim) -> as ``q``; of all three the last two dimensions are contiguous.
         """
         out = torch.empty(q.shape, dtype=q.dtype)
         native = self._native
@@ -64,33 +63,20 @@ class NativeAttention:
 
 
 class NativeDecoder:
-    """A decoder of the Llama families whose whole step is one call.
+    """A decoder of the Llama families whose whole step is one call; the layers' ``pools`` are as in src/attention.h."""
 
-    ``pools`` hold the keys and values, one a layer, each as in src/attention.h; ``kept`` is what ``model`` points to.
-    """
-
-    def __init__(
-        self,
-        native: Kernels,
-        model: lib.Model,
-        pools: Sequence[Tensor],
-        dtype: torch.dtype,
-        vocab_size: int,
-        kept: object,
-    ) -> None:
-        self._native, self._kind, self._dtype = native, KINDS[dtype], dtype
+    def __init__(self, model: lib.Model, pools: Sequence[Tensor], dtype: torch.dtype, vocab_size: int) -> None:
+        native = self._native = kernels()
+        self._kind, self._dtype = KINDS[dtype], dtype
         self._pools = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
         self._num_blocks = pools[0].shape[1]
-        self._kept = (model, pools, kept)  # the kernels read all of it
+        self._kept = (model, pools)  # the kernels read all of it
         self._hidden_size, self._vocab_size, self._columns = model.hidden, vocab_size, model.head.columns
         self._team, self._size = native.team, TeamSize(native.team.threads)
         self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
 
     def step(self, input_ids: Tensor, batch: lib.Batch, adapters: Sequence[AdapterRun] = ()) -> Tensor:
-        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size).
-
-        ``adapters`` change runs of tokens that do not overlap.
-        """
+        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); runs of ``adapters`` do not overlap."""
         runs = (lib.AdapterRun * len(adapters))(*map(_run_struct, adapters))
         hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
         with self._native.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import suppress
 from functools import cache
 
 from raylm.native.build import NativeError, build, instruction_set
@@ -15,8 +16,7 @@ class Team:
     """Threads that compute together and sleep in between; they end with this object."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self.threads = threads
-        self._library = library
+        self.threads, self._library = threads, library
         self.handle = library.raylm_team_new(threads)
 
     def use(self, threads: int) -> None:
@@ -31,10 +31,8 @@ class Kernels:
     """The loaded library and its threads; calls come from one thread at a time."""
 
     def __init__(self, instructions: str) -> None:
-        self.instructions = instructions
         self.library = open_library(build(instructions))
-        self.arena = Arena()
-        self.lock = threading.Lock()
+        self.arena, self.lock = Arena(), threading.Lock()
         self.team = Team(self.library, 1)
 
     def use_threads(self, threads: int) -> None:
@@ -52,7 +50,5 @@ def kernels(instructions: str | None = None) -> Kernels:
 
 def use_threads(threads: int) -> None:
     """Set the threads of the native kernels of this process, where there are any."""
-    try:
+    with suppress(NativeError):  # select_kernels has logged it
         kernels().use_threads(threads)
-    except NativeError:
-        return  # select_kernels has logged it

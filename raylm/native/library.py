@@ -1,4 +1,4 @@
-"""The C interface of the native kernels: its structs (in the order of src/) and its functions."""
+"""The C interface of the native kernels: its functions, and the fields of the structs that src/ has by these names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ def _fields(kind: Any, *names: str) -> Iterator[tuple[str, Any]]:
 
 
 class Linear(Structure):
-    """A packed linear layer; see src/product.h."""
-
     _fields_ = (
         *_fields(c_int32, "kind", "columns", "depth", "units"),
         *_fields(c_void_p, "packed", "bias", "scales", "sums", "offsets"),
@@ -29,8 +27,6 @@ class Linear(Structure):
 
 
 class Batch(Structure):
-    """The sequences of one step; see src/attention.h."""
-
     _fields_ = (
         *_fields(c_int32, "tokens", "seqs", "table_width", "block_size"),
         *_fields(c_void_p, "positions", "slots", "block_tables", "seq_lens", "starts"),
@@ -38,17 +34,10 @@ class Batch(Structure):
 
 
 class Heads(Structure):
-    """What a layer's attention is; see src/attention.h."""
-
-    _fields_ = (
-        *_fields(c_int32, "heads", "kv_heads", "head_dim", "window"),
-        *_fields(c_float, "scale", "softcap"),
-    )
+    _fields_ = (*_fields(c_int32, "heads", "kv_heads", "head_dim", "window"), *_fields(c_float, "scale", "softcap"))
 
 
 class Layer(Structure):
-    """One layer of a decoder; see src/decoder.h."""
-
     _fields_ = (
         *_fields(Linear, "qkv", "output", "gate_up", "down"),
         *_fields(c_void_p, "input_norm", "post_norm", "query_norm", "key_norm"),
@@ -57,8 +46,6 @@ class Layer(Structure):
 
 
 class Model(Structure):
-    """A whole decoder; see src/decoder.h."""
-
     _fields_ = (
         *_fields(c_int32, "layers", "hidden", "inner", "max_tokens"),
         ("heads", Heads),
@@ -70,20 +57,14 @@ class Model(Structure):
 
 
 class LowRankPart(Structure):
-    """What an adapter adds to some columns of a linear layer; see src/low_rank.h."""
-
     _fields_ = (("up", Linear), *_fields(c_int32, "column", "rank_at"))
 
 
 class LowRank(Structure):
-    """What an adapter adds to a linear layer; see src/low_rank.h."""
-
     _fields_ = (("down", Linear), *_fields(c_int32, "parts", "unused"), ("part", LowRankPart * 3))
 
 
 class AdapterRun(Structure):
-    """Tokens of a step that an adapter changes; see src/low_rank.h."""
-
     _fields_ = (("sites", POINTER(LowRank)), *_fields(c_int32, "start", "count"))
 
 
@@ -110,7 +91,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load the compiled kernels; NativeError where the file is no such library."""
+    """The compiled kernels; NativeError where the file is no such library."""
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _FUNCTIONS.items():

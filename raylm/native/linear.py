@@ -21,7 +21,7 @@ _NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 class Int8Weight:
     """``weight[o, i] = values[o, i] * scales[o]``: values (out, in) int8, scales (out,) float32.
 
-    Activations follow at run time: 8 bits, symmetric, one scale for each row.
+    The kernels round the inputs too, to 8 bits, symmetric, with one scale a row.
     """
 
     values: Tensor
@@ -36,8 +36,8 @@ class Int8Weight:
 class Int4Weight:
     """``weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g]``, where g is the group of inputs that i lies in.
 
-    values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None where all are 8. The
-    groups are equal, consecutive runs of inputs, each a multiple of 8. Activations stay as they are.
+    values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None where all are 8.
+    Groups are consecutive inputs, all equally many, a multiple of 8.
     """
 
     values: Tensor
@@ -54,10 +54,9 @@ Weight = Tensor | Int8Weight | Int4Weight
 
 
 def round_int4(native: Kernels, weight: Tensor, group: int) -> Int4Weight:
-    """(out, in) float32 or bfloat16 to the nearest of 16 steps between the bounds of each group of inputs.
+    """(out, in) float32 or bfloat16 to the nearest of 16 steps between the bounds of each ``group`` of inputs.
 
     The bounds are the group's least and largest weight, drawn in by the share that makes the squared error least.
-    ``group`` is a multiple of 16 that divides the inputs.
     """
     rows, inputs = weight.shape
     if group % lib.LANES or inputs % group:
@@ -72,19 +71,14 @@ def round_int4(native: Kernels, weight: Tensor, group: int) -> Int4Weight:
 
 
 class NativeLinear:
-    """``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type.
+    """``x`` (rows, in) float32 or bfloat16 -> (rows, out) of the same type; the weight as it came is not kept.
 
-    ``struct`` is the packed weight (out, in) with its bias, as the kernels read it; the original is not kept. ``dtype``
-    is None where the weight is quantized.
-
-    Raises:
-        ValueError: the inputs do not fill whole 32-bit units, or a group of them does not.
+    ``dtype`` is None where it is quantized. ValueError where the inputs, or a group of them, do not fill 32-bit units.
     """
 
     def __init__(self, native: Kernels, weight: Weight, bias: Tensor | None) -> None:
-        self._native = native
+        self._native, self.struct = native, lib.Linear()
         self._kept: list[Tensor] = []
-        self.struct = lib.Linear()
         self.dtype = weight.dtype if isinstance(weight, Tensor) else None
         if isinstance(weight, Int4Weight):
             self._pack_int4(weight)
@@ -100,8 +94,7 @@ class NativeLinear:
         return self._words[ids // lib.LANES, :, ids % lib.LANES].view(self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        struct, native = self.struct, self._native
-        x = x.contiguous()
+        struct, native, x = self.struct, self._native, x.contiguous()
         out = torch.empty((len(x), struct.columns), dtype=x.dtype)
         with native.lock:
             native.library.raylm_linear(
@@ -126,10 +119,9 @@ class NativeLinear:
 
     def _pack_int8(self, weight: Int8Weight) -> None:
         self._pack(weight.values, lib.INT8, per_unit=4)
-        columns = self.struct.columns
-        self.struct.scales = self._keep(_padded(weight.scales, columns))
         sums = weight.values.sum(1, dtype=torch.int32) * 128
-        self.struct.sums = self._keep(_padded(sums, columns, torch.int32))
+        self.struct.scales = self._keep(_padded(weight.scales, self.struct.columns))
+        self.struct.sums = self._keep(_padded(sums, self.struct.columns, torch.int32))
 
     def _pack_int4(self, weight: Int4Weight) -> None:
         inputs, groups = weight.values.shape[1], weight.scales.shape[1]
@@ -139,8 +131,7 @@ class NativeLinear:
         self.struct.group = inputs // groups
         self.struct.scales = self._keep(self._by_stream(weight.scales))
         if weight.zeros is not None:
-            offsets = (_MIDDLE - weight.zeros.float()) * weight.scales
-            self.struct.offsets = self._keep(self._by_stream(offsets))
+            self.struct.offsets = self._keep(self._by_stream((_MIDDLE - weight.zeros.float()) * weight.scales))
 
     def _by_stream(self, values: Tensor) -> Tensor:
         """(out, groups) -> (out / 16, groups, 16): beside the stream that they belong to."""

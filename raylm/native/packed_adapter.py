@@ -27,10 +27,7 @@ class AdapterRun:
 
 class PackedAdapter:
     """``layers`` holds, for qkv, output, gate and up, and down of each decoder layer in turn, (first column, down, up)
-    of their parts.
-
-    ``down`` is (rank, in) and ``up`` (columns, rank), both of the decoder's type. Ranks are filled up with zeros to a
-    multiple of 16.
+    of their parts: down (rank, in) and up (columns, rank), both of the decoder's type.
     """
 
     def __init__(self, layers: Sequence[Parts]) -> None:
@@ -42,26 +39,24 @@ class PackedAdapter:
         site, rank_at = lib.LowRank(), 0
         if not parts:
             return site
-        downs = [_filled(down, rows=-len(down) % lib.LANES) for _, down, _ in parts]
+        downs = [_whole_lanes(down) for _, down, _ in parts]
         site.down, site.parts = self._pack(torch.cat(downs)), len(parts)
         for place, ((column, _, up), down) in enumerate(zip(parts, downs, strict=True)):
-            packed = self._pack(_filled(up, columns=len(down) - up.shape[1]))
+            packed = self._pack(F.pad(up, (0, len(down) - up.shape[1])))
             site.part[place] = lib.LowRankPart(up=packed, column=column, rank_at=rank_at)
             rank_at += len(down)
         return site
 
     def _pack(self, weight: Tensor) -> lib.Linear:
         """As raylm_pack does it, but without the team, which may be in the middle of a step."""
-        rows = _filled(weight, rows=-len(weight) % lib.LANES)
+        rows, depth = _whole_lanes(weight), weight.shape[1]
         words = rows.contiguous().view(torch.int32)
-        units = words.shape[1]
-        streams = words.view(-1, lib.LANES, units).transpose(1, 2)
+        streams = words.view(-1, lib.LANES, words.shape[1]).transpose(1, 2)
         packed = self._arena.empty(tuple(streams.shape), torch.int32).copy_(streams)
         self._kept.append(packed)
-        return lib.Linear(
-            kind=KINDS[weight.dtype], columns=len(rows), depth=weight.shape[1], units=units, packed=packed.data_ptr()
-        )
+        return lib.Linear(KINDS[weight.dtype], len(rows), depth, words.shape[1], packed.data_ptr())
 
 
-def _filled(weight: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    return F.pad(weight, (0, columns, 0, rows))
+def _whole_lanes(weight: Tensor) -> Tensor:
+    """Rows filled up with zeros to a multiple of 16."""
+    return F.pad(weight, (0, 0, 0, -len(weight) % lib.LANES))

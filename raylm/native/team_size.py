@@ -1,8 +1,7 @@
 """TeamSize: how many threads of a team a step is worth, found out from the times of the steps themselves.
 
-Threads that compute a layer together wait for the slowest of them after each of its phases. So one core that others
-use now and then costs the whole team what it costs that core, and a step is often faster without it; a long prompt
-is faster with it. Which holds changes with the machine's other work, so it is tried, not configured.
+The threads wait for the slowest after each phase of a layer, so a core that others use now and then slows all of them;
+a step is often faster without it, a long prompt with it. That changes with the machine's other work.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ _FLAT_TOKENS = 16
 
 @dataclass(slots=True)
 class _Trial:
-    """A size that takes turns with the present one, the present one first.
-
-    The first step of a turn does not count: threads that slept through the turn before have to wake up in it.
+    """A size that takes turns with the present one, which begins; the first step of a turn, when threads wake, is not
+    counted.
     """
 
     size: int
@@ -29,13 +27,8 @@ class _Trial:
 
     @property
     def tried(self) -> bool:
-        """Whether the next step is one of the size on trial."""
+        """Whether the next step has the size on trial."""
         return len(self.logs) // _STEPS_A_TURN % 2 == 1
-
-    @property
-    def over(self) -> bool:
-        """Whether all turns were taken."""
-        return len(self.logs) == _TURNS * _STEPS_A_TURN
 
     @property
     def ratio(self) -> float:
@@ -58,10 +51,8 @@ class _Kind:
 
 
 class TeamSize:
-    """A hill climb for each kind of step: now and then a thread less or more takes turns with what was best.
-
-    Trials become rare while they lose, and come at once when steps have become slower; so an undisturbed team gives
-    away less than a hundredth. ``choose`` and ``observe`` alternate.
+    """A hill climb for each kind of step: now and then a thread less or more takes turns with what was best, ever more
+    rarely while that loses, at once when steps have become slower. ``choose`` and ``observe`` alternate.
     """
 
     def __init__(self, threads: int) -> None:
@@ -69,19 +60,18 @@ class TeamSize:
         self._kinds: dict[int, _Kind] = {}
 
     def choose(self, tokens: int) -> int:
-        """Threads for a step of so many tokens."""
         kind = self._kind(tokens)
         kind.steps += 1
         if kind.trial is None and kind.steps > kind.pause and self._threads > 1:
-            kind.trial = _Trial(self._neighbour(kind))
+            down = kind.size == self._threads or (kind.down and kind.size > 1)
+            kind.trial = _Trial(kind.size - 1 if down else kind.size + 1)
         return kind.trial.size if kind.trial is not None and kind.trial.tried else kind.size
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """The step that was chosen for took so long."""
         kind, unit = self._kind(tokens), seconds / (tokens + _FLAT_TOKENS)
         if kind.trial is not None:
             kind.trial.logs.append(log(unit))
-            if kind.trial.over:
+            if len(kind.trial.logs) == _TURNS * _STEPS_A_TURN:
                 self._decide(kind, kind.trial)
             return
         kind.usual += _WEIGHT * (unit - kind.usual) if kind.usual else unit
@@ -91,11 +81,6 @@ class TeamSize:
 
     def _kind(self, tokens: int) -> _Kind:
         return self._kinds.setdefault(tokens.bit_length(), _Kind(self._threads))
-
-    def _neighbour(self, kind: _Kind) -> int:
-        """The size to try: a thread less or more, within what there is."""
-        down = kind.size == self._threads or (kind.down and kind.size > 1)
-        return kind.size - 1 if down else kind.size + 1
 
     def _decide(self, kind: _Kind, trial: _Trial) -> None:
         kind.trial, kind.steps = None, 0

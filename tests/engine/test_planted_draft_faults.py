@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raylm.engine.lookahead import DraftLookahead
+from raylm.engine.kv_cache_manager import Lookahead
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence
 from tests.engine.planting import Patch, Plant, caught, faults_of, wrap
@@ -22,21 +22,21 @@ def a_rejected_draft_counts_as_computed(patch: Patch) -> None:
 
 
 def blocks_are_reserved_for_one_token_a_step(patch: Patch) -> None:
-    patch.setattr(DraftLookahead, "_longest", lambda self, seq: seq.num_tokens)
+    patch.setattr(Lookahead, "_longest", lambda self, seq: seq.num_tokens)
 
 
 def blocks_are_reserved_for_one_step_in_flight(patch: Patch) -> None:
-    def longest(original: Any, self: DraftLookahead, seq: Sequence) -> int:
+    def longest(original: Any, self: Lookahead, seq: Sequence) -> int:
         return min(original(self, seq), len(seq.token_ids) + 1 + self._drafts)
 
-    wrap(patch, DraftLookahead, "_longest", longest)
+    wrap(patch, Lookahead, "_longest", longest)
 
 
 def drafts_preempt_others(patch: Patch) -> None:
-    def tokens_to_reserve(self: DraftLookahead, seq: Sequence, num_running: int) -> int:
+    def tokens_to_reserve(self: Lookahead, seq: Sequence, num_running: int) -> int:
         return min(self._kv.capacity(seq) + 1 + self._drafts, seq.limit + 1)
 
-    patch.setattr(DraftLookahead, "tokens_to_reserve", tokens_to_reserve)
+    patch.setattr(Lookahead, "tokens_to_reserve", tokens_to_reserve)
 
 
 def tokens_behind_an_end_are_delivered(patch: Patch) -> None:

@@ -188,7 +188,7 @@ def whoever_fits_is_served(patch: Patch) -> None:
 
 
 def priority_is_ignored(patch: Patch) -> None:
-    patch.setattr(queues.PriorityQueue, "rank", staticmethod(queues.FcfsQueue.rank))
+    patch.setitem(queues.POLICIES, "priority", queues.POLICIES["fcfs"])
 
 
 def the_highest_class_is_preempted(patch: Patch) -> None:

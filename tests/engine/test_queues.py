@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylm.engine.queues import WaitingQueue, create_queue
+from raylm.engine.queues import WaitingQueue
 from raylm.engine.sequence import Sequence
 from tests.engine.build import sequence
 
@@ -19,7 +19,7 @@ def drain(queue: WaitingQueue) -> list[int]:
 
 
 def filled(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Sequence]]:
-    queue = create_queue(policy)
+    queue = WaitingQueue(policy)
     sequences = [sequence([1], seq_id=place, arrival=place, priority=value) for place, value in enumerate(priorities)]
     for seq in sequences:
         queue.push(seq)
@@ -52,7 +52,7 @@ def test_removal_from_anywhere() -> None:
 
 
 def test_siblings_stand_beside_the_sequence_they_belong_to() -> None:
-    queue = create_queue("fcfs")
+    queue = WaitingQueue("fcfs")
     for seq_id, (arrival, index) in enumerate([(1, 0), (0, 1), (0, 2)]):
         queue.push(sequence([1], seq_id=seq_id, arrival=arrival, index=index))
     assert drain(queue) == [1, 2, 0]

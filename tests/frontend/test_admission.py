@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylm.errors import OverloadedError
-from raylm.frontend import Admission, AsyncLLM, RequestHead, Reservation
-from raylm.frontend.admission.queue import CURRENT
+from raylm.frontend import Admission, AsyncLLM, RequestHead
+from raylm.frontend.admission.queue import CURRENT, Reservation
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import PlayedEngine
 

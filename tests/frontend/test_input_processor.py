@@ -22,7 +22,7 @@ LIMITS = Limits(max_model_len=100, vocab_size=330)
 
 @pytest.fixture
 def processor(tokenizer: Tokenizer) -> InputProcessor:
-    return InputProcessor(tokenizer, (2,))
+    return InputProcessor(tokenizer, (2,), None)
 
 
 def build(processor: InputProcessor, prompt: list[int], salt: str | None = None, **params: Any) -> EngineCoreRequest:

@@ -12,6 +12,7 @@ from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest, RequestHead
+from raylm.frontend.answers.answer_format import AnswerReader
 from raylm.frontend.defaults import PoolingDefaults
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.text.chat_template import prepare_messages
@@ -107,7 +108,7 @@ class FakeAsyncLLM:
         call = Call(prompt, params, head)
         self.calls.append(call)
         try:
-            readers = [answer_format.reader() for _ in range(params.n)] if answer_format else []
+            readers = [AnswerReader(answer_format) for _ in range(params.n)] if answer_format else []
             async for output in self._outputs(call):
                 for delta in output.deltas if readers else ():
                     readers[delta.index].read(delta)

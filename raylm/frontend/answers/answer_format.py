@@ -23,10 +23,6 @@ class AnswerFormat:
     tools: Tools | None = None
     one_call: bool = False
 
-    def reader(self) -> AnswerReader:
-        """A reader for one sequence."""
-        return AnswerReader(self)
-
 
 class AnswerReader:
     """Sorts the text of one sequence; what stands in its deltas' ``text`` is then the answer alone."""
@@ -51,13 +47,10 @@ class AnswerReader:
                 reasoning, text = self._reasoning.flush()
                 delta.reasoning, delta.text = delta.reasoning + reasoning, delta.text + text
         if self._tools is not None:
-            self._find_calls(delta, self._tools, ended)
-
-    def _find_calls(self, delta: CompletionDelta, tools: ToolParser, ended: bool) -> None:
-        content, calls = tools.push(delta.text)
-        if ended:
-            rest, more = tools.flush()
-            content, calls = content + rest, join_calls(calls, more) or []
-        if tools.over or (tools.has_calls and delta.finish_reason == "stop"):
-            delta.finish_reason = "tool_calls"
-        delta.text, delta.tool_calls = content, calls or None
+            delta.text, delta.tool_calls = self._tools.push(delta.text)
+            if ended:
+                rest, more = self._tools.flush()
+                delta.text, delta.tool_calls = delta.text + rest, join_calls(delta.tool_calls, more)
+            delta.tool_calls = delta.tool_calls or None
+            if self._tools.over or (self._tools.has_calls and delta.finish_reason == "stop"):
+                delta.finish_reason = "tool_calls"

@@ -11,7 +11,7 @@ from raylm.errors import ConfigError, UnsupportedFieldError
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningMarkers, detect_reasoning_parser
-from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.types import ChatRequest
@@ -31,41 +31,25 @@ class ChatPrompt:
 
 
 class ChatProcessor:
-    """The checkpoint's chat template with the parsers of its answers.
-
-    Raises:
-        ConfigError: a configured parser is not known, or does not fit the tokenizer.
-    """
+    """The checkpoint's chat template with the parsers of its answers, which must be known and fit the tokenizer."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate, compiler: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._compiler = compiler
-        source = template.source
-        self.tool_parser_name = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(source))
-        detected = detect_reasoning_parser(source)
-        self.reasoning_parser_name = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
-        self._tool_parser: type[ToolParser] | None = None
-        if self.tool_parser_name != "none":
-            self._tool_parser = TOOL_PARSERS[self.tool_parser_name]
-        self._reasoning_parser = self._find_reasoning_parser(config.reasoning_parser)
-
-    @property
-    def description(self) -> str:
-        return f"tool calls: {self.tool_parser_name}; thoughts: {self.reasoning_parser_name}"
+        tools = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(template.source))
+        detected = detect_reasoning_parser(template.source)
+        thoughts = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
+        self._tool_parser = TOOL_PARSERS.get(tools)
+        self._reasoning_parser = self._find_reasoning_parser(thoughts, config.reasoning_parser)
+        self.description = f"tool calls: {tools}; thoughts: {thoughts if self._reasoning_parser else 'none'}"
 
     async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
-        """Render, tokenize, and find out what the answers may hold.
-
-        Raises:
-            InvalidRequestError: the template refuses the messages, or a field asks for what this model cannot do.
-        """
+        """Render, tokenize, and find out what the answers may hold."""
         tools = request.tools if request.tool_choice != "none" else None
         if tools and self._tool_parser is None:
-            raise UnsupportedFieldError(
-                "'tools' is not supported: this model's chat template has no form of tool calls that is known here.",
-                param="tools",
-            )
+            message = "this model's chat template has no form of tool calls that is known here."
+            raise UnsupportedFieldError(f"'tools' is not supported: {message}", param="tools")
         if params.thinking_token_budget is not None and self._reasoning_parser is None:
             raise _never_thinks("thinking_token_budget")
         shown = [_without_strict(tool) for tool in tools] if tools else None
@@ -114,17 +98,15 @@ class ChatProcessor:
             return replace(params, skip_special_tokens=False)
         return params
 
-    def _find_reasoning_parser(self, asked: str) -> ReasoningMarkers | None:
-        if self.reasoning_parser_name == "none":
+    def _find_reasoning_parser(self, name: str, asked: str) -> ReasoningMarkers | None:
+        parser = REASONING_PARSERS.get(name)
+        if parser is None:
             return None
-        parser = REASONING_PARSERS[self.reasoning_parser_name]
         start, end = (self._tokenizer.backend.token_to_id(marker) for marker in (parser.start, parser.end))
         if start is None or end is None:
             if asked != "auto":
-                raise ConfigError(
-                    f"reasoning_parser: {parser.start} and {parser.end} are no tokens of this model's vocabulary."
-                )
-            self.reasoning_parser_name = "none"
+                markers = f"{parser.start} and {parser.end}"
+                raise ConfigError(f"reasoning_parser: {markers} are no tokens of this model's vocabulary.")
             return None
         closing = self._tokenizer.encode_now(parser.closing, add_special_tokens=False)
         self._marks = Thinking(start, end, tuple(closing) if end in closing else (end,), begun=False)
@@ -137,9 +119,8 @@ def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _never_thinks(param: str) -> UnsupportedFieldError:
-    return UnsupportedFieldError(
-        f"'{param}' is not supported: this model does not think before it answers.", param=param
-    )
+    message = f"'{param}' is not supported: this model does not think before it answers."
+    return UnsupportedFieldError(message, param=param)
 
 
 def _choose(knob: str, asked: str, known: Mapping[str, object], detected: str | None) -> str:

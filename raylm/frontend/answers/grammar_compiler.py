@@ -22,9 +22,7 @@ MAX_KEPT_CHARS = 2**17
 _THREADS = 2
 _SHOWN_CHARS = 200
 
-Key = tuple[str, str]
-Verdict = tuple[str, str | None]
-"""A grammar, and why it cannot be used."""
+Verdict = tuple[str, str | None]  # a grammar, and why it cannot be used
 
 
 class GrammarCompiler:
@@ -37,25 +35,19 @@ class GrammarCompiler:
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...]) -> None:
         self._path = path
         self._eos_token_ids = eos_token_ids
-        self._verdicts: OrderedDict[Key, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
         self._threads = ThreadPoolExecutor(_THREADS, "raylm-grammar")
 
     async def compile(self, spec: StructuredOutputs) -> str:
-        """The grammar of ``spec``.
-
-        Raises:
-            InvalidRequestError: it is wrong, allows nothing, is not supported, or takes too long; ``spec.param`` is
-                named.
-        """
+        """The grammar of ``spec``; InvalidRequestError if it is wrong, allows nothing, or takes too long."""
         if not self._eos_token_ids:
             raise _refused(spec, "this model has no token that ends an answer.")
         key = _key(spec)
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = await self._work(spec)
-            self._keep(key, verdict)
-        else:
-            self._verdicts.move_to_end(key)
+        verdict = self._verdicts.pop(key, None) or await self._work(spec)
+        if len(key[1]) + len(verdict[0]) <= MAX_KEPT_CHARS:
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > MAX_KEPT:
+                self._verdicts.popitem(last=False)
         grammar, fault = verdict
         if fault is not None:
             raise _refused(spec, fault)
@@ -85,12 +77,6 @@ class GrammarCompiler:
             return "", _clipped(first.get_error())
         return grammar, None if any(mask) else "it allows no answer."
 
-    def _keep(self, key: Key, verdict: Verdict) -> None:
-        if len(key[1]) + len(verdict[0]) <= MAX_KEPT_CHARS:
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > MAX_KEPT:
-                self._verdicts.popitem(last=False)
-
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         from raylm.grammar import load_tokenizer
@@ -98,7 +84,7 @@ class GrammarCompiler:
         return load_tokenizer(self._path, self._eos_token_ids)
 
 
-def _key(spec: StructuredOutputs) -> Key:
+def _key(spec: StructuredOutputs) -> tuple[str, str]:
     """What is asked, whatever field it was asked by."""
     given = {"json": spec.json, "choice": spec.choice, "regex": spec.regex, "grammar": spec.grammar}
     kind, form = next(((kind, form) for kind, form in given.items() if form is not None), ("json_object", ""))
@@ -106,7 +92,6 @@ def _key(spec: StructuredOutputs) -> Key:
 
 
 def _clipped(fault: str) -> str:
-    """A fault in one line of bounded length."""
     line = " ".join(fault.split("\n<non-verbose")[0].split())
     return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
 

@@ -69,7 +69,6 @@ class ReasoningParser:
         return reasoning, self._without_first_space(answer)
 
     def flush(self) -> tuple[str, str]:
-        """What is held back, once no more text comes."""
         if self._thinking:
             return self._without_first_space(self._search.flush()), ""
         held, self._beginning = self._beginning or "", None

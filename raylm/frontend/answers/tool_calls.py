@@ -21,15 +21,11 @@ Parsed = tuple[str, list[ToolCallDelta]]
 class ToolParser(ABC):
     """The interface of the members: an object reads one sequence, the class knows how a model writes calls.
 
-    Args:
-        tools: the parameters' schema of each function by its name.
-        one_call: whether the text is over with the first call.
+    ``tools`` are the parameters' schemas by function; with ``one_call`` the text is ``over`` with the first call.
     """
 
-    marker: ClassVar[str]
-    """What calls begin with."""
-    keeps_special_tokens: ClassVar[bool] = False
-    """Whether markers are special tokens, which a text shows only if it is asked to."""
+    marker: ClassVar[str]  # what calls begin with
+    keeps_special_tokens: ClassVar[bool] = False  # markers are special tokens, which a text shows only if asked to
     over: bool
     has_calls: bool
 
@@ -67,11 +63,7 @@ class ToolParser(ABC):
     async def form_of(
         cls, request: ChatRequest, params: SamplingParams, tokenizer: Tokenizer, compiler: GrammarCompiler
     ) -> StructuredOutputs | None:
-        """The form of an answer to ``request``, which has tools; None if it is free.
-
-        Raises:
-            InvalidRequestError: a tool's parameters are no schema that can be held to; ``param`` names the tool.
-        """
+        """The form of an answer to ``request``, which has tools; None if it is free."""
 
 
 TOOL_PARSERS = Family[type[ToolParser]]({

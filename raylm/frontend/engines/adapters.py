@@ -27,24 +27,13 @@ class AdapterDirectory:
         self._restoring: set[asyncio.Task[None]] = set()
 
     def check(self, name: str) -> None:
-        """Refuse a name that no adapter has.
-
-        Raises:
-            ModelNotFoundError: naming ``model``; it says so if the adapter was lost.
-        """
-        if name in self.known:
-            return
-        if name in self.lost:
-            raise ModelNotFoundError(f"The LoRA adapter '{name}' was lost: {self.lost[name]}", param="model")
-        raise ModelNotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="model")
+        """Refuse a name that no adapter has."""
+        if name not in self.known:
+            state = f"was lost: {self.lost[name]}" if name in self.lost else "is not loaded."
+            raise ModelNotFoundError(f"The LoRA adapter '{name}' {state}", param="model")
 
     def engines_with(self, name: str) -> set[str]:
-        """The ids of the engines that can serve an adapter.
-
-        Raises:
-            ModelNotFoundError: it is not loaded.
-            EngineUnavailableError: it is being loaded into an engine that is new.
-        """
+        """The ids of the engines that can serve an adapter; an error if it is not loaded, or not yet again."""
         self.check(name)
         adapter = self.known[name]
         found = {engine_id for engine_id, (_, adapters) in self._engines.items() if adapter in adapters}
@@ -55,15 +44,15 @@ class AdapterDirectory:
     def on_report(self, client: EngineClient, adapters: Iterable[LoRAAdapter]) -> None:
         """An engine reports what it has; called from a task that outlives every request."""
         engine_id, now = client.info.engine_id, frozenset(adapters)
-        known = self._engines.get(engine_id)
-        before = known[1] if known else frozenset[LoRAAdapter]()
+        is_new = engine_id not in self._engines
+        _, before = self._engines.get(engine_id, (client, frozenset[LoRAAdapter]()))
         self._engines[engine_id] = client, now
         for adapter in now - before:
             self._learn(adapter)
         for adapter in before - now:
             if self.known.get(adapter.name) == adapter:
                 del self.known[adapter.name]
-        if known is None:
+        if is_new:
             for adapter in set(self.known.values()) - now:
                 task = asyncio.create_task(self._restore(client, adapter))
                 self._restoring.add(task)
@@ -74,16 +63,10 @@ class AdapterDirectory:
         self._engines.pop(engine_id, None)
 
     async def load(self, adapter: LoRAAdapter) -> None:
-        """Load an adapter into every engine, or into none.
-
-        Raises:
-            InvalidRequestError: the name is taken, or it cannot be served.
-            RayLMError: an engine could not; EngineUnavailableError if there is none.
-        """
+        """Load an adapter into every engine, or into none: then an engine's error is raised."""
         if adapter.name in self.known:
-            raise InvalidRequestError(
-                f"A LoRA adapter '{adapter.name}' is loaded already; unload it first.", param="lora_name"
-            )
+            message = f"A LoRA adapter '{adapter.name}' is loaded already; unload it first."
+            raise InvalidRequestError(message, param="lora_name")
         clients = self._clients()
         fresh = [client for client in clients if adapter not in self._engines[client.info.engine_id][1]]
         try:
@@ -99,12 +82,7 @@ class AdapterDirectory:
         self._learn(adapter)
 
     async def unload(self, name: str) -> None:
-        """Take an adapter out of every engine; requests that use it end with an error that names it.
-
-        Raises:
-            NotFoundError: it is not loaded; ``param`` is ``lora_name``.
-            EngineUnavailableError: there is no engine.
-        """
+        """Take an adapter out of every engine; requests that use it end with an error that names it."""
         if name not in self.known:
             raise NotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="lora_name")
         await _all(client.unload_adapter(name) for client in self._clients())

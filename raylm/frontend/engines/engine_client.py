@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raylm.errors import RayLMError
@@ -33,19 +34,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
-        """Let the engine load a LoRA adapter; returns when requests may use it.
-
-        Raises:
-            RayLMError: it cannot.
-        """
+        """Let the engine load a LoRA adapter; returns when requests may use it."""
 
     @abstractmethod
     async def unload_adapter(self, name: str) -> None:
-        """Let the engine take an adapter out of use; unknown ones are ignored.
-
-        Raises:
-            EngineDiedError: the engine is gone.
-        """
+        """Let the engine take an adapter out of use; unknown ones are ignored."""
 
     @abstractmethod
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
@@ -68,15 +61,10 @@ class LocalEngineClient(EngineClient):
         self._core = core
         self._client_id = uuid.uuid4().hex
         self._outbox = core.connect(self._client_id)
-        self._lost = False
 
     def add(self, request: EngineCoreRequest) -> None:
-        if self._lost:
-            return
-        try:
+        with suppress(RayLMError):
             self._core.add(self._client_id, [request])
-        except RayLMError:
-            self._lost = True
 
     def abort(self, keys: list[int]) -> None:
         self._core.abort(self._client_id, keys)

@@ -19,7 +19,6 @@ from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, En
 
 logger = logging.getLogger("raylm.frontend")
 
-_Call = tuple[str, object, asyncio.Future[None]]
 _LOST = "The engine that served this request was lost; sending it again is safe."
 
 
@@ -41,16 +40,12 @@ class RayEngineClient(EngineClient):
             num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
         ).remote(self._client_id)
         self._first: EngineCoreOutputs | None = None
-        self._calls: asyncio.Queue[_Call] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[str, object, asyncio.Future[None]]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def connect(cls, core: ActorHandle) -> RayEngineClient:
-        """Wait until the engine is ready, then open the stream.
-
-        Raises:
-            EngineDiedError: the engine ended before that.
-        """
+        """Wait until the engine is ready, then open the stream; EngineDiedError if it ends before that."""
         try:
             client = cls(core, await core.info.remote())
             client._first = await (await anext(client._stream))

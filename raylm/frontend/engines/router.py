@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from raylm.errors import EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
@@ -24,16 +25,14 @@ Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
 Fail = Callable[[Iterable[int], RayLMError], None]
 
 
+@dataclass(slots=True, eq=False)
 class RoutedEngine:
     """One ready engine: its client, this process's open requests on it, and its newest stats."""
 
-    __slots__ = ("client", "open_keys", "reader", "stats")
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-        self.open_keys: set[int] = set()
-        self.stats = EngineStats()
-        self.reader: asyncio.Task[None] | None = None
+    client: EngineClient
+    open_keys: set[int] = field(default_factory=set)
+    stats: EngineStats = field(default_factory=EngineStats)
+    reader: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> tuple[int, int]:
@@ -62,11 +61,7 @@ class Router:
 
     @property
     def limits(self) -> Limits:
-        """What every ready engine can take.
-
-        Raises:
-            EngineUnavailableError: no engine is ready.
-        """
+        """What every ready engine can take; EngineUnavailableError without any."""
         self._check_ready()
         infos = [engine.client.info for engine in self._engines.values()]
         return Limits(min(i.max_model_len for i in infos), min(i.worker.vocab_size for i in infos))
@@ -96,12 +91,7 @@ class Router:
         await asyncio.gather(*self._closing)
 
     def pick(self, prompt_token_ids: list[int], cache_salt: str | None, adapter: str | None = None) -> RoutedEngine:
-        """The least loaded engine; among those about as free, the one that has seen most of the prompt's beginning.
-
-        Raises:
-            EngineUnavailableError: no engine is ready, or none with the ``adapter`` yet.
-            ModelNotFoundError: there is no such adapter.
-        """
+        """The least loaded engine; among those about as free, the one that has seen most of the prompt's beginning."""
         self._check_ready()
         engines = self._engines
         if adapter is not None:
@@ -111,16 +101,11 @@ class Router:
         if len(engines) == 1:
             return best
         hashes = list(_prefix_hashes(prompt_token_ids, (cache_salt, adapter)))
-        chosen = self._seen_by(hashes, engines, len(best.open_keys) + NEAR) or best
+        seen = (engines.get(self._prefixes.get(value, "")) for value in reversed(hashes))
+        most_open = len(best.open_keys) + NEAR
+        chosen = next((engine for engine in seen if engine is not None and len(engine.open_keys) <= most_open), best)
         self._remember(hashes, chosen.client.info.engine_id)
         return chosen
-
-    def _seen_by(self, hashes: list[int], engines: dict[str, RoutedEngine], most_open: int) -> RoutedEngine | None:
-        for value in reversed(hashes):
-            engine = engines.get(self._prefixes.get(value, ""))
-            if engine is not None and len(engine.open_keys) <= most_open:
-                return engine
-        return None
 
     def _remember(self, hashes: list[int], engine_id: str) -> None:
         for value in hashes:

@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -29,29 +30,22 @@ _RESERVED = frozenset({
 
 
 class ChatTemplate:
-    """The template of one checkpoint, or the lack of one.
-
-    ``templates`` by name: ``default``, and perhaps ``tool_use`` for conversations with tools.
-    """
+    """``templates`` of a checkpoint by name: ``default`` (or none), and perhaps ``tool_use``, for use with tools."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], model: str) -> None:
         self._templates = dict(templates)
+        self.source = "\n".join(templates.values())
         self._special_tokens = dict(special_tokens)
         self._model = model
         self._threads = ThreadPoolExecutor(_THREADS, "raylm-template")
 
-    @property
-    def source(self) -> str:
-        return "\n".join(self._templates.values())
-
     async def render(self, request: ChatRequest) -> str:
-        """The prompt text of a conversation; of the request only what a template sees counts.
-
-        Raises:
-            InvalidRequestError: the template refuses the messages, or takes too long.
-        """
+        """The prompt text of a conversation; of the request only what a template sees counts."""
         kwargs = request.template_kwargs or {}
-        self._check_kwargs(kwargs)
+        for name in kwargs:
+            if name in _RESERVED or name in self._special_tokens or name.startswith("_"):
+                message = f"chat_template_kwargs must not set {name[:40]!r}."
+                raise InvalidRequestError(message, param="chat_template_kwargs")
         template = self._select(request.tools)
 
         def work() -> str:
@@ -65,7 +59,16 @@ class ChatTemplate:
                 **{**self._special_tokens, **kwargs},
             )
 
-        return await self._bounded(work)
+        job = _Job(work)
+        rendering = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+        try:
+            return await asyncio.wait_for(asyncio.shield(rendering), RENDER_LIMIT_S)
+        except TimeoutError:
+            rendering.add_done_callback(lambda done: done.exception())
+            message = f"The chat template did not render the messages within {RENDER_LIMIT_S:g} s."
+            raise InvalidRequestError(message, param="messages") from None
+        finally:
+            job.interrupt()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -73,32 +76,10 @@ class ChatTemplate:
     def _select(self, tools: list[dict[str, Any]] | None) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise InvalidRequestError(
-                f"The model '{self._model}' has no chat template (neither chat_template.jinja nor chat_template in "
-                "tokenizer_config.json); use completions instead.",
-                param="messages",
-            )
+            where = "(neither chat_template.jinja nor chat_template in tokenizer_config.json)"
+            message = f"The model '{self._model}' has no chat template {where}; use completions instead."
+            raise InvalidRequestError(message, param="messages")
         return self._templates[name]
-
-    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        for name in kwargs:
-            if name in _RESERVED or name in self._special_tokens or name.startswith("_"):
-                raise InvalidRequestError(
-                    f"chat_template_kwargs must not set {name[:40]!r}.", param="chat_template_kwargs"
-                )
-
-    async def _bounded(self, work: Callable[[], str]) -> str:
-        job = _Job(work)
-        rendering = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
-        try:
-            return await asyncio.wait_for(asyncio.shield(rendering), RENDER_LIMIT_S)
-        except TimeoutError:
-            rendering.add_done_callback(lambda done: done.exception())
-            raise InvalidRequestError(
-                f"The chat template did not render the messages within {RENDER_LIMIT_S:g} s.", param="messages"
-            ) from None
-        finally:
-            job.interrupt()
 
 
 class _Interrupted(BaseException):
@@ -144,37 +125,28 @@ def _render(template: str, conversation: list[dict[str, Any]], **kwargs: Any) ->
         shown = str(error.message or type(error).__name__)[:_SHOWN_CHARS]
         raise InvalidRequestError(f"The chat template refused the messages: {shown}", param="messages") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise InvalidRequestError(
-            f"The chat template could not render the messages ({type(error).__name__}).", param="messages"
-        ) from error
+        message = f"The chat template could not render the messages ({type(error).__name__})."
+        raise InvalidRequestError(message, param="messages") from error
     return str(rendered[0])
 
 
 def content_chars(messages: list[dict[str, Any]]) -> int:
-    """Characters of the messages' contents as far as they are text."""
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
-    return sum(len(content) if isinstance(content, str) else _part_chars(content) for content in contents)
-
-
-def _part_chars(content: object) -> int:
-    parts = content if isinstance(content, list) else []
+    """Characters of the messages' contents as far as they are text, and a line break for each part of a list."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = chain.from_iterable(content for content in contents if isinstance(content, list))
     texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
-    return sum(len(text) + 1 for text in texts if isinstance(text, str))
+    whole = sum(len(content) for content in contents if isinstance(content, str))
+    return whole + sum(len(text) + 1 for text in texts if isinstance(text, str))
 
 
 def prepare_messages(messages: list[dict[str, Any]], *, continue_final_message: bool = False) -> list[dict[str, Any]]:
-    """Bring OpenAI's messages into the form that templates expect: text as strings, tool arguments as objects.
-
-    Raises:
-        InvalidRequestError: a message is no object, has no role, or holds what is not text; ``param`` is its path.
-    """
+    """Bring OpenAI's messages into the form that templates expect: text as strings, tool arguments as objects."""
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
     prepared = [_prepare_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
     if continue_final_message and not (isinstance(prepared[-1].get("content"), str) and prepared[-1]["content"]):
-        raise InvalidRequestError(
-            "continue_final_message needs a last message with text content.", param="continue_final_message"
-        )
+        message = "continue_final_message needs a last message with text content."
+        raise InvalidRequestError(message, param="continue_final_message")
     return prepared
 
 

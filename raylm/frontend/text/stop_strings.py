@@ -49,8 +49,8 @@ class StopStrings:
     def _advance(self, char: str) -> list[str]:
         """Move every automaton by one character; return the stop strings that end here."""
         ended = []
-        for which, stop in enumerate(self._stops):
-            state, failure = self._states[which], self._failures[which]
+        for which, (stop, failure) in enumerate(zip(self._stops, self._failures, strict=True)):
+            state = self._states[which]
             while state and stop[state] != char:
                 state = failure[state - 1]
             if stop[state] == char:
@@ -80,7 +80,6 @@ class MarkerSearch:
         return final, None if found is None else self._stops.rest
 
     def flush(self) -> str:
-        """What is held back, once no more text comes."""
         held, self._space = self._space + self._stops.flush(), ""
         return held
 

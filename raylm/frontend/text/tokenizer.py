@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tokenizers import Tokenizer as Backend
 
@@ -44,7 +44,8 @@ class Tokenizer:
         self.backend: Backend = loaded.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.chat_templates: dict[str, str] = _named_templates(loaded.chat_template)
+        found = loaded.chat_template or {}
+        self.chat_templates: dict[str, str] = dict(found) if isinstance(found, dict) else {"default": str(found)}
         self.special_tokens: dict[str, str] = {name: str(text) for name, text in loaded.special_tokens_map.items()}
         self._threads = ThreadPoolExecutor(_THREADS, "raylm-tokenizer")
         self._inline_left = INLINE_CHARS
@@ -70,11 +71,7 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added if token.special)
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Ids of ``text``; a long one is tokenized in a thread, and so are many short ones that come together.
-
-        Raises:
-            InvalidRequestError: the text holds a lone surrogate or is too long; ``param`` is named.
-        """
+        """Ids of ``text``; a long one is tokenized in a thread, and so are many short ones that come together."""
         check_chars(len(text), param)
         encode = partial(self.encode_now, text, add_special_tokens=add_special_tokens, param=param)
         return await self._run(len(text), encode)
@@ -88,17 +85,13 @@ class Tokenizer:
         ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of ``token_ids``.
-
-        Raises:
-            InvalidRequestError: an id is outside the vocabulary, or there are too many; ``param`` is ``tokens``.
-        """
+    async def decode(self, token_ids: list[int]) -> str:
+        """Text of ``token_ids``, special tokens included."""
         if len(token_ids) > MAX_IDS:
             raise InvalidRequestError(f"tokens has more than {MAX_IDS} entries.", param="tokens")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise InvalidRequestError(f"tokens must hold ids from 0 to {self.vocab_size - 1}.", param="tokens")
-        decode = partial(self.backend.decode_batch, [token_ids], skip_special_tokens=skip_special_tokens)
+        decode = partial(self.backend.decode_batch, [token_ids], skip_special_tokens=False)
         texts: list[str] = await self._run(len(token_ids), decode)
         return texts[0]
 
@@ -116,7 +109,6 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def close(self) -> None:
-        """End the threads; texts in work are finished."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
@@ -137,19 +129,9 @@ class Tokenizer:
 
 
 def check_chars(num_chars: int, param: str) -> None:
-    """Refuse a text that is too long whatever the model.
-
-    Raises:
-        InvalidRequestError: naming ``param``.
-    """
+    """Refuse a text that is too long whatever the model."""
     if num_chars > MAX_CHARS:
         raise InvalidRequestError(f"{param} has more than {MAX_CHARS} characters.", param=param)
-
-
-def _named_templates(found: Any) -> dict[str, str]:
-    if not found:
-        return {}
-    return dict(found) if isinstance(found, dict) else {"default": str(found)}
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models.linear import WeightFormat
+from raylm.models.linear import HEAD, WeightFormat
 from raylm.models.quantization.formats import Awq, Gptq, Int8Channels, PackQuantized
 from raylm.models.quantization.fp8 import Fp8Tensors
 
@@ -34,7 +34,6 @@ class Section:
         self.values: dict[str, Any] = values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The entry as it stands; null is as good as none."""
         value = self.values.get(name)
         return default if value is None else value
 
@@ -42,7 +41,6 @@ class Section:
         return Section(self.checkpoint, f"{self.where}.{name}", self.values.get(name))
 
     def choice(self, name: str, served: Collection[Any], default: Any = None) -> Any:
-        """An entry of which only some values are served; ConfigError names any other."""
         value = self.get(name, default)
         if not any(value == one and type(value) is type(one) for one in served):
             raise self.error(name, value, f"supported: {', '.join(map(repr, served))}")
@@ -59,7 +57,7 @@ class Section:
         return size
 
     def only(self, known: Collection[str]) -> None:
-        """Refuse entries that are not known, unless they are empty."""
+        """Refuse unknown entries, unless they are empty."""
         for name in self.values.keys() - set(known):
             if self.values[name]:
                 raise self.error(name, self.values[name], "it is not supported")
@@ -70,7 +68,7 @@ class Section:
 
 
 def read_quantization_config(checkpoint: Checkpoint) -> Found:
-    """What the quantization_config of ``checkpoint`` says; ConfigError names what is not supported."""
+    """ConfigError names what is not supported."""
     section = Section(checkpoint, "quantization_config", checkpoint.config["quantization_config"])
     return _METHODS[section.choice("quant_method", _METHODS)](section)
 
@@ -137,7 +135,7 @@ def _gptq(section: Section) -> Found:
     for name in ("dynamic", "modules_in_block_to_quantize", "rotation"):
         section.choice(name, (None, {}, [], ""))
     group = section.group("group_size")
-    return "GPTQ, 4 bits", Gptq(group, zero_shift=0 if "gptq_v2" in layouts else 1), _is_head
+    return "GPTQ, 4 bits", Gptq(group, zero_shift=0 if "gptq_v2" in layouts else 1), lambda name: name == HEAD
 
 
 def _awq(section: Section) -> Found:
@@ -149,11 +147,7 @@ def _awq(section: Section) -> Found:
     section.choice("backend", ("autoawq", "auto"), default="autoawq")
     skipped = section.get("modules_to_not_convert", [])
     group = section.group("group_size", "q_group_size")
-    return "AWQ, 4 bits", Awq(group), lambda name: _is_head(name) or any(part in name for part in skipped)
-
-
-def _is_head(module: str) -> bool:
-    return module == "lm_head"
+    return "AWQ, 4 bits", Awq(group), lambda name: name == HEAD or any(part in name for part in skipped)
 
 
 _METHODS: dict[str, Callable[[Section], Found]] = {

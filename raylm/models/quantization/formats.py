@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from raylm.models.linear import Linear, WeightFormat
 from raylm.native import Int4Weight, Int8Weight, Weight, kernels, round_int4
 
 _MIDDLE = 8
-# The column that each 4 bits of an AWQ word hold, from its low end on; see AutoAWQ's GEMM layer.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# Where in an AWQ word the 4 bits of each of 8 columns lie, from its low end on; see AutoAWQ's GEMM layer.
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _ROUNDED_GROUPS = (64, 32)  # a ninth less error than 128; 32 has twice the scales to read
 
 
@@ -44,14 +45,13 @@ class Int8Channels(RoundedInt8):
         return Int8Weight(torch.cat([part["weight"] for part in parts]), scales.squeeze(1))
 
 
+@dataclass(frozen=True, eq=False)
 class GroupedInt4(WeightFormat):
     """4-bit weights with a scale and a zero for each ``group`` of inputs; ``None`` is one group for all."""
 
-    def __init__(self, group: int | None) -> None:
-        self.group = group
+    group: int | None
 
     def groups(self, inputs: int) -> int:
-        """How many groups the inputs make; ValueError where no kernel takes such groups."""
         size = self.group or inputs
         if inputs % size or size % 8:
             raise ValueError(f"4-bit weights are served where {inputs} inputs divide into groups of a multiple of 8")
@@ -67,12 +67,11 @@ class GroupedInt4(WeightFormat):
         """Values (out, in) uint8, scales (out, groups), zeros (out, groups) of one part."""
 
 
+@dataclass(frozen=True, eq=False)
 class PackQuantized(GroupedInt4):
     """compressed-tensors pack-quantized, 4 bits: 8 neighbours along the input in a word, from its low end on."""
 
-    def __init__(self, group: int | None, *, symmetric: bool) -> None:
-        super().__init__(group)
-        self.symmetric = symmetric
+    symmetric: bool
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         groups = self.groups(inputs)
@@ -89,21 +88,19 @@ class PackQuantized(GroupedInt4):
         values, scales = unpacked(stored["weight_packed"]), stored["weight_scale"]
         shape = stored["weight_shape"].tolist()
         if shape != list(values.shape):
-            raise ConfigError(
-                f"model: the weight_shape of {name} is {shape}, config.json asks for {list(values.shape)}."
-            )
+            wanted = list(values.shape)
+            raise ConfigError(f"model: the weight_shape of {name} is {shape}, config.json asks for {wanted}.")
         if self.symmetric:
             return values, scales, torch.full_like(scales, _MIDDLE)
         zeros = unpacked(stored["weight_zero_point"].T)[:, : len(values)]
         return values, scales, zeros.T.float()
 
 
+@dataclass(frozen=True, eq=False)
 class Gptq(GroupedInt4):
     """GPTQ, 4 bits: 8 neighbours along the input in a word; ``zero_shift`` is added to the zeros as they are stored."""
 
-    def __init__(self, group: int | None, *, zero_shift: int) -> None:
-        super().__init__(group)
-        self.zero_shift = zero_shift
+    zero_shift: int
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Tensor]:
         return _zeros_and_scales(rows, self.groups(inputs)) | {
@@ -129,7 +126,8 @@ class Awq(GroupedInt4):
         return _zeros_and_scales(rows, self.groups(inputs)) | {"qweight": weight}
 
     def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        values, zeros = (_awq_columns(unpacked(stored[kind])) for kind in ("qweight", "qzeros"))
+        words = (unpacked(stored[kind]) for kind in ("qweight", "qzeros"))
+        values, zeros = (each.view(len(each), -1, 8)[..., _AWQ_PLACES].flatten(1) for each in words)
         return values.T, stored["scales"].T, zeros.T.float()
 
 
@@ -166,17 +164,7 @@ def unpacked(words: Tensor) -> Tensor:
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
 
 
-def _awq_columns(values: Tensor) -> Tensor:
-    ordered = torch.empty_like(values)
-    for place, column in enumerate(_AWQ_ORDER):
-        ordered[:, column::8] = values[:, place::8]
-    return ordered
-
-
 def _zeros_and_scales(rows: int, groups: int) -> dict[str, Tensor]:
     if rows % 8:
         raise ValueError(f"weights packed along {rows} outputs need a multiple of 8")
-    return {
-        "qzeros": torch.empty((groups, rows // 8), dtype=torch.int32),
-        "scales": torch.empty((groups, rows)),
-    }
+    return {"qzeros": torch.empty((groups, rows // 8), dtype=torch.int32), "scales": torch.empty((groups, rows))}

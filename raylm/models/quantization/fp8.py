@@ -37,7 +37,7 @@ class Fp8Tensors(WeightFormat):
 
 @dataclass(frozen=True)
 class Fp8Part:
-    """One checkpoint module: its values times ``weight_scale`` are its weights; inputs are held as ``input_scale``s."""
+    """One checkpoint module: weights are ``weight`` times ``weight_scale``, inputs multiples of ``input_scale``."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -45,10 +45,9 @@ class Fp8Part:
 
 
 class Fp8Linear:
-    """``x`` (tokens, in) -> (tokens, out of all parts).
+    """``x`` (tokens, in) -> (tokens, out of all parts); parts that were calibrated alike share the rounded inputs.
 
-    Inputs become fp8 by a scale that calibration fixed, so that no row depends on its neighbours; products are summed
-    in float32. Parts that were calibrated alike share the rounded inputs.
+    Calibration fixed the scale of the inputs, so that no row depends on its neighbours.
     """
 
     def __init__(self, parts: list[Fp8Part], bias: Tensor | None) -> None:
@@ -67,7 +66,7 @@ class Fp8Linear:
 
 
 def round_inputs(x: Tensor, scale: Tensor) -> Tensor:
-    """``x`` over ``scale`` in fp8; what lies beyond its range becomes the largest value there is."""
+    """``x`` over ``scale`` in fp8; what lies beyond its range becomes its largest value."""
     return (x.float() / scale).clamp_(-_LARGEST, _LARGEST).to(FP8)
 
 

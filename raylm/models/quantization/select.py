@@ -50,11 +50,7 @@ class ByModule(Quantization):
 
 
 def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:
-    """What the checkpoint holds, or what its plain weights are to be rounded to; one of the two is quantized.
-
-    Raises:
-        ConfigError: both, or something that cannot be served here.
-    """
+    """What the checkpoint holds, or what its plain weights are to be rounded to; ConfigError where it is not served."""
     if checkpoint.config.get("quantization_config") is None:
         assert asked is not None
         _check_kernels(f"quantization: {asked} is", device)

@@ -16,7 +16,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.models.causal_lm import AttentionSpec
 from raylm.models.linear import HEAD
 from raylm.models.transformers_backend.inspection import Mask, UnservedError, inspect, is_experts
-from raylm.models.transformers_backend.module_replacement import Experts, split_experts, stack_linears
+from raylm.models.transformers_backend.module_replacement import split_experts, stack_linears
 from raylm.models.transformers_backend.paged_attention import PAGED, PROBED, CurrentAttention
 
 
@@ -41,9 +41,8 @@ class Passing(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Modeling:
-    """A model of transformers with our layers in it.
+    """``causal`` holds all but its ``decoder``, whose layers call ``attention``, and need of it what ``specs`` has.
 
-    ``causal`` holds all but its decoder; ``attention`` is what the layers call, and ``specs`` what each needs of it.
     ``names`` are its weights' as its own code has them, ``tied`` those that are copies of others.
     """
 
@@ -53,13 +52,6 @@ class Modeling:
     specs: dict[nn.Module, AttentionSpec]
     names: frozenset[str]
     tied: frozenset[str]
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether tokens choose which weights they are multiplied with."""
-        return getattr(self.causal.config, "num_experts_per_tok", None) is not None or any(
-            isinstance(module, Experts) for module in self.decoder.modules()
-        )
 
     def kept_in_float32(self, dtype: torch.dtype) -> frozenset[str]:
         """The weights that its authors want in float32 beside others of ``dtype``."""
@@ -73,24 +65,21 @@ def build_modeling(checkpoint: Checkpoint, name: str) -> Modeling:
     names, tied = frozenset(causal.state_dict()), frozenset(causal.all_tied_weights_keys)
     if tied - {f"{HEAD}.weight"} or type(getattr(causal, HEAD, None)) is not nn.Linear:
         raise UnservedError(f"its head is not {HEAD}, or it shares other weights too")
-    attention = CurrentAttention()
-    attention.attach(causal)
+    attention = CurrentAttention(causal)
     try:
-        found = inspect(causal, attention)
-    except UnservedError:
-        raise
+        specs, groups = inspect(causal, attention)
     except (LookupError, RuntimeError, TypeError, AttributeError, ValueError) as error:
         if repr(Mask.__name__) in str(error):
             raise UnservedError("it makes or changes attention masks itself") from error
         raise UnservedError(f"its code does not run over single tokens: {error}") from error
     layers = causal.config.num_hidden_layers
-    if len(found.specs) != layers:
-        raise UnservedError(f"only {len(found.specs)} of its {layers} layers have attention")
-    _replace_modules(causal, found.groups)
+    if len(specs) != layers:
+        raise UnservedError(f"only {len(specs)} of its {layers} layers have attention")
+    _replace_modules(causal, groups)
     causal.config._attn_implementation = PAGED
     decoder = getattr(causal, causal.base_model_prefix)
     causal.add_module(causal.base_model_prefix, Passing())
-    return Modeling(causal, decoder, attention, found.specs, names, tied)
+    return Modeling(causal, decoder, attention, specs, names, tied)
 
 
 def _build(checkpoint: Checkpoint, name: str) -> Any:
@@ -116,8 +105,8 @@ def _fill_buffers(model: Any) -> None:
     with torch.device("cpu"):
         model.initialize_weights()
     for module in model.modules():
-        # Frequencies that change with the longest sequence of a batch would change with its neighbours too. Nothing
-        # is served beyond the length from which on they would: see Checkpoint.max_position_embeddings.
+        # Frequencies that change with the longest sequence would change with the neighbours in its batch; no length is
+        # served from which on they would: see Checkpoint.max_position_embeddings.
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
             module.rope_type = "default"

@@ -24,10 +24,7 @@ _SERVED = ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate], [Tr
 
 
 class Conversion:
-    """transformers' own rules for one model, applied to names and to memory in place: no weight is made beside it.
-
-    ``known`` are the names of the weights of ``model``, as its modeling code has them.
-    """
+    """transformers' own rules for a ``model`` whose weights are ``known``, applied to names and to memory in place."""
 
     def __init__(self, model: Any, known: Collection[str]) -> None:
         rules = get_model_conversion_mapping(model)
@@ -68,11 +65,11 @@ def _views(rule: WeightConverter, target: str, by_pattern: dict[str, list[str]],
     steps = [type(operation) for operation in rule.operations]
     if len(rule.target_patterns) != 1 or steps not in _SERVED:
         raise UnservedError(f"its checkpoint holds {target} in a form that is not served ({rule.operations})")
-    views: dict[str, Tensor] = {}
-    for part, pattern in enumerate(rule.source_patterns):
-        for index, name in enumerate(by_pattern.get(pattern, [])):
-            views[name] = _view(rule, memory, part, index)
-    return views
+    return {
+        name: _view(rule, memory, part, index)
+        for part, pattern in enumerate(rule.source_patterns)
+        for index, name in enumerate(by_pattern.get(pattern, []))
+    }
 
 
 def _view(rule: WeightConverter, memory: Tensor, part: int, index: int) -> Tensor:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from raylm.models.causal_lm import AttentionSpec
-from raylm.models.transformers_backend.paged_attention import CurrentAttention, register
+from raylm.models.transformers_backend.paged_attention import PROBED, CurrentAttention
 
 _TOKENS = 3
 _FARTHEST = 1 << 18  # positions up to which masks are inspected
@@ -25,7 +26,7 @@ _WITHOUT_MEANING = {
 }  # fmt: skip
 
 
-class UnservedError(ValueError):
+class UnservedError(Exception):
     """Why a model cannot be served over transformers' modeling code, in words that follow its name."""
 
 
@@ -37,16 +38,12 @@ class Mask:
 
 
 class Recorder(nn.Module):
-    """Replaces a linear layer: keeps what it was given, returns zeros, multiplies nothing.
-
-    ``is_read``: the modeling code read its weight itself.
-    """
+    """Replaces a linear layer: keeps what it was given, returns zeros. ``is_read``: its weight was read by itself."""
 
     def __init__(self, linear: nn.Module, seen: list[tuple[Recorder, Tensor]]) -> None:
         super().__init__()
         self.in_features, self.out_features = layer_shape(linear)
-        self.has_bias = linear.bias is not None
-        self.is_read = False
+        self.has_bias, self.is_read = linear.bias is not None, False
         self._seen = seen
 
     @property
@@ -61,8 +58,6 @@ class Recorder(nn.Module):
 
 
 class IdleExperts(nn.Module):
-    """Replaces experts; returns zeros."""
-
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
@@ -74,7 +69,6 @@ def layer_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether these are transformers' stacked experts."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
@@ -144,28 +138,15 @@ def read_mask(
     return Mask(None if count == length else count)
 
 
-register(read_mask)
+AttentionMaskInterface.register(PROBED, read_mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """``specs`` has every attention module, in the order of the layers.
-
-    ``groups`` are the paths of the linear layers that can be replaced; those of one parent which read the very same
-    input make a group.
-    """
-
-    specs: dict[nn.Module, AttentionSpec]
-    groups: list[list[str]]
-
-
-def inspect(model: Any, attention: CurrentAttention) -> Inspection:
+def inspect(model: Any, attention: CurrentAttention) -> tuple[dict[nn.Module, AttentionSpec], list[list[str]]]:
     """Run the decoder of ``model`` over three tokens, on zeros without memory, with a probe as its attention.
 
-    Its parameters are on the meta device, its buffers on the CPU.
-
-    Raises:
-        UnservedError: it does what paged attention cannot serve.
+    Returns what each attention module needs, in the order of the layers, and the paths of the linear layers that can be
+    replaced, grouped by parent and input; UnservedError where it does what paged attention cannot serve. Parameters
+    must be on the meta device, buffers on the CPU.
     """
     seen: list[tuple[Recorder, Tensor]] = []
     replaced = {path: module for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
@@ -187,7 +168,7 @@ def inspect(model: Any, attention: CurrentAttention) -> Inspection:
         raise UnservedError("its layers do not call transformers' attention interface")
     for path, module in (replaced | experts).items():
         model.set_submodule(path, module)
-    return Inspection(probe.specs, list(_groups(seen, recorders)))
+    return probe.specs, list(_groups(seen, recorders))
 
 
 def _groups(seen: list[tuple[Recorder, Tensor]], recorders: dict[Recorder, str]) -> Iterator[list[str]]:

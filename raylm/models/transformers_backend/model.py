@@ -17,24 +17,22 @@ from raylm.models.transformers_backend.build import Modeling, build_modeling
 from raylm.models.transformers_backend.conversion import Conversion
 from raylm.models.transformers_backend.inspection import UnservedError
 from raylm.models.transformers_backend.module_replacement import Experts, SharedEmbedding
-from raylm.models.transformers_backend.paged_attention import PagedCall
+from raylm.models.transformers_backend.paged_attention import heads_last
 from raylm.native import NativeLinear
 
 _APART = 0.1  # of the largest value: far more than rounding, far less than what another token's state makes
 
 
 class TransformersForCausalLM(CausalLM):
-    """A model of transformers, its linear layers and experts replaced by ours, its attention by paged attention.
-
-    Its modules lie at the same paths as in transformers, so that names of weights are those of its modeling code.
-    """
+    """A model of transformers with our linear layers, experts and attention, its modules at the same paths."""
 
     def __init__(self, modeling: Modeling, checkpoint: Checkpoint) -> None:
         super().__init__()
         self.checkpoint, self.modeling = checkpoint, modeling
         self.vocab_size = int(modeling.causal.config.vocab_size)
         self.attention_specs: list[AttentionSpec] = list(modeling.specs.values())
-        self.capturable = not modeling.has_experts
+        routed = getattr(modeling.causal.config, "num_experts_per_tok", None) is not None
+        self.capturable = not routed and not any(isinstance(module, Experts) for module in modeling.decoder.modules())
         for name, child in modeling.causal.named_children():
             self.add_module(name, child)
         self.add_module(modeling.causal.base_model_prefix, modeling.decoder)
@@ -54,16 +52,15 @@ class TransformersForCausalLM(CausalLM):
 
     def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
         self._check_quantization()
+        super().materialize(dtype, device)
         wide = self.modeling.kept_in_float32(dtype)
+        for name, parameter in self.named_parameters():
+            if name in wide:
+                parameter.data = parameter.data.float()
         for path, module in self.named_modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                own = torch.float32 if f"{path}.{name}" in wide else dtype
-                memory = torch.empty(parameter.shape, dtype=own, device=device)
-                setattr(module, name, nn.Parameter(memory, requires_grad=False))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 loaded = f"{path}.{name}" in self.modeling.names - wide and buffer.is_floating_point()
                 module._buffers[name] = buffer.to(device, dtype if loaded else buffer.dtype)
-        for module in self.modules():
             if isinstance(module, Experts):
                 module.stack()
 
@@ -146,7 +143,10 @@ class TransformersForCausalLM(CausalLM):
             raise ConfigError(f"model: {name} cannot be served: its layers mix tokens outside of attention.")
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        self.modeling.attention.call = PagedCall(self.modeling.specs, attend)
+        def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+            return attend(self.modeling.specs[module], heads_last(q), heads_last(k), heads_last(v))[None]
+
+        self.modeling.attention.call = call
         out = self.modeling.decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden

@@ -16,19 +16,18 @@ class Stack:
     """A stacked linear layer whose parts are asked for one after the other, all with the same input."""
 
     def __init__(self, linear: Linear) -> None:
-        self.linear = linear
-        self._sizes = list(linear.parts.values())
+        self.linear, self.sizes = linear, list(linear.parts.values())
         self._input: Tensor | None = None
         self._pieces: list[Tensor | None] = []
 
     def take(self, part: int, x: Tensor) -> Tensor:
         """One part of the product with ``x`` (..., in_features); it is computed when the first one is asked for."""
-        if len(self._sizes) == 1:
+        if len(self.sizes) == 1:
             return self._product(x)
         if x is not self._input or self._pieces[part] is None:
-            self._input, self._pieces = x, list(torch.split(self._product(x), self._sizes, dim=-1))
+            self._input, self._pieces = x, list(torch.split(self._product(x), self.sizes, dim=-1))
         piece, self._pieces[part] = self._pieces[part], None
-        if not any(piece is not None for piece in self._pieces):
+        if all(left is None for left in self._pieces):
             self._input = None
         assert piece is not None
         return piece
@@ -44,7 +43,7 @@ class Part(nn.Module):
     def __init__(self, stack: Stack, part: int) -> None:
         super().__init__()
         self._stack, self._part = stack, part
-        self.in_features, self.out_features = stack.linear.in_features, list(stack.linear.parts.values())[part]
+        self.in_features, self.out_features = stack.linear.in_features, stack.sizes[part]
 
     def forward(self, x: Tensor) -> Tensor:
         return self._stack.take(self._part, x)
@@ -139,7 +138,7 @@ class Experts(nn.ModuleList):
 
 
 def split_experts(module: nn.Module) -> Experts:
-    """What replaces transformers' stacked experts; UnservedError where they are not plain gated ones."""
+    """Ours for transformers' stacked experts; UnservedError where they are not plain gated ones."""
     plain = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", False)
     if not plain or any(getattr(module, name) for name in ("has_bias", "is_transposed", "has_post_expert_norm")):
         raise UnservedError("its experts have biases, a norm, or another layout of weights")

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from raylm.models import AttentionSpec, heads_struct
-from raylm.native import NativeAttention, NativeError, batch_struct, kernels, layout
+from raylm.native import NativeAttention, NativeError, batch_struct, kernels
+from raylm.native import library as layout
 from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
 
 

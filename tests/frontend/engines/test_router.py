@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from raylm.errors import EngineUnavailableError
-from raylm.frontend import Router
-from raylm.frontend.engines.router import CHUNK_TOKENS, MAX_REMEMBERED, NEAR
+from raylm.frontend.engines.router import CHUNK_TOKENS, MAX_REMEMBERED, NEAR, Router
 from raylm.messages import EngineStats
 from tests.frontend.played_engine import PlayedEngine
 

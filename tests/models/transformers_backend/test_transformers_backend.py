@@ -80,7 +80,7 @@ def test_compact_families_are_the_same_on_both_paths(
         (
             module_replacement.Stack,
             "take",
-            lambda self, part, x: self._product(x).split(self._sizes, dim=-1)[-1 - part],
+            lambda self, part, x: self._product(x).split(self.sizes, dim=-1)[-1 - part],
         ),
     ],
     ids=["windows are ignored", "gate and up are exchanged"],

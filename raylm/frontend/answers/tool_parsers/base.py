@@ -1,27 +1,32 @@
-"""MarkedCallsParser: what the parsers share that look for a marker, behind which a call stands."""
+"""What the parsers share: MarkedCallsParser finds calls behind a marker, ToolForms says in Lark how calls must look."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.tool_calls import Parsed, ToolParser, Tools
-from raylm.frontend.answers.tool_parsers.forms import ToolForms
 from raylm.frontend.outputs import ToolCallDelta
 from raylm.frontend.text.stop_strings import MarkerSearch
 from raylm.frontend.text.tokenizer import Tokenizer
-from raylm.frontend.types import ChatRequest
-from raylm.params import SamplingParams, StructuredOutputs
+from raylm.frontend.types import ChatRequest, NamedTool
+from raylm.params import LARK, SamplingParams, StructuredOutputs
+
+MOST_CALLS = 16
+_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT = {"whitespace_flexible": False}
 
 
 class MarkedCallsParser(ToolParser):
-    """A machine of states, each a method that takes what it can from the front of ``_buffer``.
+    """A machine of states: methods that take what they can from ``_buffer`` and return False to wait for more text.
 
-    A state returns whether it took anything or went to another state. Text outside calls is content, but for white
-    space before, between and after calls. What looks like a call at first and turns out not to be one before its name
-    is known becomes content, as it was written.
+    Text outside calls is content, but for white space before, between and after calls. What looks like a call at first
+    and turns out not to be one before its name is known becomes content, as it was written.
     """
 
     def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
@@ -70,9 +75,9 @@ class MarkedCallsParser(ToolParser):
             self._add_content(self._search.flush())
 
     def _parsed(self) -> Parsed:
-        content, self._content = "".join(self._content), []
-        calls, self._deltas = self._deltas, []
-        return content, calls
+        parsed = "".join(self._content), self._deltas
+        self._content, self._deltas = [], []
+        return parsed
 
     def _text(self) -> bool:
         """Content, up to the marker."""
@@ -100,11 +105,87 @@ class MarkedCallsParser(ToolParser):
 
     def _add_arguments(self, text: str) -> None:
         """More of the arguments of the call opened last."""
-        if not text:
-            return
-        if not self._deltas:
+        if text and not self._deltas:
             self._deltas.append(ToolCallDelta(self._num_opened - 1))
-        self._deltas[-1].arguments += text
+        if text:
+            self._deltas[-1].arguments += text
 
-    def _close_call(self) -> None:
-        self.over = self._one_call
+
+class ToolForms:
+    """For the tools of one request, as the parser's models write calls and in the tokenizer's tokens."""
+
+    def __init__(
+        self, parser: type[ToolParser], request: ChatRequest, tokenizer: Tokenizer, compiler: GrammarCompiler
+    ) -> None:
+        self._parser = parser
+        self._request = request
+        self._tokenizer = tokenizer
+        self._compiler = compiler
+        self._functions = [tool["function"] for tool in request.tools or ()]
+        self._schemas: list[Mapping[str, Any]] = [function.get("parameters") or {} for function in self._functions]
+
+    async def form(self, params: SamplingParams) -> StructuredOutputs | None:
+        """The form of the answer, None if it is free.
+
+        Calls that are required or named are held to the form, and so is an answer in JSON in their place, or any text
+        around calls of ``strict`` tools.
+        """
+        asked, choice = params.structured_outputs, self._request.tool_choice
+        if isinstance(choice, NamedTool):
+            lark = self._grammar(only=choice.name)
+        elif choice == "required":
+            lark = self._grammar()
+        elif asked is not None:
+            lark = f"{self._grammar('calls | answer')}\nanswer: %json {_answer_schema(asked)}"
+        elif any(function.get("strict") for function in self._functions):
+            marker = self._parser.marker
+            if marker and self._mark(marker).startswith('"'):
+                message = f"'strict' is not supported with tool_choice auto: {marker} is no token of this model."
+                raise UnsupportedFieldError(message, param="tools")
+            lark = self._grammar(self._parser.free_text())
+        else:
+            return None
+        form = StructuredOutputs(grammar=lark, param="tools")
+        await self._check(form, asked)
+        return form
+
+    def _grammar(self, start: str = "calls", *, only: str | None = None) -> str:
+        """Lark of an answer made of calls, at most ``MOST_CALLS``, or one of ``only`` this function.
+
+        ``start`` is the answer in terms of the rules ``calls`` and ``TEXT``. Arguments are spaced as chat templates
+        space JSON: a model goes on best in the form that it has read.
+        """
+        pairs = zip((function["name"] for function in self._functions), self._schemas, strict=True)
+        named = [(name, schema) for name, schema in pairs if only in (None, name)]
+        call, between, rules = self._parser.rules([name for name, _ in named], self._mark)
+        parallel = self._request.parallel_tool_calls and only is None
+        more = f"({between} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+        lines = [f"start: {start}", f"calls: call {more}", f"call: {call}", rules]
+        spaced = ({"type": "object", "x-guidance": _SPACED, **schema} for _, schema in named)
+        lines += [f"args_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
+        return LARK + "\n".join([*lines, "TEXT: /(.|\\n)+/" if "TEXT" in start else ""])
+
+    async def _check(self, form: StructuredOutputs, answer: StructuredOutputs | None) -> None:
+        """Compile it; what is wrong is sought in the parts, so that the error names the right one."""
+        try:
+            await self._compiler.compile(form)
+        except InvalidRequestError:
+            if answer is not None:
+                await self._compiler.compile(answer)
+            for place, schema in enumerate(self._schemas):
+                param = f"tools[{place}].function.parameters"
+                await self._compiler.compile(StructuredOutputs(json={"type": "object", **schema}, param=param))
+            raise
+
+    def _mark(self, marker: str) -> str:
+        """A marker in Lark: its token if it has one, else its characters."""
+        token_id = self._tokenizer.backend.token_to_id(marker)
+        return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
+
+
+def _answer_schema(asked: StructuredOutputs) -> str:
+    if asked.json is None and not asked.json_object:
+        raise UnsupportedFieldError(f"'{asked.param}' cannot be combined with tools; only JSON can.", param=asked.param)
+    given = {"type": "object"} if asked.json is None else asked.json
+    schema: Any = json.loads(given) if isinstance(given, str) else given
+    return json.dumps({"x-guidance": _COMPACT, **schema} if isinstance(schema, dict) else schema)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Sequence
 
 import orjson
 
-from raylm.frontend.answers.tool_calls import Tools
 from raylm.frontend.answers.tool_parsers.base import MarkedCallsParser
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -26,14 +25,16 @@ class ValueScanner:
         self._scalar = False
 
     def push(self, text: str, start: int = 0) -> int:
-        """Read ``text`` from ``start`` on; returns where the value ends, or the text's length if it goes on.
+        """Read ``text`` from ``start`` on, the value's first character at first.
 
-        The first character that is read must be the value's first one.
+        Returns where the value ends, or the text's length if it goes on.
         """
         for place in range(start, len(text)):
             char = text[place]
-            if self._in_string:
-                self._follow_string(char)
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = char == "\\", char != '"'
             elif self._scalar:
                 self.done = char in ",]} \t\r\n"
                 if self.done:
@@ -51,27 +52,14 @@ class ValueScanner:
                 return place + 1
         return len(text)
 
-    def _follow_string(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_string = False
-
 
 class CallScanner:
-    """Reads one object {"name": …, "arguments": {…}} as it comes; other keys are passed over.
-
-    Attributes:
-        name: the function's, once it is known.
-        done: the object is closed.
-        failed: this is no such object.
-    """
+    """Reads one object {"name": …, "arguments": {…}} as it comes; other keys are passed over."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.done = self.failed = False
+        self.name: str | None = None  # of the function, once it is known
+        self.done = False  # the object is closed
+        self.failed = False  # this is no such object
         self._read: list[str] = []
         self._piece, self._place = "", 0
         self._arguments = ""
@@ -91,7 +79,7 @@ class CallScanner:
         return "".join(self._read)
 
     def take_arguments(self) -> str:
-        """The text of the arguments that has come since the last call; an object without any has ``{}``."""
+        """The arguments' text since the last call of this; an object without any has ``{}``."""
         if self.done and not self._given:
             self._give("{}")
         taken, self._arguments = self._arguments, ""
@@ -121,7 +109,7 @@ class CallScanner:
             self.name = _loaded_string(value)
             self.failed = self.name is None
         elif key in _ARGUMENT_KEYS and value != "{":
-            self._give(_as_object(value))
+            self._give("{}" if value == "null" else _loaded_string(value) or value)  # some write it as a string
 
     def _peek(self) -> Generator[None, None, str]:
         """The next character that is no white space."""
@@ -160,21 +148,12 @@ def _loaded_string(text: str) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def _as_object(text: str) -> str:
-    """Arguments that are no object: null for none, or an object written once more as a string."""
-    if text == "null":
-        return "{}"
-    return _loaded_string(text) or text
-
-
 class JSONCallsParser(MarkedCallsParser):
     """Members say what stands before and behind an object: ``_call`` begins one, ``_behind`` follows it."""
 
-    def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
-        super().__init__(tools, one_call=one_call)
-        self._scanner: CallScanner | None = None
-        self._opened = False
-        self._behind: Callable[[], bool] = self._text
+    _scanner: CallScanner | None = None
+    _opened = False
+    _behind: Callable[[], bool]
 
     @staticmethod
     def objects(names: Sequence[str], key: str = "arguments") -> str:
@@ -184,7 +163,6 @@ class JSONCallsParser(MarkedCallsParser):
         return "object: " + " | ".join(each)
 
     def _begin_object(self) -> bool:
-        """Read an object from the front of the buffer."""
         self._scanner, self._opened = CallScanner(), False
         self._state = self._object
         return True
@@ -199,7 +177,7 @@ class JSONCallsParser(MarkedCallsParser):
         if self._opened:
             self._add_arguments(scanner.take_arguments())
             if scanner.done or scanner.failed:
-                self._close_call()
+                self.over = self._one_call
                 self._scanner, self._state = None, self._behind
         elif scanner.done or scanner.failed or scanner.name is not None:
             self._give_up()

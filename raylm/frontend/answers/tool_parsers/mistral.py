@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from raylm.frontend.answers.tool_calls import Mark, Tools
+from raylm.frontend.answers.tool_calls import Mark
 from raylm.frontend.answers.tool_parsers.json_calls import JSONCallsParser, ValueScanner
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -20,9 +20,7 @@ class MistralParser(JSONCallsParser):
     marker = "[TOOL_CALLS]"
     keeps_special_tokens = True
 
-    def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
-        super().__init__(tools, one_call=one_call)
-        self._value = ValueScanner()
+    _value: ValueScanner  # of the arguments of the newer form
 
     @classmethod
     def serves(cls, template: str) -> bool:
@@ -81,6 +79,6 @@ class MistralParser(JSONCallsParser):
         self._add_arguments(self._buffer[:end])
         self._buffer = self._buffer[end:]
         if self._value.done:
-            self._close_call()
+            self.over = self._one_call
             self._state = self._text
         return bool(self._buffer)

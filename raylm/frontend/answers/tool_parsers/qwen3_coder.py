@@ -6,7 +6,6 @@ from typing import Any
 
 import orjson
 
-from raylm.frontend.answers.tool_calls import Tools
 from raylm.frontend.answers.tool_parsers.hermes import HermesParser
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -20,10 +19,8 @@ class Qwen3CoderParser(HermesParser):
     hold JSON to a schema, but not a bare string to its pattern and length.
     """
 
-    def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
-        super().__init__(tools, one_call=one_call)
-        self._properties: dict[str, Any] = {}
-        self._before = "{"
+    _properties: dict[str, Any]  # of the function that is called
+    _before: str  # what stands before its next argument
 
     @classmethod
     def serves(cls, template: str) -> bool:
@@ -61,7 +58,7 @@ class Qwen3CoderParser(HermesParser):
             return False
         self._buffer = self._buffer.removeprefix(_FUNCTION_END)
         self._add_arguments("{}" if self._before == "{" else "}")
-        self._close_call()
+        self.over = self._one_call
         self._state = self._closing
         return True
 

@@ -1,19 +1,25 @@
-"""Reads LoRA adapters as PEFT saves them, adapter_config.json and adapter_model.safetensors, for a given model."""
+"""LoRA adapters: read as PEFT saves them, and multiplied by torch's layers or packed for the native decoder."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from raylm.errors import InvalidRequestError
+from raylm.models.causal_lm import CausalLM
+from raylm.models.linear import HEAD, Linear, LinearKernel, linear_layers
+from raylm.native import AdapterRun, PackedAdapter
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -41,10 +47,11 @@ class LowRank:
     up: Tensor
 
 
-def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> dict[str, LowRank]:
-    """The low-rank products of an adapter by module, in the types they are saved in.
+Weights = Mapping[str, LowRank]
 
-    ``shapes`` are (out, in) of the modules of the base model that an adapter may change.
+
+def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> dict[str, LowRank]:
+    """The low-rank products of an adapter; ``shapes`` are (out, in) of the modules of the model that it may change.
 
     Raises:
         InvalidRequestError: it is no adapter, not one for this model, or asks for what is not served; named.
@@ -54,9 +61,8 @@ def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: in
         pairs = _read_pairs(path / _WEIGHTS, shapes)
         return {name: _low_rank(name, pair, shapes[name], config, max_rank) for name, pair in pairs.items()}
     except _UnservedError as error:
-        raise InvalidRequestError(
-            f"The adapter {path.name!r} cannot be served: {error}.", param="lora_path"
-        ) from error.__cause__
+        text = f"The adapter {path.name!r} cannot be served: {error}."
+        raise InvalidRequestError(text, param="lora_path") from error.__cause__
 
 
 def _read_pairs(file: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:
@@ -88,10 +94,8 @@ def _low_rank(
         raise _UnservedError(f"the weights of {module} are no matrices of numbers")
     rank, (rows, inputs) = len(down), shape
     if down.shape != (rank, inputs) or up.shape != (rows, rank) or not rank:
-        raise _UnservedError(
-            f"{module} has lora_A {tuple(down.shape)} and lora_B {tuple(up.shape)}; "
-            f"this model's module is ({rows}, {inputs})",
-        )
+        found = f"lora_A {tuple(down.shape)} and lora_B {tuple(up.shape)}"
+        raise _UnservedError(f"{module} has {found}; this model's module is ({rows}, {inputs})")
     if rank > max_rank:
         raise _UnservedError(f"{module} has the rank {rank}; lora.max_rank is {max_rank}")
     if not (down.isfinite().all() and up.isfinite().all()):
@@ -110,12 +114,6 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise _UnservedError(f"its {_CONFIG} cannot be read") from error
     if not isinstance(config, dict):
         raise _UnservedError(f"its {_CONFIG} is no object")
-    _check_config(config)
-    return config
-
-
-def _check_config(config: dict[str, Any]) -> None:
-    """An unknown entry that is set, and not off, may change how the adapter is applied."""
     if config.get("peft_type") != "LORA":
         raise _UnservedError(f"its peft_type is {str(config.get('peft_type'))[:40]!r}; LORA is served")
     if config.get("task_type") not in (None, "CAUSAL_LM"):
@@ -129,5 +127,79 @@ def _check_config(config: dict[str, Any]) -> None:
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise _UnservedError(f"init_lora_weights {start[:40]!r} changes the weights of the base model too")
     for key in sorted(config.keys() - _INERT - _READ):
-        if config[key]:
+        if config[key]:  # it may change how the adapter is applied
             raise _UnservedError(f"{key[:40]} is set, which is not served")
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleAdapter:
+    """(down, up) of each linear layer, None where it has no adapter; of a fused layer those of its parts as one."""
+
+    pairs: list[tuple[Tensor, Tensor] | None]
+
+
+def _adaptable_layers(model: CausalLM) -> list[tuple[str, Linear]]:
+    """All but the head, in the model's order."""
+    return [(prefix, layer) for prefix, layer in linear_layers(model) if HEAD not in layer.parts]
+
+
+def adaptable_shapes(model: CausalLM) -> dict[str, tuple[int, int]]:
+    """(out, in) of the modules that adapters may change, by the checkpoint's names."""
+    return {
+        f"{prefix}{part}": (rows, layer.in_features)
+        for prefix, layer in _adaptable_layers(model)
+        for part, rows in layer.parts.items()
+    }
+
+
+class LowRankLayers:
+    """Adds low-rank products to the linear layers of a model; ``runs`` says to which tokens of the next pass.
+
+    Made after whatever else reads the layers' kernels.
+    """
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
+        self.runs: Sequence[AdapterRun] = ()
+        self._layers, self._dtype, self._device = _adaptable_layers(model), dtype, device
+        for at, (_, layer) in enumerate(self._layers):
+            assert layer.kernel is not None, "adapters are served before the weights are loaded"
+            layer.kernel = partial(self._multiply, layer.kernel, at)
+
+    def pack(self, weights: Weights) -> ModuleAdapter:
+        """Bring an adapter to the device, in the type of the model."""
+        pairs = [_fused(prefix, layer, weights) for prefix, layer in self._layers]
+        to = self._device, self._dtype
+        return ModuleAdapter([pair and (pair[0].to(*to), pair[1].to(*to)) for pair in pairs])
+
+    def _multiply(self, base: LinearKernel, at: int, x: Tensor) -> Tensor:
+        out = base(x)
+        for run in self.runs:
+            assert isinstance(run.adapter, ModuleAdapter)
+            pair = run.adapter.pairs[at]
+            if pair is not None:
+                rows = slice(run.start, run.start + run.count)
+                out[rows] += F.linear(F.linear(x[rows], pair[0]), pair[1])
+        return out
+
+
+def _fused(prefix: str, layer: Linear, weights: Weights) -> tuple[Tensor, Tensor] | None:
+    """The adapters of a layer's parts as one: ``down`` stacked, ``up`` block by block."""
+    found = {part: weights[f"{prefix}{part}"] for part in layer.parts if f"{prefix}{part}" in weights}
+    if not found:
+        return None
+    ups = [found[part].up if part in found else torch.zeros(rows, 0) for part, rows in layer.parts.items()]
+    return torch.cat([pair.down.float() for pair in found.values()]), torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+
+
+def pack_native(model: CausalLM, dtype: torch.dtype, weights: Weights) -> PackedAdapter:
+    layers: list[list[tuple[int, Tensor, Tensor]]] = []
+    for prefix, layer in _adaptable_layers(model):
+        parts, column = [], 0
+        for part, rows in layer.parts.items():
+            pair = weights.get(f"{prefix}{part}")
+            if pair is not None:
+                parts.append((column, pair.down.to(dtype), pair.up.to(dtype)))
+            column += rows
+        layers.append(parts)
+    return PackedAdapter(layers)

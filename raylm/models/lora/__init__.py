@@ -1,1 +1,0 @@
-"""LoRA adapters: read from PEFT's files, and as layers multiply them."""
