@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -111,12 +112,8 @@ def _after_string(body: bytes, quote: int) -> int:
 def _nested_deeper(data: JSONObject, limit: int) -> bool:
     level: list[Any] = [data]
     for _ in range(limit):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if type(node) is dict else node)
-            if type(child) is dict or type(child) is list
-        ]
+        children = chain.from_iterable(node.values() if type(node) is dict else node for node in level)
+        level = [child for child in children if type(child) is dict or type(child) is list]
         if not level:
             return False
     return True
