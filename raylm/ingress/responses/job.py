@@ -72,7 +72,12 @@ class ResponseJob:
             async with aclosing(outputs):
                 with renamed(PARAM_NAMES):
                     output = await anext(outputs)
-                yield [*self._begin(output), *self._take(output)]
+                self.status, self._usage = "in_progress", Usage()
+                self._usage.count_prompt(output)
+                events = [
+                    {"type": f"response.{kind}", "response": self.response()} for kind in ("created", "in_progress")
+                ]
+                yield events + self._take(output)
                 async for output in outputs:
                     yield self._take(output)
             check_finished(output.finished)
@@ -85,12 +90,6 @@ class ResponseJob:
     def fail(self, error: Exception) -> None:
         self._error, self.status = as_known_error(error, self.id), "failed"
         self.items.finish("incomplete")
-
-    def _begin(self, output: RequestOutput) -> Events:
-        self.status = "in_progress"
-        self._usage = Usage()
-        self._usage.count_prompt(output)
-        return [{"type": f"response.{kind}", "response": self.response()} for kind in ("created", "in_progress")]
 
     def _take(self, output: RequestOutput) -> Events:
         events: Events = []
