@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from raylm.config import Config, IngressConfig
+from raylm.config import Config
 from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
     from raylm.frontend import AsyncLLM
-
-_MIB = 1024 * 1024
 
 
 class _App(Starlette):
@@ -57,7 +55,7 @@ def build_asgi_app(
     unqueued, throttle = Admission(), Throttle()
     conversations = Conversations(async_llm, config)
     store = open_store(shared_actors or {})
-    max_body_bytes = int(config.ingress.max_body_mib * _MIB)
+    max_body_bytes = int(config.ingress.max_body_mib * 2**20)
 
     def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:
         return Route(path, JSONEndpoint(handler, lifecycle, throttle, admission, max_body_bytes), methods=["POST"])
@@ -80,16 +78,12 @@ def build_asgi_app(
         *ops_routes(async_llm, lifecycle, http_metrics),
         openapi_route(),
     ]
-    app = _App(routes=routes, middleware=_middleware(config.ingress, http_metrics))
+    middleware = [Middleware(RequestContextMiddleware, http_metrics)]
+    if origins := config.ingress.cors_origins:
+        middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))  # outermost
+    if (keys := read_keys(config.ingress)) is not None:
+        middleware.append(Middleware(APIKeyMiddleware, APIKeys(keys), frozenset(config.ingress.open_paths)))
+    app = _App(routes=routes, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
     return app
-
-
-def _middleware(config: IngressConfig, http_metrics: HTTPMetrics) -> list[Middleware]:
-    """From the outside in."""
-    layers = [Middleware(ConfiguredOriginsMiddleware, config.cors_origins)] if config.cors_origins else []
-    layers.append(Middleware(RequestContextMiddleware, http_metrics))
-    if (keys := read_keys(config)) is not None:
-        layers.append(Middleware(APIKeyMiddleware, APIKeys(keys), frozenset(config.open_paths)))
-    return layers

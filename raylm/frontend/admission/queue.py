@@ -57,8 +57,10 @@ class Admission:
         reservation, request = Reservation(self), CURRENT.get()
         if request is None:
             self._check(num_sequences, num_tokens, reservation)
-        elif given := request.give(num_sequences):
-            self._learn(given, num_tokens)
+        elif num_bytes := request.give(num_sequences):
+            keep = _MEMORY_BYTES / (_MEMORY_BYTES + num_bytes)
+            self._seen_bytes = keep * self._seen_bytes + num_bytes
+            self._seen_tokens = keep * self._seen_tokens + num_tokens
         reservation.set(num_sequences, num_tokens)
         return reservation
 
@@ -71,11 +73,6 @@ class Admission:
     def _estimate(self, num_bytes: int) -> int:
         ratio = self._seen_tokens / self._seen_bytes
         return math.ceil(num_bytes * min(max(ratio, _MIN_RATIO), _MAX_RATIO))
-
-    def _learn(self, num_bytes: int, num_tokens: int) -> None:
-        keep = _MEMORY_BYTES / (_MEMORY_BYTES + num_bytes)
-        self._seen_bytes = keep * self._seen_bytes + num_bytes
-        self._seen_tokens = keep * self._seen_tokens + num_tokens
 
     def _retry_after_s(self) -> int:
         """Until what waits now has its first tokens, at the pace of the last ones that got theirs."""

@@ -124,8 +124,6 @@ ToolChoice = Annotated[AnyToolChoice | NamedToolChoice, OneOf("expected auto, an
 
 
 class Thinking(Part):
-    """``enabled`` needs a budget."""
-
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Any = None
@@ -271,7 +269,6 @@ def _call(block: ToolUseBlock) -> JSONObject:
 
 
 def _result(block: ToolResultBlock) -> JSONObject:
-    """What a tool answered; that it failed is said in words."""
     text = _text(block.get("content"))
     content = f"Error: {text}" if block.get("is_error") else text
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}

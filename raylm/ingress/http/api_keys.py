@@ -37,8 +37,8 @@ class APIKeys:
 def read_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
     """(name, key) of the configured keys, None where no source of keys is configured.
 
-    Both sources hold ``name: key``, one a line, in the variable also separated by commas, and comments behind #.
-    A key without a name is called by its number.
+    Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
+    called by its number. Lines that begin with # are comments.
 
     Raises:
         ConfigError: a source is missing, empty, or holds a bad line; it names the place and never shows a key.

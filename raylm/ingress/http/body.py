@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -21,22 +22,19 @@ _MARKS = (b",", b":", b"{", b"[")
 JSONObject = dict[str, Any]
 
 
-def content_length(headers: Headers) -> int:
-    """Bytes, 0 if it is not announced."""
-    length = headers.get("content-length", "")
-    return int(length[:20]) if length.isdecimal() else 0
-
-
-def check_head(headers: Headers, max_bytes: int) -> None:
-    """Refuse a body by what is announced of it."""
+def check_head(headers: Headers, max_bytes: int) -> int:
+    """Refuse a body by what is announced of it; returns its bytes, 0 if they are not."""
     media_type, _, options = headers.get("content-type", "").partition(";")
     charset = options.strip().lower().removeprefix("charset=").strip('"')
     if media_type.strip().lower() != "application/json" or charset not in {"", "utf-8", "utf8"}:
         raise MediaTypeError("The Content-Type must be application/json in UTF-8.")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise MediaTypeError("A Content-Encoding is not supported; send the body as it is.")
-    if content_length(headers) > max_bytes:
+    length = headers.get("content-length", "")
+    num_bytes = int(length[:20]) if length.isdecimal() else 0
+    if num_bytes > max_bytes:
         raise _too_large(max_bytes)
+    return num_bytes
 
 
 async def read_json_object(receive: Receive, max_bytes: int) -> tuple[JSONObject, int]:
@@ -114,12 +112,8 @@ def _after_string(body: bytes, quote: int) -> int:
 def _nested_deeper(data: JSONObject, limit: int) -> bool:
     level: list[Any] = [data]
     for _ in range(limit):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if type(node) is dict else node)
-            if type(child) is dict or type(child) is list
-        ]
+        children = chain.from_iterable(node.values() if type(node) is dict else node for node in level)
+        level = [child for child in children if type(child) is dict or type(child) is list]
         if not level:
             return False
     return True

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError
 from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
-from raylm.ingress.http.body import JSONObject, check_head, content_length, read_json_object
+from raylm.ingress.http.body import JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 
 Chunks = AsyncGenerator[bytes, None]
@@ -62,8 +62,7 @@ class JSONEndpoint:
         await self.throttle.enter()
         headers = Headers(scope=scope)
         with suppress(ClientDisconnectedError), self.lifecycle.admit() as ongoing:
-            check_head(headers, self.max_body_bytes)
-            num_bytes = content_length(headers)
+            num_bytes = check_head(headers, self.max_body_bytes)
             with self.admission.enter(num_bytes) as reservation, _deadline(headers, ongoing) as on_begin:
                 with ongoing:
                     data, num_bytes = await read_json_object(receive, self.max_body_bytes)

@@ -23,8 +23,6 @@ _MAX_PARAM = 120
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """How the clients of an API read errors."""
-
     name: str  # of the schema in /openapi.json
     schema: JSONObject
     body: Callable[[RayLMError, str], JSONObject]  # of an error and its message, which is clipped

@@ -32,8 +32,8 @@ _Headers = Iterable[tuple[bytes, bytes]]
 class ConfiguredOriginsMiddleware(CORSMiddleware):
     """Lets pages of ``origins`` call from a browser; outermost, so that they can read refusals too.
 
-    Pages of other origins get the app's own answers, and a preflight, which carries no key, is always answered by 204:
-    the browser itself compares the headers with what the page wants to do.
+    Pages of other origins get the app's own answers. A preflight, which carries no key, is answered by 204: the browser
+    itself compares the headers with what the page wants to do.
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
@@ -71,7 +71,7 @@ class RequestContextMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._metrics.answered(message["status"], scope.get("raylm.key", ""))
+                self._metrics.answers[message["status"], scope.get("raylm.key", "")] += 1
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 

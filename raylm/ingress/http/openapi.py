@@ -27,7 +27,6 @@ _LIST_QUERY: dict[str, JSONObject] = {
 _QUERIES: dict[str, dict[str, JSONObject]] = {
     "/v1/responses/{response_id}/input_items": _LIST_QUERY,
 }
-_TEXT_ANSWERS = {"/metrics": "text/plain"}
 
 
 def openapi_route() -> Route:
@@ -74,7 +73,7 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
 def _operation(route: Route, method: str) -> JSONObject:
     path = _path(route)
     body = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
-    answers: JSONObject = {_TEXT_ANSWERS.get(path, "application/json"): {"schema": {}}}
+    answers: JSONObject = {"text/plain" if path == "/metrics" else "application/json": {"schema": {}}}
     if body is not None and "stream" in body.model_fields:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     refusal = _json_content(error_format(path).name)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -29,23 +29,14 @@ class HTTPMetrics(Collector):
     """What one replica has answered, and what waits for a first token in it; owned by one event loop, without locks."""
 
     def __init__(self, llm: AsyncLLM) -> None:
+        self.answers: Counter[tuple[int, str]] = Counter()  # by status, and name of the key if a right one was needed
         self._model_name = llm.model_name
         self._admission = llm.admission
-        self._answers: Counter[tuple[int, str]] = Counter()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def answered(self, status: int, key_name: str) -> None:
-        """``key_name`` is "" where no key was needed, or none was right."""
-        self._answers[status, key_name] += 1
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", *metrics.HTTP_ANSWERS.labels]
         answers = CounterMetricFamily(metrics.HTTP_ANSWERS.name, metrics.HTTP_ANSWERS.help, labels=labels)
-        for (status, key_name), count in sorted(self._answers.items()):
+        for (status, key_name), count in sorted(self.answers.items()):
             answers.add_metric([self._model_name, str(status), key_name], count)
         yield answers
         queue = self._admission
@@ -53,9 +44,6 @@ class HTTPMetrics(Collector):
             gauge = GaugeMetricFamily(metric.name, metric.help, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # no names are reserved: this collector is the only one of its registry
 
 
 def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
@@ -67,7 +55,7 @@ def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -
         return json_response({"status": "ok"})
 
     async def series(request: Request) -> Response:
-        return Response(llm.metrics_text() + http_metrics.text(), headers={"content-type": _PROMETHEUS_TEXT})
+        return Response(llm.metrics_text() + generate_latest(http_metrics), headers={"content-type": _PROMETHEUS_TEXT})
 
     async def version(request: Request) -> Response:
         return json_response({"version": VERSION})

@@ -86,11 +86,7 @@ class ReasoningOptions(Part):
 
 
 class ResponsesRequest(SamplingBody):
-    """Fields of a response.
-
-    Accepted and without effect on the answer by OpenAI's own definition: ``metadata``, ``user``, ``safety_identifier``,
-    ``prompt_cache_key``.
-    """
+    """``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({
         "context_management", "conversation", "max_tool_calls", "moderation", "prompt", "prompt_cache_options",
@@ -135,11 +131,7 @@ class ResponsesRequest(SamplingBody):
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
     def as_chat(self, messages: list[JSONObject]) -> ChatCompletionRequest:
-        """The chat completion over ``messages`` that answers this.
-
-        Raises:
-            InvalidRequestError: a value is wrong; ``param`` has a chat completion's name for it (see PARAM_NAMES).
-        """
+        """The chat completion over ``messages`` that answers this; errors have its names of fields (PARAM_NAMES)."""
         body = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *_SAME_NAME)}
         body |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.with_logprobs:

@@ -7,6 +7,7 @@ import time
 import uuid
 from contextlib import aclosing
 from contextvars import Context
+from itertools import count
 from typing import TYPE_CHECKING
 
 import orjson
@@ -23,8 +24,7 @@ from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import chat_messages, input_items
-from raylm.ingress.responses.items import ResponseItems
-from raylm.ingress.responses.job import ResponseJob
+from raylm.ingress.responses.job import ResponseItems, ResponseJob
 from raylm.ingress.responses.store import ResponseStore
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class CreateResponse:
         check_model(body.model, self._llm)
         items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
         history = await self._history(body.previous_response_id)
-        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: a client that knows it may read the response
-        job, outputs = await self._start(response_id, body, history + items)
+        job, outputs = await self._start(body, history + items)
         record = {"input": items, "history": history}
         if body.background:
             return await self._in_background(job, outputs, record)
@@ -63,9 +62,8 @@ class CreateResponse:
         await self._keep(job, record)
         return orjson.dumps(job.response())
 
-    async def _start(
-        self, response_id: str, body: ResponsesRequest, items: list[JSONObject]
-    ) -> tuple[ResponseJob, Outputs]:
+    async def _start(self, body: ResponsesRequest, items: list[JSONObject]) -> tuple[ResponseJob, Outputs]:
+        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: a client that knows it may read the response
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         with renamed(PARAM_NAMES):
             chat = await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))
@@ -94,28 +92,22 @@ class CreateResponse:
             await self._store.put(job.id, kept)
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> Chunks:
-        number = 0
+        numbers = count()
         async with aclosing(job.events(outputs)) as items:
             async for events in items:
                 if job.done:
                     await self._keep(job, record)  # before the client hears of the end, and goes on from it
-                data = b""
-                for event in events:
-                    event["sequence_number"] = number
-                    number += 1
-                    data += named_event(event)
-                if data:
-                    yield data
+                if events:
+                    yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
     async def _in_background(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> bytes:
         """Answer at once; the response can be fetched, and cancelled, while it is made and afterwards."""
         await self._keep(job, record)
-        answer = orjson.dumps(job.response())
         # In a context of its own: it waits in the queue by itself, not as a part of the request that asked for it.
         task = asyncio.create_task(self._make(job, outputs, record), context=Context())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-        return answer
+        return orjson.dumps(job.response())
 
     async def _make(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
         making = asyncio.create_task(self._run(job, outputs, record))

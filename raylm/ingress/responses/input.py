@@ -33,10 +33,8 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
-Part = Annotated[
-    TextPart | RefusalPart,
-    OneOf("parts of type {got} are not supported; only text is.", key="type", served=False),
-]
+_ONLY_TEXT = OneOf("parts of type {got} are not supported; only text is.", key="type", served=False)
+Part = Annotated[TextPart | RefusalPart, _ONLY_TEXT]
 _TEXT_OR_PARTS = OneOf("expected a string or an array of text parts, but got {got}")
 Content = Annotated[str | Annotated[list[Part], Field(min_length=1, fail_fast=True)], _TEXT_OR_PARTS]
 Summary = Annotated[str | Annotated[list[Part], Field(fail_fast=True)], _TEXT_OR_PARTS]
@@ -48,53 +46,46 @@ def _not_encrypted(value: object) -> object:
     return value
 
 
+class _Item(TypedDict):
+    id: NotRequired[str | None]
+    status: NotRequired[Ignored]
+
+
 @closed
-class MessageItem(TypedDict):
+class MessageItem(_Item):
     type: NotRequired[Literal["message"] | None]
     role: Literal["user", "system", "developer", "assistant"]
     content: Content
-    id: NotRequired[str | None]
-    status: NotRequired[Ignored]
     phase: NotRequired[Ignored]
 
 
 @closed
-class FunctionCallItem(TypedDict):
+class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: NotRequired[str | None]
-    status: NotRequired[Ignored]
 
 
 @closed
-class FunctionCallOutputItem(TypedDict):
+class FunctionCallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: NotRequired[str | None]
-    status: NotRequired[Ignored]
 
 
 @closed
-class ReasoningItem(TypedDict):
+class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: NotRequired[Summary | None]
     content: NotRequired[Summary | None]
     encrypted_content: NotRequired[Annotated[Any, AfterValidator(_not_encrypted)]]
-    id: NotRequired[str | None]
-    status: NotRequired[Ignored]
 
 
+_UNKNOWN_ITEM = f"items of type {{got}} are not supported; {', '.join(_PREFIXES)} are."
 Item = Annotated[
     MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
-    OneOf(
-        f"items of type {{got}} are not supported; {', '.join(_PREFIXES)} are.",
-        key="type",
-        served=False,
-        default="message",
-    ),
+    OneOf(_UNKNOWN_ITEM, key="type", served=False, default="message"),
 ]
 Input = Annotated[
     str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)],
@@ -103,7 +94,6 @@ Input = Annotated[
 
 
 def new_id(kind: str) -> str:
-    """An id for a new item of this type."""
     return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
 
 

@@ -18,8 +18,6 @@ _MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
 
 
 def response_routes(store: ResponseStore) -> list[Route]:
-    """The routes below /v1/responses."""
-
     async def retrieve(request: Request) -> Response:
         _check_query(request, {"include", "include[]", "stream"})
         if request.query_params.get("stream", "false") != "false":

@@ -14,8 +14,6 @@ from raylm.ingress.http.body import JSONObject
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-MAX_RESPONSES = 4096
-MAX_BYTES = 128 * 1024 * 1024
 _UNFINISHED = ("queued", "in_progress")
 
 
@@ -25,7 +23,7 @@ class ResponseStore:
     A record is {"response": …, "input": items, "history": items}, as JSON.
     """
 
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_responses: int = 4096, max_bytes: int = 128 * 2**20) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._records: OrderedDict[str, bytes] = OrderedDict()
