@@ -36,7 +36,6 @@ class Pooler:
         self._rows: dict[int, _Row] = {}
 
     def add(self, new: NewSequence) -> None:
-        """Take note of a sequence that is to be pooled, if it is."""
         if new.pooling is not None:
             self._rows[new.seq_id] = _Row(new.pooling)
 

@@ -73,12 +73,7 @@ class _Loaded:
 
 @torch.inference_mode()
 def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[ModelRunner, WorkerInfo]:
-    """Meet the other ranks, load the weights, profile, allocate the KV pool.
-
-    Raises:
-        ConfigError: the model cannot be served as configured.
-        PeerLostError: another rank is gone.
-    """
+    """Meet the other ranks, load the weights, profile, allocate the KV pool."""
     stages: list[tuple[str, float]] = []  # (name, seconds)
 
     @contextmanager
@@ -152,11 +147,8 @@ def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
     """Bytes that the largest step takes beside weights and KV cache."""
     limits = _limits(config, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
-
     model, backend, dtype = loaded.model, loaded.backend, loaded.dtype
-    return largest_step(
-        lambda step: profile_run(model, backend, step, longest, dtype, rank.device, rank.sampler), limits
-    )
+    return largest_step(lambda at: profile_run(model, backend, at, longest, dtype, rank.device, rank.sampler), limits)
 
 
 def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> KVCacheSize:
@@ -191,7 +183,7 @@ def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> 
 
 
 def create_speculator(limits: StepLimits, max_model_len: int, most: int) -> Speculator:
-    """The speculator for up to ``most`` draft tokens for a sequence in a step; 0 is none."""
+    """``most`` is how many draft tokens a sequence may have in a step."""
     return SPECULATORS["ngram"](limits, max_model_len, most) if most else Speculator()
 
 
@@ -204,11 +196,6 @@ def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """Whether what the configuration asks for is installed.
-
-    Raises:
-        ConfigError: it asks for draft tokens, and the package that makes them is not there.
-    """
     if config.scheduler.speculative_tokens and not SPECULATORS:
         raise ConfigError("scheduler.speculative_tokens: raylm.worker.speculation is not installed; only 0 is served.")
     if device.type == "cuda" and not GRAPH_FORWARDS:
@@ -216,11 +203,7 @@ def check_extras(config: Config, device: torch.device) -> None:
 
 
 def resolve_device(asked: str) -> torch.device:
-    """The device that ``asked`` ('auto', 'cpu' or 'cuda') means on this machine.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """``asked`` is 'auto', 'cpu' or 'cuda'."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, but torch sees no NVIDIA GPU; use auto or cpu.")
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
