@@ -82,7 +82,11 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         yield
         stages.append((name, time.perf_counter() - started))
 
-    rank = _join(config, rendezvous or Rendezvous())
+    torch.set_num_threads(most_threads := available_threads(config.engine))
+    device = resolve_device(config.device)
+    check_extras(config, device)
+    ranks = join_ranks(rendezvous or Rendezvous(), config.engine.tensor_parallel_size, device)
+    rank = _Rank(device, ranks, Sampler(ranks=ranks), most_threads)
     if rank.device.type == "cpu":
         with stage("native kernels"):
             use_threads(rank.most_threads)
@@ -91,7 +95,9 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
     with stage("profile run"):
         activations = _profile(config, rank, loaded)
     with stage("allocate KV cache"):
-        pool = _size_pool(config, rank, loaded, activations)
+        bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
+        free, default = rank.ranks.all_reduce_min(free_memory(rank.device, activations, rank.ranks.world_size))
+        pool = size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
         runner = _runner(config, rank, loaded, pool)
     if runner.forward.captures:
         with stage("capture CUDA graphs"):
@@ -111,14 +117,6 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         quantization=loaded.model.quantization,
         tensor_parallel_size=rank.ranks.world_size,
     )
-
-
-def _join(config: Config, rendezvous: Rendezvous) -> _Rank:
-    torch.set_num_threads(most_threads := available_threads(config.engine))
-    device = resolve_device(config.device)
-    check_extras(config, device)
-    ranks = join_ranks(rendezvous, config.engine.tensor_parallel_size, device)
-    return _Rank(device, ranks, Sampler(ranks=ranks), most_threads)
 
 
 def _load(config: Config, rank: _Rank) -> _Loaded:
@@ -149,12 +147,6 @@ def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
     model, backend, dtype = loaded.model, loaded.backend, loaded.dtype
     return largest_step(lambda at: profile_run(model, backend, at, longest, dtype, rank.device, rank.sampler), limits)
-
-
-def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> KVCacheSize:
-    bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
-    free, default = rank.ranks.all_reduce_min(free_memory(rank.device, activations, rank.ranks.world_size))
-    return size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
 
 
 def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
