@@ -76,7 +76,7 @@ EXTRAS = {
         paths=("raylm/worker/gpu", "tests/worker/gpu"),
         lines={
             "raylm/worker/startup.py": ('"cuda": "raylm.worker.gpu',),
-            "raylm/worker/attention/registry.py": ('"xformers": "raylm.worker.gpu',),
+            "raylm/worker/attention/__init__.py": ('"xformers": "raylm.worker.gpu',),
         },
     ),
 }

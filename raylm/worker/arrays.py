@@ -14,6 +14,11 @@ Floats32 = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 
 
+def slices(count: int, size: int) -> list[slice]:
+    """``count`` entries in pieces of ``size``."""
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 def ragged(counts: Ints) -> tuple[Ints, Ints]:
     """Of so many entries for each place, one place after the other: each entry's place, and its index within it."""
     places = np.repeat(np.arange(len(counts)), counts)

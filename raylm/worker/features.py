@@ -25,7 +25,7 @@ class Speculator:
     """
 
     def add(self, row: int) -> None:
-        """The row belongs to another sequence from now on."""
+        """Another sequence has the row from now on."""
 
     def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """The step with drafts, which are written behind the known tokens of ``batch``, and without finished rows."""

@@ -28,8 +28,7 @@ class Forward(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states -> float32 logits (rows, vocab_size), in memory of their own."""
 
-    @abstractmethod
-    def serve_adapters(self) -> None:
+    def serve_adapters(self) -> None:  # noqa: B027  # the native decoder is ready for them
         """Called once, before the first step, if steps may have adapters."""
 
     @abstractmethod
@@ -79,9 +78,6 @@ class NativeForward(Forward):
         self, model: CausalLM, decoder: NativeDecoder, backend: CpuBackend, kv_caches: Sequence[Tensor]
     ) -> None:
         self._model, self._decoder, self._backend, self._kv_caches = model, decoder, backend, list(kv_caches)
-
-    def serve_adapters(self) -> None:
-        """The decoder is ready for them."""
 
     def pack(self, weights: Mapping[str, LowRank]) -> PackedAdapter:
         return pack_native(self._model, self._kv_caches[0].dtype, weights)

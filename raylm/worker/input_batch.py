@@ -11,7 +11,6 @@ from raylm.messages import NewSequence
 from raylm.worker.arrays import IntArray, Ints, Mask, ragged
 from raylm.worker.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor
 from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
-from raylm.worker.sampling.thinking_budget import ThinkingBudget
 
 SAMPLING_DTYPE = np.dtype(
     {
@@ -38,12 +37,7 @@ class InputBatch:
     """
 
     def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        vocab_size: int,
-        grammars: Grammars | None = None,
+        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, grammars: Grammars | None = None
     ) -> None:
         self.vocab_size = vocab_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -55,7 +49,6 @@ class InputBatch:
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
         self.processors: tuple[LogitsProcessor[Any], ...] = (
             *(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS),
-            ThinkingBudget(max_num_seqs, vocab_size),
             StructuredOutputs(max_num_seqs, vocab_size, grammars),
         )
         self._row_of: dict[int, int] = {}
@@ -68,17 +61,6 @@ class InputBatch:
             InvalidRequestError: a token id of its parameters lies outside the vocabulary.
             RuntimeError: it has a row already, all rows are taken, or it does not fit into one.
         """
-        self._check_fits(new)
-        states = [processor.state_of(new) for processor in self.processors]
-        row = self._free_rows.pop()
-        self._row_of[new.seq_id] = row
-        self._fill(row, new)
-        for processor, state in zip(self.processors, states, strict=True):
-            if state is not None:
-                processor.add(row, state)
-        return row
-
-    def _check_fits(self, new: NewSequence) -> None:
         if new.seq_id in self._row_of:
             raise RuntimeError(f"sequence {new.seq_id} has a row already")
         if not self._free_rows:
@@ -88,8 +70,8 @@ class InputBatch:
                 f"sequence {new.seq_id} has {len(new.token_ids)} tokens in {len(new.block_ids)} blocks; a row holds "
                 f"{self.token_ids.shape[1]} in {self.block_tables.shape[1]}"
             )
-
-    def _fill(self, row: int, new: NewSequence) -> None:
+        states = [processor.state_of(new) for processor in self.processors]
+        row = self._row_of[new.seq_id] = self._free_rows.pop()
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
@@ -100,24 +82,18 @@ class InputBatch:
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.sampling[row] = (params.temperature, params.top_p, params.min_p, top_k, new.seed, logprobs)
+        for processor, state in zip(self.processors, states, strict=True):
+            if state is not None:
+                processor.add(row, state)
+        return row
 
     def remove(self, seq_id: int) -> None:
-        """Free the sequence's row.
-
-        Raises:
-            KeyError: it has none.
-        """
         row = self._row_of.pop(seq_id)
         self._free_rows.append(row)
         for processor in self.processors:
             processor.remove(row)
 
     def rows(self, seq_ids: Sequence[int]) -> Ints:
-        """The rows of these sequences, [len(seq_ids)] int64.
-
-        Raises:
-            KeyError: one of them has no row.
-        """
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
     def same_at_all_positions(self, rows: IntArray) -> Mask:

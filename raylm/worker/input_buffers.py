@@ -63,21 +63,28 @@ class InputBuffers:
         Raises:
             RuntimeError: the step is larger than the limits, or computes tokens that are not known or have no block.
         """
-        rows, computed, counts = step.rows, step.computed, step.counts
+        rows, computed, counts, size = step.rows, step.computed, step.counts, self._limits.block_size
         self._check(computed + counts, step, batch)
-        starts = self._query_start_loc.host[: len(rows) + 1]
+        seqs, tokens = len(rows), int(counts.sum())
+        starts = self._query_start_loc.host[: seqs + 1]
         np.cumsum(counts, out=starts[1:])
-        self._seq_lens.host[: len(rows)] = computed + counts
-        self._block_tables.host[: len(rows)] = batch.block_tables[rows]
-        self._fill_tokens(np.repeat(computed - starts[:-1], counts), np.repeat(rows, counts), batch)
-        return self._upload(len(rows), int(counts.sum()), int((counts == 1).sum()), adapters)
-
-    def _fill_tokens(self, shifts: Ints, token_rows: Ints, batch: InputBatch) -> None:
-        total, size = len(token_rows), self._limits.block_size
-        positions = np.add(np.arange(total), shifts, out=self._positions.host[:total])
-        self._input_ids.host[:total] = batch.token_ids[token_rows, positions]
+        self._seq_lens.host[:seqs] = computed + counts
+        self._block_tables.host[:seqs] = batch.block_tables[rows]
+        token_rows, shifts = np.repeat(rows, counts), np.repeat(computed - starts[:-1], counts)
+        positions = np.add(np.arange(tokens), shifts, out=self._positions.host[:tokens])
+        self._input_ids.host[:tokens] = batch.token_ids[token_rows, positions]
         blocks = batch.block_tables[token_rows, positions // size].astype(np.int64)
-        np.add(blocks * size, positions % size, out=self._slot_mapping.host[:total])
+        np.add(blocks * size, positions % size, out=self._slot_mapping.host[:tokens])
+        metadata = AttentionMetadata(
+            num_decodes=int((counts == 1).sum()),
+            slot_mapping=self._slot_mapping.upload(tokens),
+            block_tables=self._block_tables.upload(seqs),
+            seq_lens=self._seq_lens.upload(seqs),
+            query_start_loc=self._query_start_loc.upload(seqs + 1),
+            seq_lens_host=self._seq_lens.host[:seqs],
+            query_start_loc_host=starts,
+        )
+        return StepInputs(self._input_ids.upload(tokens), self._positions.upload(tokens), metadata, adapters)
 
     def _check(self, ends: Ints, step: StepBatch, batch: InputBatch) -> None:
         rows, counts = step.rows, step.counts
@@ -89,19 +96,3 @@ class InputBuffers:
             raise RuntimeError("a step schedules tokens that have no KV block")
         if (np.diff(counts > 1) & (counts[1:] == 1)).any():
             raise RuntimeError("a step must hold sequences with one token first")
-
-    def _upload(self, seqs: int, tokens: int, decodes: int, adapters: Sequence[AdapterRun]) -> StepInputs:
-        return StepInputs(
-            self._input_ids.upload(tokens),
-            self._positions.upload(tokens),
-            AttentionMetadata(
-                num_decodes=decodes,
-                slot_mapping=self._slot_mapping.upload(tokens),
-                block_tables=self._block_tables.upload(seqs),
-                seq_lens=self._seq_lens.upload(seqs),
-                query_start_loc=self._query_start_loc.upload(seqs + 1),
-                seq_lens_host=self._seq_lens.host[:seqs],
-                query_start_loc_host=self._query_start_loc.host[: seqs + 1],
-            ),
-            adapters,
-        )

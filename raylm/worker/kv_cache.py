@@ -31,7 +31,6 @@ class KVCacheSize:
 
 
 def block_bytes(backend: type[AnyBackend], specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block over all layers."""
     return sum(prod(backend.kv_cache_shape(1, block_size, spec)) for spec in specs) * dtype.itemsize
 
 
@@ -54,9 +53,6 @@ def size_pool(config: Config, block_bytes: int, free: int, default: int, model_l
     """Decide blocks and longest sequence from ``free`` bytes, of which the pool takes ``default`` unless configured.
 
     ``model_limit`` is the number of positions the model was made for, None if unknown.
-
-    Raises:
-        ConfigError: the pool does not fit into memory, or ``max_model_len`` into the model or the pool.
     """
     asked, size = config.max_model_len, config.cache.block_size
     if asked is not None and model_limit is not None and asked > model_limit:

@@ -59,11 +59,6 @@ class LoRASlots(Adapters):
 
 
 def create_adapters(config: LoRAConfig, model: CausalLM, forward: Forward, max_num_seqs: int) -> Adapters:
-    """The adapters that the configuration allows.
-
-    Raises:
-        ConfigError: the model cannot have any, or their root is no directory.
-    """
     if config.root is None:
         return Adapters()
     if not Path(config.root).is_dir():
@@ -77,8 +72,7 @@ def create_adapters(config: LoRAConfig, model: CausalLM, forward: Forward, max_n
 def inside(root: Path, asked: str) -> Path:
     """The directory ``asked`` for, which must lie below ``root`` when every symbolic link is followed.
 
-    Raises:
-        InvalidRequestError: it does not, or is no directory; both say the same, so that the disk cannot be explored.
+    All refusals say the same, so that the disk cannot be explored.
     """
     try:
         home, path = root.resolve(strict=True), (root / asked).resolve(strict=True)

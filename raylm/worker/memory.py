@@ -25,11 +25,7 @@ _FEWEST_TOKENS = 16
 
 
 def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
-    """What ``run`` returns for a step of these limits, bytes of memory.
-
-    Raises:
-        ConfigError: there is not enough; it names a step that fits, found by trying.
-    """
+    """Bytes that ``run`` returns for a step of these limits; the error names a step that fits, found by trying."""
     try:
         return run(limits)
     except torch.OutOfMemoryError as error:
@@ -83,28 +79,12 @@ def profile_run(
 
 def _lengths(tokens: int, seqs: int, longest: int) -> list[int]:
     """One-token sequences first, then as long ones as there are tokens for: they make the most logits and scores."""
-    seqs = min(seqs, tokens)
-    rest = tokens - seqs
-    lengths = []
-    for _ in range(seqs):
-        extra = min(rest, longest - 1)
-        lengths.append(1 + extra)
-        rest -= extra
-    return lengths[::-1]
+    seqs, most = min(seqs, tokens), longest - 1
+    return [1 + min(max(tokens - seqs - at * most, 0), most) for at in reversed(range(seqs))]
 
 
 def _plan(lengths: list[int], blocks: int) -> SchedulerOutput:
     """All sequences write to the same blocks: what they compute is of no interest."""
-    table, zeros = list(range(blocks)), [0] * len(lengths)
+    seqs, table = len(lengths), list(range(blocks))
     new = [NewSequence(at, [0] * n, n, table, SamplingParams(), seed=0) for at, n in enumerate(lengths)]
-    return SchedulerOutput(
-        0,
-        [],
-        new,
-        list(range(len(new))),
-        zeros,
-        lengths,
-        samples=[True] * len(new),
-        new_block_counts=zeros,
-        new_block_ids=[],
-    )
+    return SchedulerOutput(0, [], new, list(range(seqs)), [0] * seqs, lengths, [True] * seqs, [0] * seqs, [])

@@ -14,7 +14,7 @@ from torch import Tensor
 from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
 from raylm.models import AdapterRun
-from raylm.worker.arrays import Ints
+from raylm.worker.arrays import Ints, slices
 from raylm.worker.features import Adapters, AsyncDecode, Pending, Speculator
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
@@ -39,9 +39,7 @@ class ModelRunner:
         async_decode: AsyncDecode | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self.forward = forward
-        self.batch = batch
-        self.buffers = buffers
+        self.forward, self.batch, self.buffers = forward, batch, buffers
         self.sampler = sampler or Sampler()
         self.speculator = speculator or Speculator()
         self.adapters = adapters or Adapters()
@@ -50,16 +48,11 @@ class ModelRunner:
         self._prompt_logprobs: dict[int, int] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step and wait for its output."""
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Pending:
-        """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output.
-
-        Raises:
-            RuntimeError: the plan contradicts what the worker holds.
-        """
+        """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output."""
         started = time.perf_counter()
         step = self.speculator.propose(self.pooler.claim(StepBatch.of(plan, self._apply(plan))), self.batch)
         step = self.adapters.arrange(step)
@@ -125,19 +118,15 @@ class ModelRunner:
         return rows
 
     def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, Ints]:
-        """Draw, and append what counts; returns all that was drawn, and which draws are to be reported.
-
-        In what is returned ``failed`` names the sequence's place in the step.
-        """
+        """Draw, append what counts; gives all draws, ``failed`` by place in the step, and which are to be reported."""
         rows = step.rows[draws.places]
         drawn = self.sampler.sample(logits, rows, self.batch, draws.offsets)
         drafts = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
         matches = (drawn.token_ids == drafts) & (draws.offsets < step.drafts[draws.places])
-        failed = dict(drawn.failed)
         counts = draws.accepted(matches)
         # Failed rows too: a step already on its way may compute the token that was to be drawn here.
         self.batch.append_tokens(rows[counts], drawn.token_ids[counts], draws.offsets[counts])
-        lost = {int(draws.places[at]): reason for at, reason in failed.items() if counts[at]}
+        lost = {int(draws.places[at]): reason for at, reason in drawn.failed if counts[at]}
         if lost:
             counts &= ~np.isin(draws.places, list(lost))
         return replace(drawn, failed=list(lost.items())), np.flatnonzero(counts)
@@ -146,21 +135,18 @@ class ModelRunner:
         described: list[tuple[int, Logprobs]] = []
         if not self._prompt_logprobs:
             return described
-        starts = inputs.metadata.query_start_loc_host
-        for at, (seq_id, computed, count) in enumerate(
-            zip(step.seq_ids, step.computed.tolist(), step.counts.tolist(), strict=True)
-        ):
-            top, row = self._prompt_logprobs.get(seq_id), step.rows[at]
-            known = min(count, int(self.batch.num_prompt_tokens[row]) - 1 - computed)
-            if top is not None and known > 0:
-                token_ids = self.batch.token_ids[row, computed + 1 : computed + 1 + known]
-                described.append((seq_id, self._describe(hidden[starts[at] : starts[at] + known], token_ids, top)))
+        known = np.minimum(step.counts, self.batch.num_prompt_tokens[step.rows] - 1 - step.computed)
+        for at, (start, seq_id) in enumerate(zip(inputs.metadata.query_start_loc_host, step.seq_ids, strict=False)):
+            top = self._prompt_logprobs.get(seq_id)
+            if top is not None and known[at] > 0:
+                first = step.computed[at] + 1
+                token_ids = self.batch.token_ids[step.rows[at], first : first + known[at]]
+                described.append((seq_id, self._describe(hidden[start : start + known[at]], token_ids, top)))
         return described
 
     def _describe(self, hidden: Tensor, token_ids: NDArray[np.int32], top: int) -> Logprobs:
         """Piece by piece, for the logits of a long chunk would dwarf everything else."""
-        size = max(1, _PROMPT_LOGITS_BYTES // (4 * self.batch.vocab_size))
-        pieces = [slice(start, start + size) for start in range(0, len(token_ids), size)]
+        pieces = slices(len(token_ids), max(1, _PROMPT_LOGITS_BYTES // (4 * self.batch.vocab_size)))
         return logprob_columns.join(
             self.sampler.prompt_logprobs(self.forward.logits(hidden[at]), token_ids[at], top) for at in pieces
         )

@@ -36,7 +36,6 @@ class Pooler:
         self._rows: dict[int, _Row] = {}
 
     def add(self, new: NewSequence) -> None:
-        """Take note of a sequence that is to be pooled, if it is."""
         if new.pooling is not None:
             self._rows[new.seq_id] = _Row(new.pooling)
 
@@ -64,8 +63,7 @@ class Pooler:
             return ready, failed
         ends = np.cumsum(step.counts)
         for at, seq_id in enumerate(step.seq_ids):
-            row = self._rows.get(seq_id)
-            if row is None:
+            if (row := self._rows.get(seq_id)) is None:
                 continue
             end, count, computed = int(ends[at]), int(step.counts[at]), int(step.computed[at])
             last = computed + count == int(batch.num_prompt_tokens[step.rows[at]])

@@ -73,12 +73,7 @@ class _Loaded:
 
 @torch.inference_mode()
 def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[ModelRunner, WorkerInfo]:
-    """Meet the other ranks, load the weights, profile, allocate the KV pool.
-
-    Raises:
-        ConfigError: the model cannot be served as configured.
-        PeerLostError: another rank is gone.
-    """
+    """Meet the other ranks, load the weights, profile, allocate the KV pool."""
     stages: list[tuple[str, float]] = []  # (name, seconds)
 
     @contextmanager
@@ -87,7 +82,11 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         yield
         stages.append((name, time.perf_counter() - started))
 
-    rank = _join(config, rendezvous or Rendezvous())
+    torch.set_num_threads(most_threads := available_threads(config.engine))
+    device = resolve_device(config.device)
+    check_extras(config, device)
+    ranks = join_ranks(rendezvous or Rendezvous(), config.engine.tensor_parallel_size, device)
+    rank = _Rank(device, ranks, Sampler(ranks=ranks), most_threads)
     if rank.device.type == "cpu":
         with stage("native kernels"):
             use_threads(rank.most_threads)
@@ -96,7 +95,9 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
     with stage("profile run"):
         activations = _profile(config, rank, loaded)
     with stage("allocate KV cache"):
-        pool = _size_pool(config, rank, loaded, activations)
+        bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
+        free, default = rank.ranks.all_reduce_min(free_memory(rank.device, activations, rank.ranks.world_size))
+        pool = size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
         runner = _runner(config, rank, loaded, pool)
     if runner.forward.captures:
         with stage("capture CUDA graphs"):
@@ -116,14 +117,6 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         quantization=loaded.model.quantization,
         tensor_parallel_size=rank.ranks.world_size,
     )
-
-
-def _join(config: Config, rendezvous: Rendezvous) -> _Rank:
-    torch.set_num_threads(most_threads := available_threads(config.engine))
-    device = resolve_device(config.device)
-    check_extras(config, device)
-    ranks = join_ranks(rendezvous, config.engine.tensor_parallel_size, device)
-    return _Rank(device, ranks, Sampler(ranks=ranks), most_threads)
 
 
 def _load(config: Config, rank: _Rank) -> _Loaded:
@@ -152,17 +145,8 @@ def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
     """Bytes that the largest step takes beside weights and KV cache."""
     limits = _limits(config, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
-
     model, backend, dtype = loaded.model, loaded.backend, loaded.dtype
-    return largest_step(
-        lambda step: profile_run(model, backend, step, longest, dtype, rank.device, rank.sampler), limits
-    )
-
-
-def _size_pool(config: Config, rank: _Rank, loaded: _Loaded, activations: int) -> KVCacheSize:
-    bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
-    free, default = rank.ranks.all_reduce_min(free_memory(rank.device, activations, rank.ranks.world_size))
-    return size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
+    return largest_step(lambda at: profile_run(model, backend, at, longest, dtype, rank.device, rank.sampler), limits)
 
 
 def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
@@ -191,7 +175,7 @@ def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> 
 
 
 def create_speculator(limits: StepLimits, max_model_len: int, most: int) -> Speculator:
-    """The speculator for up to ``most`` draft tokens for a sequence in a step; 0 is none."""
+    """``most`` is how many draft tokens a sequence may have in a step."""
     return SPECULATORS["ngram"](limits, max_model_len, most) if most else Speculator()
 
 
@@ -204,11 +188,6 @@ def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """Whether what the configuration asks for is installed.
-
-    Raises:
-        ConfigError: it asks for draft tokens, and the package that makes them is not there.
-    """
     if config.scheduler.speculative_tokens and not SPECULATORS:
         raise ConfigError("scheduler.speculative_tokens: raylm.worker.speculation is not installed; only 0 is served.")
     if device.type == "cuda" and not GRAPH_FORWARDS:
@@ -216,11 +195,7 @@ def check_extras(config: Config, device: torch.device) -> None:
 
 
 def resolve_device(asked: str) -> torch.device:
-    """The device that ``asked`` ('auto', 'cpu' or 'cuda') means on this machine.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """``asked`` is 'auto', 'cpu' or 'cuda'."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, but torch sees no NVIDIA GPU; use auto or cpu.")
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")

@@ -27,21 +27,14 @@ class StepBatch:
     @classmethod
     def of(cls, plan: SchedulerOutput, rows: Ints) -> StepBatch:
         """The step as planned, without drafts."""
-        return cls(
-            plan.seq_ids,
-            rows,
-            np.array(plan.num_computed, np.int64),
-            np.array(plan.num_scheduled, np.int64),
-            np.array(plan.samples, np.int64),
-        )
+        columns = plan.num_computed, plan.num_scheduled, plan.samples
+        return cls(plan.seq_ids, rows, *(np.array(column, np.int64) for column in columns))
 
     @property
     def drafts(self) -> Ints:
-        """Draft tokens of each sequence."""
         return np.maximum(self.draws - 1, 0)
 
     def take(self, at: IntArray) -> StepBatch:
-        """The sequences at these places, in this order."""
         ids = [self.seq_ids[place] for place in at.tolist()]
         return StepBatch(ids, self.rows[at], self.computed[at], self.counts[at], self.draws[at])
 

@@ -56,15 +56,10 @@ class Worker:
         return info
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step as ``launch`` does, and wait for its output."""
         return self.launch(plan)()
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start a step, in the order in which they were planned; what is returned waits for its output, on any thread.
-
-        Raises:
-            RuntimeError: the worker is not running, or the plan contradicts what it holds.
-        """
+        """Start a step, in the order of their plans; what is returned waits for its output on any thread."""
         return self._started_runner.launch(plan)
 
     def load_adapter(self, adapter: int, path: str) -> None:
@@ -86,5 +81,4 @@ class Worker:
         return self._runner
 
     def shutdown(self) -> None:
-        """Let go of weights and KV tensors; safe to call twice."""
         self._runner = None

@@ -1,6 +1,41 @@
-"""Front door of paged attention: the interface and the choice of a backend."""
+"""Front door of paged attention: the interface, and the backends, best first; one is imported when it is considered."""
 
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from raylm.errors import ConfigError
+from raylm.lazy import Family
+from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AnyBackend, AttentionBackend, AttentionMetadata, StepLimits
-from raylm.worker.attention.registry import BACKENDS, select_backend
 
 __all__ = ["BACKENDS", "AnyBackend", "AttentionBackend", "AttentionMetadata", "StepLimits", "select_backend"]
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = Family[type[AnyBackend]]({
+    "xformers": "raylm.worker.gpu.xformers:XformersBackend",
+    "cpu": "raylm.worker.attention.cpu:CpuBackend",
+    "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
+})  # fmt: skip
+
+
+def select_backend(
+    specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int
+) -> type[AnyBackend]:
+    """The first backend that serves all layers; the log says why one that was made for the device does not."""
+    refusals: list[str] = []
+    passed_over: list[str] = []
+    for name, backend in BACKENDS.items():
+        reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
+        if not reasons:
+            if passed_over:
+                logger.warning("Attention is computed by %s, and slower: %s", name, "; ".join(passed_over))
+            return backend
+        refusals.append(f"{name}: {', '.join(sorted(reasons))}")
+        if backend.device_type == device.type:
+            passed_over.append(refusals[-1])
+    raise ConfigError(f"model: no attention backend serves it ({'; '.join(refusals)}).")

@@ -66,8 +66,7 @@ class SdpaBackend(PagedBackend[SdpaPlan]):
             plan.reads[layer.sliding_window] = self._reads(plan.metadata, layer.sliding_window)
         out = torch.empty_like(q)
         for read in plan.reads[layer.sliding_window]:
-            attend = _decode if read.is_decode else _prefill
-            out[read.queries] = attend(q[read.queries], keys, values, read, layer)
+            out[read.queries] = _attend(q[read.queries], keys, values, read, layer)
         return out
 
     def _reads(self, meta: AttentionMetadata, window: int | None) -> list[Read]:
@@ -132,26 +131,16 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (distance < window)
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: AttentionSpec) -> Tensor:
-    """``q`` (seqs, num_heads, head_dim); the query heads of one kv head stand as its queries."""
-    folded = q.view(len(q), layer.num_kv_heads, -1, layer.head_dim)
-    k, v = (_gather(pool, read.slots, len(q)).transpose(1, 2) for pool in (keys, values))
-    return F.scaled_dot_product_attention(folded, k, v, attn_mask=read.mask, scale=layer.scale).view_as(q)
+def _attend(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: AttentionSpec) -> Tensor:
+    """``q`` (seqs or queries, num_heads, head_dim) -> as q, of pools (slots, kv_heads, head_dim).
 
-
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: AttentionSpec) -> Tensor:
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        _gather(keys, read.slots, 1).transpose(1, 2),
-        _gather(values, read.slots, 1).transpose(1, 2),
-        attn_mask=read.mask,
-        is_causal=read.mask is None,
-        scale=layer.scale,
-        enable_gqa=True,
-    )
+    In a decode the query heads of one kv head stand as its queries.
+    """
+    seqs = len(q) if read.is_decode else 1
+    k, v = (pool.index_select(0, read.slots).view(seqs, -1, *pool.shape[1:]).transpose(1, 2) for pool in (keys, values))
+    if read.is_decode:
+        folded = q.view(seqs, layer.num_kv_heads, -1, layer.head_dim)
+        return F.scaled_dot_product_attention(folded, k, v, attn_mask=read.mask, scale=layer.scale).view_as(q)
+    whole, causal = q.transpose(0, 1)[None], read.mask is None
+    out = F.scaled_dot_product_attention(whole, k, v, read.mask, is_causal=causal, scale=layer.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-def _gather(pool: Tensor, slots: Tensor, seqs: int) -> Tensor:
-    """Rows of ``pool`` (slots, kv_heads, head_dim) -> (seqs, width, kv_heads, head_dim)."""
-    return pool.index_select(0, slots).view(seqs, -1, *pool.shape[1:])

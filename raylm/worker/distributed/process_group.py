@@ -72,11 +72,6 @@ class DistributedRanks(Ranks):
 
 
 def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks:
-    """Meet the other ranks.
-
-    Raises:
-        PeerLostError: they do not come.
-    """
     if size == 1:
         return SINGLE_RANK
     try:

@@ -18,9 +18,6 @@ class Rendezvous:
 
 
 def open_rendezvous() -> Rendezvous:
-    """Rank 0's, on a port that the system chooses.
-
-    The socket listens from now on, so that ranks may come in any order; rank 0 answers when it starts.
-    """
+    """Rank 0's; the socket listens from now on, so that ranks may come in any order."""
     listener = socket.create_server((LOOPBACK, 0))
     return Rendezvous(0, listener.getsockname()[1], listener)

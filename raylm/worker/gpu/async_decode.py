@@ -104,9 +104,8 @@ class GPUAsyncDecode(AsyncDecode):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         positions = batch.num_tokens[step.rows].astype(np.int64)
-        started = AsyncStep(
-            number, step.seq_ids, step.rows, positions, self._owners[step.rows], token_ids, maxima, done
-        )
+        owners = self._owners[step.rows]
+        started = AsyncStep(number, step.seq_ids, step.rows, positions, owners, token_ids, maxima, done)
         batch.num_tokens[step.rows] += 1
         self._newest[step.rows] = number
         self._under_way.append(started)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from raylm.worker.attention import StepLimits
+
 _FINE = 64  # up to here the sizes double, from here on they grow by as much
 _NARROWEST = 1024  # tokens that the narrowest block tables span
 _WIDER = 4
@@ -26,9 +28,9 @@ def buckets(most: int) -> list[int]:
     return sizes
 
 
-def table_width(tokens: int, block_size: int, max_blocks: int) -> int:
+def table_width(tokens: int, limits: StepLimits) -> int:
     """How many blocks wide tables for sequences of up to ``tokens`` are: for 1024 tokens, 4096, .. or all there are."""
     spanned = _NARROWEST
     while spanned < tokens:
         spanned *= _WIDER
-    return min(-(-spanned // block_size), max_blocks)
+    return min(-(-spanned // limits.block_size), limits.max_blocks)

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 _AT_START = 256  # most sequences that a graph is captured for before the first request
 _WARM_UPS = 2
 
-
 Run = Callable[[], Tensor]
 Capture = Callable[[Run], Run]  # turns a call that always reads and writes the same memory into its replay
 
@@ -139,7 +138,7 @@ class GraphForward(Forward):
         """Largest first, so that the smaller ones fit into its memory."""
         sizes = buckets(min(self._limits.max_num_seqs, _AT_START))[::-1]
         for size in tqdm(sizes, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
-            self._graph(size, self._width(1))
+            self._graph(size, table_width(1, self._limits))
 
     def serve_adapters(self) -> None:
         self.eager.serve_adapters()
@@ -152,7 +151,7 @@ class GraphForward(Forward):
         count = len(meta.seq_lens_host)
         if meta.num_decodes < count or inputs.adapters:
             return self.eager.hidden(inputs)
-        size, width = bucket(count), self._width(int(meta.seq_lens_host.max()))
+        size, width = bucket(count), table_width(int(meta.seq_lens_host.max()), self._limits)
         graph = self._graph(size, width)
         if graph is None:
             return self.eager.hidden(inputs)
@@ -161,9 +160,6 @@ class GraphForward(Forward):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.eager.logits(hidden)
-
-    def _width(self, tokens: int) -> int:
-        return table_width(tokens, self._limits.block_size, self._limits.max_blocks)
 
     def _graph(self, size: int, width: int) -> Run | None:
         key = size, width

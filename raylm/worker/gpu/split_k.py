@@ -119,7 +119,6 @@ def num_splits(programs: int, tokens: int, processors: int) -> int:
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
     if device.type != "cuda":
         return _PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -130,21 +129,12 @@ def _bias(pages: Pages, block_size: int) -> Any:
     from xformers.ops.fmha import attn_bias
 
     count, longest = len(pages.lengths), pages.block_tables.shape[1] * block_size
-    queries = attn_bias._SeqLenInfo(
-        seqstart=pages.lengths,
-        max_seqlen=pages.queries,
-        min_seqlen=pages.queries,
-        seqstart_py=[0, count * pages.queries],
-    )
+    lengths, each, zeros = pages.lengths, pages.queries, [0] * count
+    queries = attn_bias._SeqLenInfo(seqstart=lengths, max_seqlen=each, min_seqlen=each, seqstart_py=[0, count * each])
     keys = attn_bias._PaddedSeqLenInfo(
-        seqstart=pages.lengths,
-        max_seqlen=longest,
-        min_seqlen=0,
-        seqstart_py=[0] * (count + 1),
-        seqlen=pages.lengths,
-        seqlen_py=[0] * count,
+        seqstart=lengths, max_seqlen=longest, min_seqlen=0, seqstart_py=[*zeros, 0], seqlen=lengths, seqlen_py=zeros,
         padding=longest,
-    )
+    )  # fmt: skip
     return attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(queries, keys, pages.block_tables, block_size)
 
 

@@ -79,7 +79,7 @@ class XformersBackend(PagedBackend[XformersPlan]):
         count = metadata.num_decodes
         if not count:
             return XformersPlan(metadata, None)
-        width = self._width(int(metadata.seq_lens_host[:count].max()))
+        width = table_width(int(metadata.seq_lens_host[:count].max()), self._limits)
         lengths = F.pad(metadata.seq_lens[:count], (0, bucket(count) - count))
         return XformersPlan(metadata, Pages(metadata.block_tables[:count, :width], lengths, 1))
 
@@ -113,14 +113,9 @@ class XformersBackend(PagedBackend[XformersPlan]):
         ends[:total] = np.repeat(lengths, tiles) - behind * queries
         owners = np.repeat(np.arange(first, first + len(tiles)), tiles)
         device = meta.block_tables.device
-        tables = meta.block_tables[:, : self._width(int(lengths.max()))]
-        pages = Pages(
-            tables.index_select(0, torch.from_numpy(owners).to(device)), torch.from_numpy(ends).to(device), queries
-        )
-        return Tiles(pages, torch.from_numpy(sources).to(device), torch.from_numpy(places).to(device))
-
-    def _width(self, tokens: int) -> int:
-        return table_width(tokens, self._limits.block_size, self._limits.max_blocks)
+        owned, seen, read, written = (torch.from_numpy(at).to(device) for at in (owners, ends, sources, places))
+        tables = meta.block_tables[:, : table_width(int(lengths.max()), self._limits)]
+        return Tiles(Pages(tables.index_select(0, owned), seen, queries), read, written)
 
 
 def _padded(q: Tensor, count: int) -> Tensor:

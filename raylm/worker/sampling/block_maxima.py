@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from raylm.worker.arrays import Floats, Floats32, Ints
+from raylm.worker.arrays import Floats, Floats32, Ints, slices
 
 BLOCK = 128
 _ROWS_AT_ONCE = 8
@@ -21,26 +21,18 @@ class BlockMaxima:
 
     The k largest logits lie in the k blocks of the largest maxima. Over 32 rows of 151,936 tokens on a CPU the pass
     takes 0.2 ms, and with it argmax takes 0.2 ms (torch alone 2.0) and the largest 64 take 1.0 ms (torch alone 3.2).
-    A vocabulary that is no multiple of 128 is copied once, filled up with -inf.
 
-    Attributes:
-        logits: [S, V] float32, contiguous.
-        blocks: [S, V / 128 rounded up, 128], the same, filled up.
-        maxima: [S, V / 128 rounded up].
-        peak: [S] float32 on the host, each row's largest logit; NaN if the row holds one.
+    ``logits`` are [S, V] float32, contiguous; ``blocks`` the same, [S, V / 128 rounded up, 128], in a copy filled up
+    with -inf where 128 does not divide V; ``peak`` [S] is on the host, NaN if the row holds one.
     """
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
+        self.logits, self.vocab_size = logits, logits.shape[1]
         missing = -logits.shape[1] % BLOCK
         filled = functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         self.blocks = filled.view(len(logits), filled.shape[1] // BLOCK, BLOCK)
         self.maxima = self.blocks.amax(dim=2)
         self.peak: Floats32 = self.maxima.amax(dim=1).cpu().numpy()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.logits.shape[1]
 
     def argmax(self, positions: Ints) -> Ints:
         """The most likely token of the rows at ``positions`` [R]; among equals the smallest id."""
@@ -65,7 +57,7 @@ class BlockMaxima:
         return self.logits[self._on_device(positions), self._on_device(token_ids)].cpu().numpy()
 
     def highest(self, positions: Ints) -> Floats32:
-        """The maxima of the rows at ``positions``, [R, blocks]."""
+        """The maxima of the rows, [R, blocks]."""
         return self.maxima[self._on_device(positions)].cpu().numpy()
 
     def window(self, positions: Ints, first: Ints, count: int) -> torch.Tensor:
@@ -79,21 +71,17 @@ class BlockMaxima:
 
         A few rows at a time, so that what is between stays in the cache.
         """
-        parts = []
         where, shift, slope = self._on_device(positions), *self._shift_and_slope(peak, temperature)
-        for start in range(0, len(positions), _ROWS_AT_ONCE):
-            some = slice(start, start + _ROWS_AT_ONCE)
-            parts.append(_sum_exp(self.blocks.index_select(0, where[some]), shift[some], slope[some]))
-        return np.concatenate(parts)
+        pieces = slices(len(positions), _ROWS_AT_ONCE)
+        return np.concatenate([_sum_exp(self.blocks.index_select(0, where[s]), shift[s], slope[s]) for s in pieces])
 
     def window_masses(self, positions: Ints, peak: Floats, temperature: Floats, first: Ints, count: int) -> Floats:
         """The same of ``count`` blocks from block ``first`` [R] on, [R, count]; positions may repeat."""
-        parts = []
         shift, slope = self._shift_and_slope(peak, temperature)
-        for start in range(0, len(positions), _WINDOWS_AT_ONCE):
-            some = slice(start, start + _WINDOWS_AT_ONCE)
-            parts.append(_sum_exp(self.window(positions[some], first[some], count), shift[some], slope[some]))
-        return np.concatenate(parts)
+        pieces = slices(len(positions), _WINDOWS_AT_ONCE)
+        return np.concatenate(
+            [_sum_exp(self.window(positions[s], first[s], count), shift[s], slope[s]) for s in pieces]
+        )
 
     def tail_bound(self, positions: Ints, peak: Floats, temperature: Floats, last: Floats32) -> Floats:
         """At most what the logits beyond the candidates, none above the ``last`` one [R], add to the masses; [R]."""
@@ -103,14 +91,12 @@ class BlockMaxima:
 
     def count_above(self, positions: Ints, values: Floats32) -> Ints:
         """How many logits of each row exceed ``values`` [R], [R]."""
-        parts = []
         where, limits = self._on_device(positions), self._on_device(values)[:, None]
-        for start in range(0, len(positions), _ROWS_AT_ONCE):
-            some = slice(start, start + _ROWS_AT_ONCE)
-            above = self.logits.index_select(0, where[some]) > limits[some]
-            # Summed as bytes: torch sums booleans eight times slower.
-            parts.append(above.view(torch.int8).sum(dim=1, dtype=torch.int32))
-        return torch.cat(parts).cpu().numpy().astype(np.int64)
+        pieces = slices(len(positions), _ROWS_AT_ONCE)
+        above = (self.logits.index_select(0, where[s]) > limits[s] for s in pieces)
+        # Summed as bytes: torch sums booleans eight times slower.
+        sums = [part.view(torch.int8).sum(dim=1, dtype=torch.int32) for part in above]
+        return torch.cat(sums).cpu().numpy().astype(np.int64)
 
     def _on_device(self, column: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(column).to(self.logits.device)

@@ -100,9 +100,6 @@ class RandomRows:
             stream_states(mine["seed"], num_tokens[positions]),
         )
 
-    def __len__(self) -> int:
-        return len(self.positions)
-
     @property
     def softmax(self) -> tuple[Ints, Floats, Floats]:
         """What sums of the rows' weights take: positions, peak and temperature."""
@@ -124,7 +121,7 @@ def draw_from_candidates(weights: Floats, ids: Ints, rows: RandomRows, vocab_siz
     group_of = ids // GROUP
     cells = group_of + count * np.arange(len(ids))[:, None]
     masses = np.bincount(cells.ravel(), weights.ravel(), minlength=count * len(ids)).astype(np.float64, copy=False)
-    group = _draw_group(masses.reshape(len(ids), count), rows)
+    group = (masses.reshape(len(ids), count) / exponentials(rows.states, _group_indexes(count))).argmax(axis=1)
     return _draw_token(weights * (group_of == group[:, None]), ids, rows)
 
 
@@ -153,7 +150,7 @@ def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ints:
 def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ints:
     """Draw from the weights [V] (float64, 0 for dropped tokens) of a single row; gives [1]."""
     grouped = _grouped(weights.cpu().numpy()[None], GROUP)
-    group = _draw_group(grouped.sum(axis=2), row)
+    group = (grouped.sum(axis=2) / exponentials(row.states, _group_indexes(grouped.shape[1]))).argmax(axis=1)
     return _draw_token(grouped[0, group], _ids_of(group), row)
 
 
@@ -171,11 +168,6 @@ def _ids_of(group: Ints) -> Ints:
 
 def _group_indexes(count: int) -> Ints:
     return np.arange(_GROUP_INDEX, _GROUP_INDEX + count)
-
-
-def _draw_group(masses: Floats, rows: RandomRows) -> Ints:
-    winners: Ints = (masses / exponentials(rows.states, _group_indexes(masses.shape[1]))).argmax(axis=1)
-    return winners
 
 
 def _draw_token(weights: Floats, ids: Ints, rows: RandomRows) -> Ints:

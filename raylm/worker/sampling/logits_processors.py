@@ -43,11 +43,7 @@ class LogitsProcessor(ABC, Generic[State]):
 
     @abstractmethod
     def state_of(self, new: NewSequence) -> State | None:
-        """What the sequence asks of this processor, None if nothing.
-
-        Raises:
-            InvalidRequestError: a token id lies outside the vocabulary; ``param`` names the field.
-        """
+        """What the sequence asks of this processor, None if nothing; InvalidRequestError if its tokens do not exist."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
@@ -58,12 +54,11 @@ class LogitsProcessor(ABC, Generic[State]):
         self._owned[row] = True
 
     def remove(self, row: int) -> None:
-        """Let go of the row, if owned."""
         if self.states.pop(row, None) is not None:
             self._owned[row] = False
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Take note that each row has got one more generated token."""
+        """Each row has got one more generated token."""
 
     def reason(self, row: int) -> str | None:
         """Why the row has no token left, if that is this processor's doing alone."""
@@ -76,7 +71,6 @@ class LogitsProcessor(ABC, Generic[State]):
         return np.flatnonzero(self._owned[rows])
 
     def _owned_tokens(self, rows: IntArray, token_ids: IntArray) -> Iterator[tuple[int, int]]:
-        """(row, token) of the rows it owns."""
         at = self.owned(rows)
         return zip(rows[at].tolist(), token_ids[at].tolist(), strict=True)
 
@@ -190,8 +184,8 @@ class LogitBias(LogitsProcessor[tuple[Ints, Floats32]]):
 class TokenCounts:
     """The tokens that one row's penalties touch, kept up token by token.
 
-    ``ids`` and ``counts`` (how often generated; 0 for tokens of the prompt) are valid up to ``size`` and grow by
-    doubling; ``slots`` says where a token stands in them.
+    ``ids`` and ``counts`` (how often generated; 0 for tokens of the prompt) are valid up to ``size``; ``slots`` says
+    where a token stands in them.
     """
 
     repetition: float

@@ -6,7 +6,7 @@ import numpy as np
 
 from raylm.messages import Logprobs
 from raylm.params import MAX_LOGPROBS
-from raylm.worker.arrays import Floats, Floats32, IntArray, Ints, Mask
+from raylm.worker.arrays import Floats32, IntArray, Ints, Mask
 from raylm.worker.sampling.block_maxima import BlockMaxima
 
 # More than may be asked for, so that equal logits at the end of the list are nearly always ordered by id; and the
@@ -26,28 +26,20 @@ def describe_tokens(maxima: BlockMaxima, rows: Ints, token_ids: IntArray, tops: 
     counts, ranks = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     where, tokens = rows[wanted], token_ids[wanted].astype(np.int64)
     own = maxima.pick(where, tokens)
-    values, ids = _ordered(*maxima.top(where, _WIDTH))
+    values, ids = maxima.top(where, _WIDTH)
+    order = np.lexsort((ids, -values), axis=1)
+    values, ids = np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
     ranks[wanted] = _ranks(maxima, where, own, values)
     values, ids = values[:, :MAX_LOGPROBS], ids[:, :MAX_LOGPROBS]
     logits = np.concatenate([own[:, None], values], axis=1).astype(np.float64)
-    logprobs = np.maximum(logits - _log_sum_exp(maxima, where)[:, None], FLOOR)
+    peak = maxima.peak[where].astype(np.float64)
+    sums = np.log(maxima.masses(where, peak, np.ones_like(peak)).sum(axis=1)) + peak
+    logprobs = np.maximum(logits - sums[:, None], FLOOR)
     shown = np.arange(logits.shape[1]) <= tops[wanted, None]
     shown[:, 1:] &= values > -np.inf
     counts[wanted] = shown.sum(axis=1)
     entries = np.concatenate([tokens[:, None], ids], axis=1)[shown]
     return Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
-
-
-def _ordered(values: Floats32, ids: Ints) -> tuple[Floats32, Ints]:
-    """The same, by (value falling, id rising)."""
-    order = np.lexsort((ids, -values), axis=1)
-    return np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
-
-
-def _log_sum_exp(maxima: BlockMaxima, rows: Ints) -> Floats:
-    peak = maxima.peak[rows].astype(np.float64)
-    sums: Floats = np.log(maxima.masses(rows, peak, np.ones_like(peak)).sum(axis=1))
-    return sums + peak
 
 
 def _ranks(maxima: BlockMaxima, rows: Ints, own: Floats32, values: Floats32) -> Ints:

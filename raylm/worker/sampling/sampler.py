@@ -24,10 +24,9 @@ NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens and the form of the ans
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What one call drew, over the rows of the call.
+    """``token_ids`` [S] int64 (0 for failed rows), and ``logprobs`` of them, None if no row asked.
 
-    ``token_ids`` [S] int64 (0 for failed rows); ``logprobs`` over them, None if no row asked (no entries for failed
-    rows); ``failed`` holds (position in rows, reason) of rows without a usable distribution.
+    ``failed`` holds (position in rows, reason) of rows without a usable distribution; they have no logprobs.
     """
 
     token_ids: Ints
@@ -62,9 +61,6 @@ class Sampler:
 
         ``logits`` is [S, V], cast to float32 if it is not; the processors overwrite it. ``rows`` [S] are distinct, or
         ``offsets`` [S] say how many tokens behind its next one a row draws; then no processor may look at its tokens.
-
-        Raises:
-            ValueError: the logits have another shape than rows and vocabulary.
         """
         if not len(rows):
             return SamplerOutput(np.zeros(0, np.int64))
@@ -86,10 +82,7 @@ class Sampler:
         return SamplerOutput(token_ids, logprobs, sorted(step.failed.items()))
 
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: IntArray, top: int) -> Logprobs:
-        """Describe given tokens: ``token_ids`` [T] by ``logits`` [T, V] float32, with the ``top`` most likely ones.
-
-        A token whose logits are not finite gets no entries.
-        """
+        """Describe ``token_ids`` [T] by ``logits`` [T, V], with the ``top`` most likely; no entries if not finite."""
         if self._ranks.rank or not len(token_ids):
             return Logprobs([], [], [], [])
         maxima = BlockMaxima(logits.float().contiguous())
@@ -103,37 +96,29 @@ class Sampler:
         limited = (sampling["top_k"] < maxima.vocab_size) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0)
         if (at := np.flatnonzero(usable & greedy)).size:
             token_ids[at] = maxima.argmax(at)
-        if (at := np.flatnonzero(usable & ~greedy & limited)).size:
-            chosen = RandomRows.gather(at, sampling, num_tokens, maxima.peak)
-            token_ids[at] = _draw_limited(maxima, chosen, self._widths)
-        if (at := np.flatnonzero(usable & ~greedy & ~limited)).size:
-            chosen = RandomRows.gather(at, sampling, num_tokens, maxima.peak)
-            token_ids[at] = draw_from_rows(maxima, chosen)
+        for chosen, draw in (limited, self._draw_limited), (~limited, draw_from_rows):
+            if (at := np.flatnonzero(usable & ~greedy & chosen)).size:
+                token_ids[at] = draw(maxima, RandomRows.gather(at, sampling, num_tokens, maxima.peak))
         return token_ids
 
-
-def _draw_limited(maxima: BlockMaxima, rows: RandomRows, widths: tuple[int, ...]) -> Ints:
-    """Draw truncated rows from as few of their largest logits as settle it."""
-    token_ids = np.zeros(len(rows), np.int64)
-    left = np.full(len(rows), True)
-    for width in widths:
-        trying = np.flatnonzero(left & _may_settle(rows, maxima.vocab_size, width, first=width == widths[0]))
-        if trying.size:
-            some = rows.take(trying)
-            weights, ids, complete = truncate_candidates(maxima, some, width)
-            # What is not complete is drawn again below.
-            token_ids[trying] = draw_from_candidates(weights, ids, some, maxima.vocab_size)
-            left[trying] = ~complete
-    for i in np.flatnonzero(left).tolist():
-        row = rows.take(np.array([i]))
-        token_ids[i] = draw_from_weights(truncate_row(maxima.logits[int(row.positions[0])], row), row)[0]
-    return token_ids
-
-
-def _may_settle(rows: RandomRows, vocab_size: int, width: int, first: bool) -> Mask:
-    """Whether it is worth trying [R]: top-p alone needs a bound on all other tokens, loose where candidates are few."""
-    worth: Mask = (rows.top_k < width) | ((rows.top_k == vocab_size) & ((rows.min_p > 0) | (not first)))
-    return worth
+    def _draw_limited(self, maxima: BlockMaxima, rows: RandomRows) -> Ints:
+        """Draw truncated rows from as few of their largest logits as settle it."""
+        token_ids = np.zeros(len(rows.positions), np.int64)
+        left = np.full(len(rows.positions), True)
+        for width in self._widths:
+            # Top-p alone needs a bound on all other tokens, loose where candidates are few.
+            bounded = (rows.min_p > 0) | (width > self._widths[0])
+            trying = np.flatnonzero(left & ((rows.top_k < width) | (rows.top_k == maxima.vocab_size) & bounded))
+            if trying.size:
+                some = rows.take(trying)
+                weights, ids, complete = truncate_candidates(maxima, some, width)
+                # What is not complete is drawn again below.
+                token_ids[trying] = draw_from_candidates(weights, ids, some, maxima.vocab_size)
+                left[trying] = ~complete
+        for i in np.flatnonzero(left).tolist():
+            row = rows.take(np.array([i]))
+            token_ids[i] = draw_from_weights(truncate_row(maxima.logits[int(row.positions[0])], row), row)[0]
+        return token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +158,6 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
 
 def _failures(before: Floats32, after: Floats32) -> dict[int, str]:
     """The reasons, from each row's largest logit before and after the processors."""
-    failed = {}
-    for position in np.flatnonzero(~np.isfinite(before) | ~np.isfinite(after)).tolist():
-        if not np.isfinite(before[position]):
-            failed[position] = NOT_FINITE
-        else:
-            failed[position] = NOTHING_LEFT if after[position] == -np.inf else OVERFLOW
-    return failed
+    sound = np.isfinite(before)
+    failed = np.flatnonzero(~sound | ~np.isfinite(after)).tolist()
+    return {at: (NOTHING_LEFT if after[at] == -np.inf else OVERFLOW) if sound[at] else NOT_FINITE for at in failed}

@@ -36,12 +36,8 @@ class NGramSpeculator(Speculator):
     and where more tokens cost more than they bring, as in large batches, none are made. While none pay, the rows are
     looked at only now and then.
 
-    Rows whose logits depend on their own tokens (penalties, bad words, min_tokens not reached yet) get no drafts.
-
-    Args:
-        limits: of a step, drafts included.
-        max_model_len: of a sequence, in tokens.
-        most: drafts for a row in a step.
+    Rows whose logits depend on their own tokens (penalties, bad words, min_tokens not reached yet) get no drafts;
+    others up to ``most`` in a step. The ``limits`` of a step include drafts.
     """
 
     def __init__(self, limits: StepLimits, max_model_len: int, most: int) -> None:

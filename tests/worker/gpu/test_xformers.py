@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylm.models import AttentionSpec
-from raylm.worker.attention import select_backend
+from raylm.worker.attention import StepLimits, select_backend
 from raylm.worker.gpu import split_k, xformers
 from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width
 from raylm.worker.gpu.split_k import num_splits, processors, queries_per_tile
@@ -136,8 +137,9 @@ def test_rungs_are_few_and_near(count: int) -> None:
 
 
 def test_widths_of_tables() -> None:
-    assert [table_width(tokens, 16, 10_000) for tokens in (1, 1024, 1025, 4096, 4097)] == [64, 64, 256, 256, 1024]
-    assert table_width(5000, 16, 313) == 313
+    limits = StepLimits(1, 1, max_blocks=10_000, block_size=16)
+    assert [table_width(tokens, limits) for tokens in (1, 1024, 1025, 4096, 4097)] == [64, 64, 256, 256, 1024]
+    assert table_width(5000, replace(limits, max_blocks=313)) == 313
 
 
 @given(programs=st.integers(1, 4096), tokens=st.integers(16, 200_000))

@@ -1,4 +1,4 @@
-"""StructuredOutputs and ThinkingBudget: masks against brute force over a small language; rows through their lives."""
+"""StructuredOutputs with thinking budgets: masks against brute force over a small language; rows and their lives."""
 
 from __future__ import annotations
 
