@@ -30,7 +30,7 @@ class Checkpoint:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a sequence: generation_config's, else config's."""
+        """generation_config's, else config's."""
         found = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         if found is None:
             return ()
@@ -52,11 +52,9 @@ class Checkpoint:
 
     @cached_property
     def hidden_size(self) -> int | None:
-        for holder in (self.config, self.config.get("text_config") or {}):
-            for name in ("hidden_size", "n_embd", "d_model"):
-                if holder.get(name) is not None:
-                    return int(holder[name])
-        return None
+        holders, names = (self.config, self.config.get("text_config") or {}), ("hidden_size", "n_embd", "d_model")
+        found = (holder.get(name) for holder in holders for name in names)
+        return next((int(size) for size in found if size is not None), None)
 
     @cached_property
     def pooling_config(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Ingress maps them once, along the class's MRO; everything else becomes a neutral
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 
@@ -41,11 +42,7 @@ class RayLMError(Exception):
         self.param = param
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.param), self.__dict__)
-
-
-def _rebuild(cls: type[RayLMError], message: str, param: str | None) -> RayLMError:
-    return cls(message, param=param)
+        return partial(type(self), param=self.param), (self.message,), self.__dict__
 
 
 class ConfigError(RayLMError):
@@ -127,7 +124,7 @@ class EngineDiedError(EngineUnavailableError):
 
 
 class PeerLostError(EngineDiedError):
-    """A rank waited in vain for another one; whatever ended that one is the cause, and should be told instead."""
+    """A rank waited in vain for another one, whose end is the cause to report instead."""
 
 
 class ShuttingDownError(EngineUnavailableError):

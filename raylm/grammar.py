@@ -44,11 +44,7 @@ def load_tokenizer(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int |
 
 
 def grammar_of(spec: StructuredOutputs) -> str:
-    """What a caller asked for as llguidance's grammar; ``matcher`` says whether it can be used.
-
-    Raises:
-        ValueError: it is no JSON, or no grammar of a known kind.
-    """
+    """What a caller asked for as llguidance's grammar; ValueError if it is no JSON, or no grammar of a known kind."""
     if spec.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=COMPACT)
     if spec.json is not None:

@@ -31,8 +31,7 @@ class Family(Mapping[str, T]):
         self._homes = dict(homes)
 
     def __getitem__(self, name: str) -> T:
-        found: T = member(self._homes[name])
-        return found
+        return member(self._homes[name])  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)

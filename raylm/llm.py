@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -126,19 +125,15 @@ class LLM:
             InvalidRequestError: the template refuses the messages, or a parameter is wrong.
             EngineDiedError: the engine failed.
         """
-        conversations: list[Conversation] = (
-            [messages] if messages and isinstance(messages[0], dict) else list(messages)  # type: ignore[list-item,arg-type]
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        request = partial(
+            ChatRequest,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
         )
-        requests = [
-            ChatRequest(
-                messages=conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        requests = [request(messages=conversation) for conversation in conversations]
         return self._generate(self._call(self._engine.render(requests)), params, adapters, progress)
 
     def embed(
@@ -180,9 +175,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _generate(
@@ -194,12 +187,10 @@ class LLM:
     ) -> list[GenerationResult]:
         params = SamplingParams(**self._engine.async_llm.sampling_defaults) if params is None else params
         one = isinstance(params, SamplingParams)
-        if not one and (not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params)):
+        if not one and not (isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)):
             raise InvalidRequestError("params must be SamplingParams, or a list of them.", param="params")
         each_params = _one_each("params", params, len(prompts), shared=one)
-        each_adapter = _one_each(
-            "adapters", adapters, len(prompts), shared=adapters is None or isinstance(adapters, str)
-        )
+        each_adapter = _one_each("adapters", adapters, len(prompts), shared=isinstance(adapters, str | None))
         jobs: list[_Job] = list(zip(prompts, each_params, each_adapter, strict=True))
         return self._call(self._engine.each(self._engine.generate, jobs, progress))
 
@@ -249,8 +240,7 @@ class _LocalEngine:
             meter.finish()
             return result
 
-        with tqdm(total=len(jobs), disable=not progress, unit="prompt", dynamic_ncols=True) as bar:
-            meter = _Meter(bar)
+        with _Meter(total=len(jobs), disable=not progress, unit="prompt", dynamic_ncols=True) as meter:
             tasks = [asyncio.create_task(one(job)) for job in jobs]
             try:
                 return await asyncio.gather(*tasks)
@@ -262,7 +252,8 @@ class _LocalEngine:
     async def generate(self, job: _Job, meter: _Meter) -> GenerationResult:
         prompt, params, adapter = job
         wholes = [CompletionDelta(index) for index in range(params.n)]
-        async with aclosing(self.async_llm.generate(prompt, params, _head(adapter=adapter))) as outputs:
+        head = RequestHead(request_id=uuid.uuid4().hex, adapter=adapter)
+        async with aclosing(self.async_llm.generate(prompt, params, head)) as outputs:
             async for output in outputs:
                 for delta in output.deltas:
                     wholes[delta.index].add(delta)
@@ -272,7 +263,8 @@ class _LocalEngine:
         )
 
     async def embed(self, params: PoolingParams, prompt: Prompt, _: _Meter) -> memoryview[float]:
-        async with aclosing(self.async_llm.embed(prompt, params, _head(param="input"))) as outputs:
+        head = RequestHead(request_id=uuid.uuid4().hex, param="input")
+        async with aclosing(self.async_llm.embed(prompt, params, head)) as outputs:
             output = await anext(outputs)
         return memoryview(output.vector or b"").cast("f")
 
@@ -286,29 +278,22 @@ class _LocalEngine:
         await self._core.shutdown()
 
 
-class _Meter:
-    """Drives the progress bar: prompts done, and generated tokens per second."""
+class _Meter(tqdm):  # type: ignore[misc]  # it has no types
+    """The progress bar: prompts done, and generated tokens per second."""
 
-    def __init__(self, bar: tqdm[Any]) -> None:
-        self.tokens = 0
-        self._bar = bar
+    tokens = 0
 
     def finish(self) -> None:
-        elapsed = self._bar.format_dict["elapsed"] if self.tokens and not self._bar.disable else 0.0
+        elapsed = self.format_dict["elapsed"] if self.tokens and not self.disable else 0.0
         if elapsed:
-            self._bar.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s", refresh=False)
-        self._bar.update()
+            self.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s", refresh=False)
+        self.update()
 
 
 def _completion(whole: CompletionDelta) -> Completion:
     if whole.finish_reason not in ("stop", "length"):
         raise EngineDiedError("The engine ended this request before it was finished.")
     return Completion(whole.index, whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.logprobs)
-
-
-def _head(*, param: str = "prompt", adapter: str | None = None) -> RequestHead:
-    """Of a request whose turn has come: it arrives now."""
-    return RequestHead(request_id=uuid.uuid4().hex, param=param, adapter=adapter)
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: _LocalEngine) -> None:

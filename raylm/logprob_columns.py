@@ -41,7 +41,5 @@ def append(held: Logprobs | None, num_held: int, fresh: Logprobs | None, num_fre
 
 
 def _extend(whole: Logprobs, part: Logprobs) -> None:
-    whole.counts.extend(part.counts)
-    whole.token_ids.extend(part.token_ids)
-    whole.logprobs.extend(part.logprobs)
-    whole.ranks.extend(part.ranks)
+    for name in Logprobs.__slots__:
+        getattr(whole, name).extend(getattr(part, name))

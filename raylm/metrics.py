@@ -32,11 +32,9 @@ TTFT = Metric("histogram", "vllm:time_to_first_token_seconds", "From arrival to 
 ITL = Metric("histogram", "vllm:inter_token_latency_seconds", "Between two tokens of a sequence, seconds.")
 E2E = Metric("histogram", "vllm:e2e_request_latency_seconds", "From arrival to the last token, seconds.")
 SUCCESS = Metric("counter", "vllm:request_success", "Requests finished, by reason.", ("finished_reason",))
-QUEUED_REQUESTS = Metric(
-    "gauge", "raylm:queued_requests", "Sequences that wait for their first token, received or about to be."
-)
+QUEUED_REQUESTS = Metric("gauge", "raylm:queued_requests", "Sequences, received or about to be, without a token yet.")
 QUEUED_TOKENS = Metric("gauge", "raylm:queued_tokens", "Prompt tokens of those sequences, in part estimated.")
 HTTP_ANSWERS = Metric(
-    "counter", "raylm:http_answers", "HTTP answers begun, by status and name of the API key.", ("status", "key")
+    "counter", "raylm:http_answers", "HTTP answers begun, by status and key's name.", ("status", "key")
 )
 ENGINES = Metric("gauge", "raylm:engines_ready", "Engines this ingress replica is connected to.")

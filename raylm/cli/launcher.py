@@ -26,9 +26,7 @@ _ENGINE_LINES_S = 1.0
 _LINES_AT_ONCE = 1000
 _SHOWN_ON_FAILURE = 30
 _SUBMITTED = "Submitted deploy config successfully"
-_FATAL = re.compile(
-    r"Deploying app '.*' failed|Runtime env setup for app '.*' failed|failed to start \d+ times in a row"
-)
+_FATAL = re.compile(r"(Deploying|Runtime env setup for) app '.*' failed|failed to start \d+ times in a row")
 _OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\) (.*)")
 
 
@@ -47,11 +45,7 @@ class Launcher:
         self._hidden: deque[str] = deque(maxlen=_SHOWN_ON_FAILURE)
 
     def run(self) -> int:
-        """Serve; return the exit status.
-
-        Raises:
-            ConfigError: the port is taken, the host is none of this machine's, or the model is not there.
-        """
+        """Serve; return the exit status. A ConfigError says that the port is taken, or host or model are not there."""
         config, served = self._served.config, self._served
         claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None
         if claim is None:
@@ -59,9 +53,8 @@ class Launcher:
         resolve(config.model, config.revision)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        self._report(
-            "config", f"RayLM {__version__}, {served.path}: model {config.model}, executor {config.engine.executor}"
-        )
+        what = f"model {config.model}, executor {config.engine.executor}"
+        self._report("config", f"RayLM {__version__}, {served.path}: {what}")
         process = ServeProcess(served.path)
         try:
             self._follow(process)
@@ -74,7 +67,7 @@ class Launcher:
         self._signals += 1
 
     def _follow(self, process: ServeProcess) -> None:
-        """Follow the server until a signal, its end, or a start that failed."""
+        """Until a signal, the server's end, or a start that failed."""
         while process.is_running and not self._signals and self._failure is None:
             self._read_lines(process)
             if not self._ready and _is_healthy(self._probe):
@@ -145,11 +138,7 @@ class Launcher:
 
 
 def _key_header(config: IngressConfig) -> dict[str, str]:
-    """The API key that /health asks for, if it does.
-
-    Raises:
-        ConfigError: the keys cannot be read.
-    """
+    """The API key that /health asks for, if it does."""
     if "/health" in config.open_paths or (config.api_keys_file is None and config.api_keys_env is None):
         return {}
     from raylm.ingress import read_keys  # here, so that starting need not wait for it

@@ -90,13 +90,9 @@ def run_serve(config: Path) -> None:
 def end_with_ray(
     dead_processes: Callable[[], list[str]], end: Callable[[int], object] = os._exit, period_s: float = _WATCH_PERIOD_S
 ) -> threading.Thread:
-    """Watch Ray's own processes: without them nothing is served, so ``end`` this process with status 1.
-
-    The watch stops where this process ends in order, before Ray stops its processes.
-    """
-
+    """Watch Ray's own processes: without them nothing is served, so ``end`` this process with status 1."""
     stopped = threading.Event()
-    atexit.register(stopped.set)
+    atexit.register(stopped.set)  # before Ray stops its processes in order
 
     def watch() -> None:
         while not stopped.wait(period_s):

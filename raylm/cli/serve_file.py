@@ -20,8 +20,6 @@ _BUILDERS = (BUILDER, "raylm.build_app", "raylm.app:build_app", "raylm.app.build
 
 @dataclass(frozen=True)
 class ServedFile:
-    """A Serve configuration file with one RayLM application."""
-
     path: Path
     config: Config
     host: str
@@ -30,7 +28,7 @@ class ServedFile:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find the application, without a slash at the end."""
+        """For clients on this machine, without a slash at the end."""
         host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
         return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
 
@@ -79,11 +77,7 @@ class DeployFile(Frozen):
 
 
 def read_serve_file(path: Path) -> ServedFile:
-    """Read and check a Serve configuration file with one RayLM application.
-
-    Raises:
-        ConfigError: it cannot be read, or is wrong; the message names the knob.
-    """
+    """Read and check a Serve configuration file with one RayLM application; a ConfigError names the wrong knob."""
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -33,11 +33,7 @@ _INTERNAL_PORTS = {  # what HAProxy and Serve's fallback proxy listen on, taken 
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now.
-
-    Raises:
-        ConfigError: no server could: this machine has no such address, or this user may not.
-    """
+    """Whether a server could listen there now; ConfigError if none ever could."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -53,7 +49,7 @@ def port_is_free(host: str, port: int) -> bool:
 def claim_port(port: int, host: str = "") -> socket.socket | None:
     """Take a port before anything listens on it, so that no other `raylm serve` on this machine chooses it meanwhile.
 
-    Returns what holds the claim until it is closed, at the latest by this process's end; None if another one has it.
+    The claim holds until it is closed, at the latest by this process's end; None if another process has it.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:
@@ -67,10 +63,7 @@ def claim_port(port: int, host: str = "") -> socket.socket | None:
 
 
 def serve_ports() -> tuple[dict[str, str], list[socket.socket]]:
-    """Ports for what HAProxy and Serve need beside the one that is configured, and the claims to them.
-
-    A server takes a few seconds to listen on them; a second one that starts by then must not find them free.
-    """
+    """Ports for what HAProxy and Serve need beside the one that is configured, and the claims to them."""
     ports, claims = {}, []
     for name, port in _INTERNAL_PORTS.items():
         claim = claim_port(port) if port_is_free("", port) else None
@@ -109,11 +102,10 @@ class ServeProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the child itself is alive."""
         return self._child.poll() is None
 
     def interrupt(self) -> None:
-        """Ask Serve to shut down in order, as Ctrl-C does."""
+        """Let Serve shut down in order, as Ctrl-C does."""
         if self.is_running:
             self._child.send_signal(signal.SIGINT)
 

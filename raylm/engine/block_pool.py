@@ -61,7 +61,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let the blocks not be found any more; sequences that hold them keep them."""
+        """Let the blocks not be found any more; sequences keep them."""
         for block in blocks:
             self._forget(block)
 

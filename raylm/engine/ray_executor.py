@@ -27,8 +27,8 @@ WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, on
 def prepare_process() -> None:
     """Set what OpenMP reads once, when torch is imported; must run before that.
 
-    Idle OpenMP threads that spin starve every other process of a small machine, so they wait passively. Ray presets
-    one thread for an actor that reserves less than a CPU; the worker sets its number itself.
+    Idle OpenMP threads that spin starve every other process of a small machine. Ray presets one thread for an actor
+    that reserves less than a CPU; the worker sets its number itself.
     """
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -57,9 +57,8 @@ class Turns:
 class WorkerActor:
     """One rank: a Worker in a process of its own.
 
-    An EngineCore on the same node hands it steps over a StepChannel. Otherwise they are Ray's calls, which it brings on
-    several threads: while one step computes, the next one is already unpacked and waits for its turn, and the result of
-    the last one is being packed.
+    An EngineCore on the same node hands it steps over a StepChannel. Otherwise they are Ray's calls on several
+    threads: while one step computes, the next one waits unpacked, and the result of the last one is being packed.
     """
 
     def __init__(self, config: Config, rank: int = 0) -> None:
@@ -74,13 +73,13 @@ class WorkerActor:
         return self._worker.open_rendezvous()
 
     def start(self, port: int = 0) -> WorkerInfo:
-        """Load weights, profile, allocate the KV pool; several ranks meet at ``port``."""
+        """Several ranks meet at ``port``."""
         info = self._worker.start(port)
         self._overlapped = info.device != "cpu"
         return info
 
     def open_channel(self, node_id: str) -> str | None:
-        """Take steps from an EngineCore on that node, and say where; None if it is another node than this one."""
+        """Where this worker takes steps from an EngineCore on that node; None if it is another node than its own."""
         if node_id != ray.get_runtime_context().get_node_id():
             return None
         return StepServer(self._worker.launch, overlapped=self._overlapped).path
@@ -103,17 +102,12 @@ class WorkerActor:
 
 def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:
     """Start one worker process; ``options`` are Ray's (resources, placement). It is never restarted: state is lost."""
-    worker = ray.remote(WorkerActor).options(
-        max_restarts=0, max_task_retries=0, max_concurrency=WORKER_THREADS, **options
-    )
-    return worker.remote(config, rank)
+    options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": WORKER_THREADS}
+    return ray.remote(WorkerActor).options(**options).remote(config, rank)
 
 
 class RayExecutor(ModelExecutor):
-    """Drives worker actors that the supervisor created, so that they start beside the EngineCore and not after it.
-
-    Every worker is handed every step at once; only the first one's result is awaited.
-    """
+    """Drives the worker actor that the supervisor created, so that it starts beside the EngineCore and not after it."""
 
     def __init__(self, workers: list[ActorHandle]) -> None:
         self._workers = workers
@@ -128,8 +122,7 @@ class RayExecutor(ModelExecutor):
         self._senders = [await answer(step_sender(worker)) for worker in self._workers]
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        results = [send(plan) for send in self._senders]
-        return answer(results[0])
+        return answer(self._senders[0](plan))
 
     async def load_adapter(self, adapter: int, path: str) -> None:
         """On the one worker there is: with several, adapters are refused at the start."""
@@ -148,11 +141,7 @@ SendStep = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]
 
 
 async def step_sender(worker: ActorHandle) -> SendStep:
-    """How to send steps to a worker: by a StepChannel on this node, else by Ray.
-
-    Raises:
-        RayError: the worker is gone.
-    """
+    """How to send steps to a worker: by a StepChannel on this node, else by Ray."""
     path: str | None = await worker.open_channel.remote(ray.get_runtime_context().get_node_id())
     if path is None:
         return worker.execute.remote  # type: ignore[no-any-return]  # Ray's handles have no types

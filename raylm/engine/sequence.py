@@ -46,12 +46,7 @@ class RequestState:
     def create(
         cls, client_id: str, request: EngineCoreRequest, arrival: int, max_model_len: int, adapter: int = 0
     ) -> RequestState:
-        """The state of a new request, with the seed and the limit that it leaves open.
-
-        Raises:
-            ContextLengthError: the prompt leaves no position for a token.
-            InvalidRequestError: the prompt is empty.
-        """
+        """The state of a new request, with the seed and the limit that it leaves open."""
         length, params = len(request.prompt_token_ids), request.params
         # A vector stands behind the prompt as a token would, without a position of its own.
         available = max_model_len - length + (request.pooling is not None)

@@ -9,10 +9,8 @@ from raylm.engine.sequence import Sequence
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 from raylm.step_cost import StepCost
 
-# Prompts get as many in every step, so that they come to an end whatever the target is.
-MIN_PREFILL_TOKENS = 64
-# After so many steps a size is tried anew: it may have been slow for reasons that are gone.
-_LIFETIME = 512
+MIN_PREFILL_TOKENS = 64  # prompts get as many in every step, so that they come to an end whatever the target is
+_LIFETIME = 512  # after so many steps a size is tried anew: it may have been slow for reasons that are gone
 
 
 class StepBudget(ABC):

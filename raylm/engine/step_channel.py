@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -32,8 +33,6 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """What a step came to instead of a result."""
-
     cause: Exception
     traceback: str
 
@@ -42,10 +41,9 @@ Outcome = ModelRunnerOutput | StepFailure
 
 
 class StepServer:
-    """The worker's end: takes steps from one EngineCore in order, and sends back what they drew.
+    """The worker's end: takes steps from one EngineCore in order, ``launch``es them, and sends back what they drew.
 
-    ``launch`` runs a step on this thread. Where outputs come later (``overlapped``, on a GPU), another thread waits for
-    them while the next step is launched.
+    Where outputs come later (``overlapped``, on a GPU), another thread waits for them while the next step is launched.
     """
 
     def __init__(self, launch: Callable[[SchedulerOutput], Output], *, overlapped: bool) -> None:
@@ -88,12 +86,9 @@ class StepServer:
         try:
             return self._launch(plan)
         except Exception as error:
-            raised = error
-
-            def fail() -> ModelRunnerOutput:
-                raise raised
-
-            return fail
+            failed: Future[ModelRunnerOutput] = Future()
+            failed.set_exception(error)
+            return failed.result
 
 
 class StepClient(asyncio.Protocol):
@@ -106,11 +101,7 @@ class StepClient(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, path: str) -> StepClient:
-        """Connect to the worker that listens at ``path``; it takes one client, once.
-
-        Raises:
-            OSError: no worker listens there.
-        """
+        """Connect to the worker that listens at ``path``; it takes one client, once."""
         _, client = await asyncio.get_running_loop().create_unix_connection(cls, path)
         return client
 
@@ -145,8 +136,7 @@ class StepClient(asyncio.Protocol):
                 waiting.set_result(outcome)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        while self._waiting:
-            waiting = self._waiting.popleft()
+        for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(ConnectionError("the worker has hung up"))
 

@@ -67,7 +67,7 @@ class StepPlan:
             self._grown[len(self._ids)] = blocks
 
     def close(self) -> None:
-        """Let no sequence join this step any more."""
+        """No sequence may join this step any more."""
         self.max_new = 0
 
     def columns(self, step: int, finished: list[int]) -> SchedulerOutput:

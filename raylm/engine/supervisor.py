@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import ray
@@ -25,7 +26,6 @@ SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
 DRAIN_MARGIN_S = 1.5
 PING_PERIOD_S = 0.5
-_SUPERVISOR_BUNDLE, _CORE_BUNDLE, _WORKER_BUNDLE = 0, 1, 2
 
 
 def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
@@ -38,23 +38,16 @@ def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
 
 
 class EngineProcesses:
-    """One incarnation of an engine: its EngineCore and workers, from start to end; never started twice.
-
-    Workers start beside the EngineCore, as importing torch takes longest.
-    """
+    """One incarnation of an engine: its EngineCore and workers, started together as importing torch takes longest."""
 
     def __init__(self, config: Config, name: str, engine_id: str, gpus: int) -> None:
-        bundles = placement_bundles(config, gpus)
-        self._workers: list[ActorHandle] = []
-        if config.engine.executor == "ray":
-            for rank in range(config.engine.tensor_parallel_size):
-                self._workers.append(create_worker(config, rank, **_options(bundles, _WORKER_BUNDLE + rank)))
-        self._core = create_engine_core(config, name, engine_id, self._workers, **_options(bundles, _CORE_BUNDLE))
+        _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
+        self._workers = [create_worker(config, rank, **options) for rank, options in enumerate(workers)]
+        self._core = create_engine_core(config, name, engine_id, self._workers, **core)
 
     async def start(self) -> EngineInfo:
         """Wait until it is ready; a RayLMError says why it cannot serve the configuration, or that a process died."""
-        info: EngineInfo = await answer(self._core.start.remote())
-        return info
+        return await answer(self._core.start.remote())
 
     async def run(self) -> str:
         """Let the engine run until a fault ends it; return what happened."""
@@ -74,7 +67,7 @@ class EngineProcesses:
                 await self._core.drained.remote()
 
     def kill(self) -> None:
-        """End all processes of this incarnation at once; safe when they are gone already."""
+        """Safe when the processes are gone already."""
         for actor in (self._core, *self._workers):
             ray.kill(actor)
 
@@ -86,14 +79,10 @@ async def _until_dead(worker: ActorHandle) -> str:
         await asyncio.sleep(PING_PERIOD_S)
 
 
-def _options(bundles: list[dict[str, float]], index: int) -> dict[str, Any]:
+def _options(index: int, bundle: dict[str, float]) -> dict[str, Any]:
     """Ray's options of an actor that takes a whole bundle of the supervisor's placement group."""
-    group = get_current_placement_group()
-    return {
-        "num_cpus": bundles[index].get("CPU", 0),
-        "num_gpus": bundles[index].get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-    }
+    strategy = PlacementGroupSchedulingStrategy(get_current_placement_group(), placement_group_bundle_index=index)
+    return {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
 
 
 class Engine:
@@ -114,7 +103,7 @@ class Engine:
         self._watch = asyncio.create_task(self._keep_alive())
 
     async def _launch(self) -> EngineProcesses:
-        """Start the next incarnation; when that fails, leave nothing behind and say why."""
+        """Start the next incarnation; a start that fails leaves nothing behind."""
         engine_id = f"{self._replica}.{self._incarnation}"
         self._incarnation += 1
         processes = EngineProcesses(self._config, self._prefix + engine_id, engine_id, self._gpus)
@@ -128,7 +117,7 @@ class Engine:
         return processes
 
     async def _keep_alive(self) -> None:
-        """Replace the engine whenever it ends; gives up (and fails the health check) when a start fails."""
+        """Replace the engine whenever it ends, until a start fails."""
         while True:
             reason = await self._processes.run()
             lost = time.monotonic()
