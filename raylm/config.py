@@ -147,7 +147,7 @@ class Config(Frozen):
     def _ranks_do_the_same(self) -> Config:
         if self.engine.tensor_parallel_size > 1 and self.scheduler.speculative_tokens:
             raise ValueError(
-                "scheduler.speculative_tokens: how many tokens are drafted depends on how long a rank's steps take; "
+                "scheduler.speculative_tokens: how many tokens are guessed depends on how long a rank's steps take; "
                 "it must be 0 with engine.tensor_parallel_size over 1"
             )
         if self.engine.tensor_parallel_size > 1 and self.lora.root is not None:
