@@ -160,7 +160,7 @@ class Config(Frozen):
 
 
 def knobs(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (dotted name, description, default) of every knob."""
+    """(dotted name, description, default) of every knob."""
     for name, info in node.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from knobs(info.annotation, f"{prefix}{name}.")
