@@ -25,11 +25,7 @@ _SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background 
 
 
 def build_app(config: Config) -> Application:
-    """The Serve application of one model: HTTP ingress replicas in front of engine replicas.
-
-    Raises:
-        ConfigError: the model or the API keys are not there, or the device is not in the cluster.
-    """
+    """The Serve application of one model; ConfigError if model, API keys or device are not there."""
     try:
         checkpoint.resolve(config.model, config.revision)
         read_keys(config.ingress)
@@ -68,7 +64,7 @@ def build_app(config: Config) -> Application:
 
 
 def _gpus(config: Config) -> int:
-    """GPUs that each worker gets: one where the configuration and the cluster say so."""
+    """GPUs that each worker gets, 0 or 1."""
     most = max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
     if config.device == "cpu" or (config.device == "auto" and not most):
         return 0

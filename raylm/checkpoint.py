@@ -16,8 +16,6 @@ _WANTED = ("*.json", "1_Pooling/config.json", "*.safetensors", "*.jinja", "*.mod
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Hugging Face checkpoint directory on this machine."""
-
     path: Path
 
     @cached_property
@@ -76,11 +74,7 @@ class Checkpoint:
 
 
 def resolve(model: str, revision: str | None = None) -> Checkpoint:
-    """Find the files of ``model``: 'embedded', a directory, or a hub id (downloaded once into the hub's cache).
-
-    Raises:
-        ConfigError: no such directory, or the hub does not give it.
-    """
+    """Find the files of ``model``: 'embedded', a directory, or a hub id (downloaded once); ConfigError without any."""
     if model == "embedded":
         return Checkpoint(EMBEDDED)
     path = Path(model).expanduser()

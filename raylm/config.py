@@ -147,7 +147,7 @@ class Config(Frozen):
     def _ranks_do_the_same(self) -> Config:
         if self.engine.tensor_parallel_size > 1 and self.scheduler.speculative_tokens:
             raise ValueError(
-                "scheduler.speculative_tokens: how many tokens are drafted depends on how long a rank's steps take; "
+                "scheduler.speculative_tokens: how many tokens are guessed depends on how long a rank's steps take; "
                 "it must be 0 with engine.tensor_parallel_size over 1"
             )
         if self.engine.tensor_parallel_size > 1 and self.lora.root is not None:
@@ -160,7 +160,7 @@ class Config(Frozen):
 
 
 def knobs(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (dotted name, description, default) of every knob."""
+    """(dotted name, description, default) of every knob."""
     for name, info in node.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from knobs(info.annotation, f"{prefix}{name}.")

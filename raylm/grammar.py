@@ -21,10 +21,7 @@ COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": "
 
 @cache
 def limits() -> LLParserLimits:
-    """What the front end lets pass costs the worker at most about 0.3 s to compile; a larger step fails its sequence.
-
-    They are far beyond what schemas in use need.
-    """
+    """About 0.3 s for the worker to compile, far beyond what schemas in use need; a larger step fails its sequence."""
     return LLParserLimits(
         max_grammar_size=100_000,
         initial_lexer_fuel=500_000,
@@ -36,10 +33,7 @@ def limits() -> LLParserLimits:
 
 
 def load_tokenizer(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int | None = None) -> LLTokenizer:
-    """The checkpoint's tokens as llguidance takes them; 150,000 of them take 0.3 s and 100 MB.
-
-    ``vocab_size`` is the number of logits, by default that of tokens.
-    """
+    """150,000 tokens take 0.3 s and 100 MB; ``vocab_size`` is the number of logits, by default that of tokens."""
     return LLTokenizer(str(path / "tokenizer.json"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 

@@ -22,10 +22,7 @@ def front_door(package: str, modules: Mapping[str, Iterable[str]]) -> Callable[[
 
 
 class Family(Mapping[str, T]):
-    """The members of a family by name, in the order in which they are considered; one is imported when it is.
-
-    ``homes`` says where each lives, as ``module:name``.
-    """
+    """The members of a family in the order in which they are considered; each is imported when it is used."""
 
     def __init__(self, homes: Mapping[str, str]) -> None:
         self._homes = dict(homes)

@@ -72,7 +72,9 @@ class LLM:
         config: the other keys of ``Config``; ``engine.executor`` is always ``local`` here.
 
     Raises:
-        ConfigError: the model cannot be served as configured.
+        ConfigError: at the start, the model cannot be served as configured.
+        InvalidRequestError: a prompt, parameter or adapter is wrong; nothing of the call is returned then.
+        EngineDiedError: the engine failed.
     """
 
     def __init__(self, model: str = "embedded", **config: Any) -> None:
@@ -100,10 +102,6 @@ class LLM:
 
         ``params`` is one for all or one each, by default the checkpoint's own wishes; so are ``adapters``, the names of
         LoRA adapters that were loaded, by default none. ``progress`` shows a bar.
-
-        Raises:
-            InvalidRequestError: a prompt or parameter is wrong; nothing of the call is returned then.
-            EngineDiedError: the engine failed.
         """
         return self._generate(_as_prompts(prompts), params, adapters, progress)
 
@@ -119,12 +117,7 @@ class LLM:
         adapters: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[GenerationResult]:
-        """Answer one conversation or many, by the checkpoint's chat template.
-
-        Raises:
-            InvalidRequestError: the template refuses the messages, or a parameter is wrong.
-            EngineDiedError: the engine failed.
-        """
+        """Answer one conversation or many, by the checkpoint's chat template; otherwise as ``generate``."""
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         request = partial(
             ChatRequest,
@@ -139,12 +132,7 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None = None, *, progress: bool = True
     ) -> list[memoryview[float]]:
-        """The vector of each prompt, float32; by default pooled as the checkpoint wishes, with length 1.
-
-        Raises:
-            InvalidRequestError: a prompt or parameter is wrong.
-            EngineDiedError: the engine failed.
-        """
+        """The vector of each prompt, float32; by default pooled as the checkpoint wishes, with length 1."""
         chosen = params or PoolingParams(pooling=self._engine.async_llm.pooling_defaults.pooling)
         work = partial(self._engine.embed, chosen)
         return self._call(self._engine.each(work, _as_prompts(prompts), progress))
@@ -153,19 +141,11 @@ class LLM:
         return self._call(self._engine.async_llm.tokenize(text, add_special_tokens=add_special_tokens))
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in PEFT's format from a directory below ``lora.root``; ``adapters`` may then name it.
-
-        Raises:
-            InvalidRequestError: it cannot be served, or the name is taken.
-        """
+        """Load a LoRA adapter in PEFT's format from a directory below ``lora.root``; ``adapters`` may then name it."""
         self._call(self._engine.async_llm.adapters.load(LoRAAdapter(name, path)))
 
     def unload_adapter(self, name: str) -> None:
-        """Let go of a LoRA adapter; what still generates with it fails.
-
-        Raises:
-            NotFoundError: it is not loaded.
-        """
+        """Let go of a LoRA adapter, NotFoundError if there is none; what still generates with it fails."""
         self._call(self._engine.async_llm.adapters.unload(name))
 
     def close(self) -> None:

@@ -23,10 +23,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The tokens by which a sequence thinks before it answers.
+    """A sequence thinks from its beginning if its prompt has ``begun`` to, or if it first draws ``start_token_id``.
 
-    It thinks from its beginning if its prompt has ``begun`` to, else if the first token it draws is
-    ``start_token_id``; until ``end_token_id``. ``closing_token_ids`` are the end as a model writes it.
+    It does so until ``end_token_id``. ``closing_token_ids`` are the end as a model writes it.
     """
 
     start_token_id: int
@@ -72,10 +71,7 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClientBatch:
-    """What one client (an ingress replica) sends to an engine at once: new requests, and what it wants no more of.
-
-    ``aborts`` are keys of whole requests, ``stops`` (key, index) of single sequences.
-    """
+    """What one client sends at once: ``aborts`` are keys of whole requests, ``stops`` (key, index) of sequences."""
 
     adds: list[EngineCoreRequest]
     aborts: list[int]
@@ -86,11 +82,10 @@ class ClientBatch:
 class NewSequence:
     """A sequence that the worker has no row for: first scheduled, or scheduled again after preemption.
 
-    ``token_ids`` are all tokens known so far (prompt, then generated). ``block_ids`` is its whole block table.
-    ``stop_token_ids`` may not be drawn before ``params.min_tokens``: EOS and the caller's, unless ignored.
-    ``limit`` is the longest that it may grow, in tokens with the prompt. ``grammar`` and ``thinking`` as in the
-    request. With ``pooling`` its last token yields a vector where others draw. ``adapter`` is the number that its LoRA
-    adapter was loaded under, 0 for the base model.
+    ``token_ids`` are all tokens known so far (prompt, then generated), ``block_ids`` its whole block table.
+    ``stop_token_ids`` (EOS and the caller's, unless ignored) may not be drawn before ``params.min_tokens``. ``limit``
+    is the longest that it may grow, in tokens with the prompt. With ``pooling`` its last token yields a vector where
+    others draw. ``adapter`` is the number that its LoRA adapter was loaded under, 0 for the base model.
     """
 
     seq_id: int
@@ -260,8 +255,6 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """One ready engine, as its clients see it."""
-
     engine_id: str
     max_model_len: int
     worker: WorkerInfo

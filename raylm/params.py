@@ -35,9 +35,6 @@ class StructuredOutputs:
     unless the schema says otherwise (``x-guidance``). ``regex``: a regular expression for the whole answer.
     ``choice``: one of these strings. ``grammar``: Lark (with a rule ``start``) or GBNF. ``json_object``: any object.
     ``param`` is the field that errors about it name.
-
-    Raises:
-        InvalidRequestError: it is not exactly one, or too long.
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -162,9 +159,6 @@ class PoolingParams:
     ``pooling`` takes the hidden state of the last token, of the first one (``cls``), or the mean over all of them.
     ``dimensions`` keeps that many leading numbers, all if None (Matryoshka representations, Kusupati et al. 2022);
     ``normalize`` then scales the vector to length 1.
-
-    Raises:
-        InvalidRequestError: a value is out of range; ``param`` names the field.
     """
 
     pooling: PoolingType = "last"

@@ -44,8 +44,7 @@ def replace_haproxy_manager(manager: type) -> None:
 def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options: str) -> None:
     """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
 
-    ``error_answer`` is the whole HTTP response where HAProxy itself answers 502, 503 or 504; ``bufsize`` bounds the
-    bytes of a request's head; ``options`` go to HAProxy's command line.
+    ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head.
     """
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = bufsize

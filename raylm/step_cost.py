@@ -10,19 +10,15 @@ from statistics import median_low
 
 _STEPS_A_KNOT = 7
 _KNOTS_AN_OCTAVE = 4
-# Up to about so many tokens a step is bound by reading the weights and takes the same; behind it, it grows with them.
-# What is known of a processor whose steps were not seen yet.
-_FLAT = 32
+_FLAT = 32  # up to about so many tokens a step is bound by reading the weights and takes the same
 _FAR = 1 << 21
 
 
 class StepCost:
     """Seconds by tokens as a line through knots that never falls.
 
-    A knot is the median of the last 7 steps of about the same size (within 20 %), so that a step that was disturbed
-    does not count, and a lasting change does after four. Beyond the knots time is proportional to tokens, and the same
-    for all up to 32.
-
+    A knot is the median of the last 7 steps of about the same size (within 20 %), so that a disturbed step does not
+    count, and a lasting change does after four. Beyond the knots time is proportional to tokens, and the same up to 32.
     After ``lifetime`` steps without one of its size a knot of 7 is forgotten, so that a size that was slow once is
     tried again, and sooner the fewer steps say so; None keeps all.
     """

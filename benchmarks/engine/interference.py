@@ -17,8 +17,8 @@ from collections import defaultdict, deque
 
 from benchmarks.rows import Report, parser, quantile
 from raylm.config import Config
-from raylm.engine import Scheduler
 from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from raylm.params import SamplingParams
 from raylm.worker import Worker

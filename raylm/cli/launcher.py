@@ -67,7 +67,6 @@ class Launcher:
         self._signals += 1
 
     def _follow(self, process: ServeProcess) -> None:
-        """Until a signal, the server's end, or a start that failed."""
         while process.is_running and not self._signals and self._failure is None:
             self._read_lines(process)
             if not self._ready and _is_healthy(self._probe):
@@ -84,7 +83,7 @@ class Launcher:
             self._report("failed", self._failure)
 
     def _stop(self, process: ServeProcess) -> bool:
-        """Let Serve shut down in order, then kill what is left; whether nothing is."""
+        """Returns whether nothing is left."""
         began, grace_s = time.monotonic(), self._served.config.ingress.shutdown_grace_s
         limit_s = 0.0
         # On a Ray that was there before, killing the child would leave the actors of a server that is still starting.
@@ -101,7 +100,6 @@ class Launcher:
         return clean
 
     def _read_lines(self, process: ServeProcess) -> None:
-        """Handle what the server has written; waits a moment for the first line."""
         try:
             self._handle_line(process.lines.get(timeout=_POLL_S))
             for _ in range(_LINES_AT_ONCE):
@@ -138,7 +136,6 @@ class Launcher:
 
 
 def _key_header(config: IngressConfig) -> dict[str, str]:
-    """The API key that /health asks for, if it does."""
     if "/health" in config.open_paths or (config.api_keys_file is None and config.api_keys_env is None):
         return {}
     from raylm.ingress import read_keys  # here, so that starting need not wait for it

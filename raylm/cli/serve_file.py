@@ -34,7 +34,7 @@ class ServedFile:
 
 
 class HTTPOptions(Frozen):
-    """Serve's ``http_options``; what is Any is for Serve to check."""
+    """What is Any, here and below, is for Serve to check."""
 
     host: str = "0.0.0.0"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
@@ -48,8 +48,6 @@ class HTTPOptions(Frozen):
 
 
 class ApplicationEntry(Frozen):
-    """One of Serve's ``applications``; what is Any is for Serve to check."""
-
     import_path: str
     args: dict[str, Any] | None = None
     route_prefix: Annotated[str, Field(pattern="^/")] = "/"
@@ -64,7 +62,7 @@ class ApplicationEntry(Frozen):
 
 
 class DeployFile(Frozen):
-    """The whole file; what is Any is for Serve to check. Serve itself ignores keys that it does not know."""
+    """The whole file; Serve itself ignores keys that it does not know."""
 
     applications: Annotated[list[dict[str, Any]], Field(default_factory=list)]
     http_options: HTTPOptions = HTTPOptions()

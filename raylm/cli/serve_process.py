@@ -105,7 +105,6 @@ class ServeProcess:
         return self._child.poll() is None
 
     def interrupt(self) -> None:
-        """Let Serve shut down in order, as Ctrl-C does."""
         if self.is_running:
             self._child.send_signal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""Front door of the engine room: the EngineCore actor's insides and the actors around it, imported when first used."""
+"""Front door of the engine: EngineCore and the actors around it, imported when first used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ if TYPE_CHECKING:
     from raylm.engine.engine_core import EngineCore as EngineCore
     from raylm.engine.model_executor import LocalExecutor as LocalExecutor
     from raylm.engine.model_executor import ModelExecutor as ModelExecutor
-    from raylm.engine.model_executor import WorkerInterface as WorkerInterface
-    from raylm.engine.outbox import Outbox as Outbox
     from raylm.engine.ray_executor import RayExecutor as RayExecutor
     from raylm.engine.ray_executor import as_raylm_error as as_raylm_error
     from raylm.engine.ray_executor import create_worker as create_worker
     from raylm.engine.ray_executor import prepare_process as prepare_process
-    from raylm.engine.scheduler import Scheduler as Scheduler
     from raylm.engine.supervisor import SUPERVISOR_CPUS as SUPERVISOR_CPUS
     from raylm.engine.supervisor import Engine as Engine
     from raylm.engine.supervisor import placement_bundles as placement_bundles
@@ -28,10 +25,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "actor": ("MAX_OUTPUTS_IN_FLIGHT", "NAMESPACE", "create_engine_core", "engine_core_prefix"),
     "engine_core": ("EngineCore",),
-    "model_executor": ("LocalExecutor", "ModelExecutor", "WorkerInterface"),
-    "outbox": ("Outbox",),
+    "model_executor": ("LocalExecutor", "ModelExecutor"),
     "ray_executor": ("RayExecutor", "as_raylm_error", "create_worker", "prepare_process"),
-    "scheduler": ("Scheduler",),
     "supervisor": ("SUPERVISOR_CPUS", "Engine", "placement_bundles"),
 }
 

@@ -50,7 +50,7 @@ class EngineCoreActor:
         return info
 
     async def run(self) -> str:
-        """Schedule steps until the engine is lost, and return why; like ``start`` called once, by the supervisor."""
+        """Schedule steps until the engine is lost; returns why."""
         try:
             await self._core.run()
         except EngineDiedError as error:

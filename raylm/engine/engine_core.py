@@ -66,10 +66,7 @@ class EngineCore:
         return outbox
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
-        """End everything that a client has open, and close its outbox.
-
-        ``outbox`` says which connection is meant: if the client has connected again since, nothing happens.
-        """
+        """End everything that a client has open; nothing if it has another ``outbox`` by now (connected again)."""
         current = self._outboxes.get(client_id)
         if current is None or (outbox is not None and outbox is not current):
             return
@@ -163,7 +160,7 @@ class EngineCore:
         self._in_flight.popleft()
 
     async def _result_in_time(self, result: asyncio.Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """The result of the oldest step, which has the worker to itself; a worker that hangs gives no other sign."""
+        """Of the oldest step, which has the worker to itself; a worker that hangs gives no other sign."""
         limit_s = self._config.engine.step_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -209,8 +206,6 @@ class EngineCore:
         """A message without entries."""
         stats, now = self.scheduler.stats(), time.time()
         return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], adapters=adapters, created=now)
-
-    # ---------------------------------------------------------------- the end
 
     def _check_alive(self) -> None:
         if self._died_of is not None:

@@ -13,10 +13,7 @@ from raylm.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence, the hashes of its full ones as far as known, and how many are published.
-
-    ``root`` is where the chain of hashes begins; it is fixed when the sequence comes.
-    """
+    """The blocks of one sequence, the hashes of its full ones as far as known, with their ``root``."""
 
     root: bytes
     block_ids: list[int] = field(default_factory=list)
@@ -75,7 +72,6 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that sequences hold, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def block_ids(self, seq: Sequence) -> list[int]:
@@ -106,12 +102,9 @@ class KVCacheManager:
         return len(cached) * self.block_size
 
     def extend(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Let a block table hold ``num_tokens`` tokens; returns the blocks appended, None if the pool has too few.
-
-        Called before the sequence is added to the step, so all that is computed may be published.
-        """
+        """Let a block table hold ``num_tokens`` tokens; returns the blocks appended, None if the pool has too few."""
         table = self._tables[seq.id]
-        self.publish(seq, seq.num_computed)
+        self.publish(seq, seq.num_computed)  # the sequence is not in the step yet
         missing = self._blocks_for(num_tokens) - len(table.block_ids)
         if missing <= 0:
             return []
@@ -142,17 +135,15 @@ class KVCacheManager:
         self._tables.pop(seq.id, None)
 
     def unpublish(self, seq: Sequence) -> None:
-        """Let no block with the content of a sequence that gave its blocks up be found again."""
+        """Of a sequence that gave its blocks up."""
         hashes: list[bytes] = []
         self._hasher.extend(hashes, self._hasher.root(seq), seq.token_ids, len(seq.token_ids) // self.block_size)
         self.pool.withdraw(block for block in map(self.pool.find, hashes) if block is not None)
 
     def num_shared_tokens(self, seq: Sequence) -> int:
-        """Tokens at the beginning of a sequence that would stay in the pool if it gave its blocks up.
-
-        A prefix is shared from its beginning on, which makes the shared blocks a run that bisection finds the end of.
-        """
+        """Tokens at the beginning of a sequence that would stay in the pool if it gave its blocks up."""
         refs = self.pool.refs
+        # A prefix is shared from its beginning on: bisection finds the end of the shared blocks.
         shared = bisect_left(self.block_ids(seq), True, key=lambda block: refs[block] == 1)
         return shared * self.block_size
 
@@ -170,8 +161,7 @@ class KVCacheManager:
 
     def _find_prefix(self, seq: Sequence, table: BlockTable) -> list[int]:
         most = (len(seq.token_ids) - 1) // self.block_size
-        if len(table.hashes) < most:
-            self._hasher.extend(table.hashes, table.root, seq.token_ids, most)
+        self._hasher.extend(table.hashes, table.root, seq.token_ids, most)
         blocks = []
         for block_hash in table.hashes[:most]:
             block = self.pool.find(block_hash)

@@ -34,7 +34,6 @@ class ClientOutputs:
         self.finished[len(self.sequences) - 1] = (reason, stop_reason)
 
     def columns(self, result: ModelRunnerOutput, stats: EngineStats, created: float) -> EngineCoreOutputs:
-        """The message to the client."""
         sequences, finished, drawn = self.sequences, self.finished, result.token_ids
         token_counts = [1] * len(sequences)
         if len(drawn) > len(result.seq_ids):  # the tokens that a sequence drew in a step are one entry
@@ -64,10 +63,7 @@ class ClientOutputs:
 
 
 class Outbox:
-    """What one client has not taken yet, merged into one message.
-
-    ``put`` never waits, so that a slow or lost client does not stall the engine.
-    """
+    """What one client has not taken yet, in one message; ``put`` never waits, so a slow client stalls nothing."""
 
     def __init__(self) -> None:
         self._held: EngineCoreOutputs | None = None

@@ -43,7 +43,6 @@ class Turns:
 
     @contextmanager
     def wait_for(self, step: int) -> Iterator[None]:
-        """Hold the turn of ``step``; it passes on at the end, also after an error."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == step)
         try:
@@ -69,7 +68,7 @@ class WorkerActor:
         self._turns = Turns()
 
     def open_rendezvous(self) -> int:
-        """Listen for the other ranks; called on rank 0 before any rank starts."""
+        """Called on rank 0 before any rank starts."""
         return self._worker.open_rendezvous()
 
     def start(self, port: int = 0) -> WorkerInfo:
@@ -136,8 +135,7 @@ class RayExecutor(ModelExecutor):
             ray.kill(worker)
 
 
-SendStep = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]
-"""How a worker is handed a step at once; the awaitable gives its result, or raises RayError."""
+SendStep = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]  # the awaitable may raise RayError
 
 
 async def step_sender(worker: ActorHandle) -> SendStep:

@@ -114,7 +114,7 @@ class Scheduler:
         plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Strict head of line: the first one waits until the pool can hold it, and all others behind it."""
+        """Strict head of line: all others wait behind the first one until the pool can hold it."""
         while plan.max_new > 0 and plan.tokens > 0 and self.waiting:
             seq = self.waiting.peek()
             if seq.resume_after > self._seen:
@@ -142,8 +142,7 @@ class Scheduler:
     def _reserve_blocks(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
         """Let the block table of ``seq``, the plan's next to decode, grow; preempt sequences behind it if need be.
 
-        Without success the sequence keeps its blocks and sits this step out: it loses no work, and those before it
-        may still preempt it.
+        Without success the sequence sits this step out with its blocks; those before it may still preempt it.
         """
         num_tokens = self._lookahead.tokens_to_reserve(seq, len(self.running))
         while (blocks := self.kv.extend(seq, num_tokens)) is None:
@@ -157,8 +156,7 @@ class Scheduler:
     def _cost_of_preemption(self, seq: Sequence) -> tuple[int, int, int]:
         """Preempted first is the lowest class, then the sequence with the least wasted work, then the newest.
 
-        Wasted are the tokens that have to be computed again. Those that other sequences hold too are not, nor
-        anything of a sequence whose last token is on its way.
+        Wasted are tokens that have to be computed again: none of a sequence whose last token is on its way.
         """
         rank = self.waiting.rank(seq)
         wasted = 0 if seq.num_tokens >= seq.limit else max(0, seq.num_computed - self.kv.num_shared_tokens(seq))
@@ -205,11 +203,7 @@ class Scheduler:
         )
 
     def _append_tokens(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
-        """Append each token to the sequence that drew it.
-
-        Tokens of sequences that are gone are dropped: the wasted step at an end, and what was drawn behind a token
-        that ended its sequence in this step.
-        """
+        """Append each token to the sequence that drew it; what was drawn behind a sequence's end is dropped."""
         sequences = self._sequences
         for position, (seq_id, token) in enumerate(zip(self._drawn_by(result), result.token_ids, strict=True)):
             seq = sequences.get(seq_id)
@@ -234,7 +228,6 @@ class Scheduler:
         return [seq_id for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True) for _ in range(drawn)]
 
     def _take_vectors(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
-        """A pooled prompt ends its sequence."""
         for seq_id, vector in result.pooled:
             if seq := self._sequences.get(seq_id):
                 self.counters.prompt_tokens += seq.num_prompt_tokens

@@ -94,12 +94,11 @@ class RequestState:
 class Sequence:
     """What is scheduled: tokens known, and how many of them are computed.
 
-    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw, one each: accepted drafts
-    are counted when the steps are seen. ``num_computed`` counts in the same way what they compute. ``next_check`` is
-    the length at which a token is more than an append: that of the first generated one, then ``limit``.
-    ``resume_after`` is the step whose result must have been seen before a preempted sequence may start again.
-    ``num_cached`` prompt tokens came from the prefix cache. ``prompt_logprobs`` gathers those of the prompt until it is
-    computed, None if they are not asked for (any more).
+    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw, one each, and
+    ``num_computed`` what they compute: accepted drafts are counted when the steps are seen. ``next_check`` is the
+    length at which a token is more than an append: the first generated one's, then ``limit``. A preempted sequence may
+    start again when the result of step ``resume_after`` was seen. ``num_cached`` prompt tokens came from the prefix
+    cache. ``prompt_logprobs`` gathers those of the prompt, None if they are not asked for (any more).
     """
 
     id: int
@@ -163,8 +162,7 @@ class Sequence:
 def sequence_seed(seed: int, index: int) -> int:
     """The seed of sequence ``index`` of a request, a signed 64-bit integer; index 0 has the request's own.
 
-    The others are drawn from it by SplitMix64 (Steele, Lea, Flood 2014), so that neither requests with neighbouring
-    seeds nor their sequences share a random stream. It depends on nothing else: preemption does not change it.
+    The others are drawn from it by SplitMix64 (Steele, Lea, Flood 2014), so that no two share a random stream.
     """
     if index == 0:
         return seed

@@ -19,7 +19,7 @@ class StepBudget(ABC):
         """Most tokens of the next step, when these sequences run."""
 
     def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:  # noqa: B027 - a fixed one learns nothing
-        """Take note of a step that was run."""
+        """A step was run."""
 
 
 class FixedBudget(StepBudget):

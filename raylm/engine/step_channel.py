@@ -25,8 +25,7 @@ from typing import Any, BinaryIO, cast
 
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 
-Output = Callable[[], ModelRunnerOutput]
-"""Waits for what a step drew."""
+Output = Callable[[], ModelRunnerOutput]  # waits for what a step drew
 
 _LENGTH = struct.Struct("<Q")
 
@@ -149,7 +148,6 @@ def _outcome(output: Output) -> Outcome:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error itself, or its message where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -163,10 +161,9 @@ def _frame(value: Any) -> bytes:
 
 
 def _read(stream: BinaryIO) -> SchedulerOutput | None:
-    """The next step; None when the other end has gone."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
-        return None
+        return None  # the other end has gone
     body = stream.read(_LENGTH.unpack(head)[0])
     plan: SchedulerOutput | None = pickle.loads(body) if body else None
     return plan

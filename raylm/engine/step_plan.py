@@ -62,7 +62,7 @@ class StepPlan:
         self.tokens -= self._add_chunk(seq, min(seq.num_tokens - seq.num_computed, self.tokens))
 
     def grow(self, blocks: list[int]) -> None:
-        """Append blocks to the table of the sequence that decodes in the next row."""
+        """Append blocks to the table of the next row's sequence."""
         if blocks:
             self._grown[len(self._ids)] = blocks
 
@@ -71,7 +71,6 @@ class StepPlan:
         self.max_new = 0
 
     def columns(self, step: int, finished: list[int]) -> SchedulerOutput:
-        """The step as the workers get it."""
         singles = len(self._ids)
         samples = [True] * singles
         for row in self._silent:

@@ -50,7 +50,7 @@ class EngineProcesses:
         return await answer(self._core.start.remote())
 
     async def run(self) -> str:
-        """Let the engine run until a fault ends it; return what happened."""
+        """Until a fault ends it; returns what happened."""
         ends = [asyncio.create_task(_until_dead(worker)) for worker in self._workers]
         ends.append(asyncio.ensure_future(self._core.run.remote()))
         (ended, *_), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -86,10 +86,7 @@ def _options(index: int, bundle: dict[str, float]) -> dict[str, Any]:
 
 
 class Engine:
-    """Starts one engine, watches it, and has another in its place when a process of it dies.
-
-    Serve owns the placement group and removes it with the replica; children die with their supervisor.
-    """
+    """Starts one engine and replaces it when a process of it dies; Serve owns the placement group."""
 
     async def __init__(self, config: Config, gpus: int) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
@@ -142,10 +139,10 @@ class Engine:
 
 def _report(info: EngineInfo) -> None:
     """Print what the worker found out, one line a stage."""
-    worker = info.worker
+    worker, each = info.worker, ""
     quantization = f" ({worker.quantization})" if worker.quantization else ""
-    each = " each" if worker.tensor_parallel_size > 1 else ""
-    if each:
+    if worker.tensor_parallel_size > 1:
+        each = " each"
         report("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
     for name, seconds in worker.stages:
         report("stage", "worker", f"{name} {seconds:.1f} s")

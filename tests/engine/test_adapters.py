@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from raylm.config import CacheConfig, Config, LoRAConfig, SchedulerConfig
-from raylm.engine import EngineCore, Outbox
+from raylm.engine import EngineCore
 from raylm.engine.kv_cache_manager import ChainedHasher
+from raylm.engine.outbox import Outbox
 from raylm.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from raylm.messages import EngineCoreRequest, LoRAAdapter
 from tests.engine.build import request
