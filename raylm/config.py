@@ -128,7 +128,8 @@ class Config(Frozen):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV cache; auto takes the checkpoint's."""
     quantization: Literal["int8", "int4"] | None = None
-    """Round linear layers' weights to 8 bits (activations too, row by row) or to 4; CPU only, full checkpoints."""
+    """Round the weights of linear layers to 8 bits (activations too, row by row) or to 4; CPU only. Quantized
+    checkpoints are served as they are, without it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     max_model_len: int | None = Field(None, ge=1)
