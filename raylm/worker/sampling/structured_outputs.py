@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raylm.grammar import load_tokenizer
-from raylm.grammar import matcher as new_matcher
 from raylm.messages import NewSequence
 from raylm.worker.arrays import IntArray, Mask
 from raylm.worker.sampling.logits_processors import LogitsProcessor, TokenColumns
@@ -40,15 +38,17 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, "raylm-grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
         if eos_token_ids:
-            self._tokenizer = self._thread.submit(load_tokenizer, path, eos_token_ids, vocab_size)
+            self._tokenizer = self._thread.submit(_load, path, eos_token_ids, vocab_size)
 
     def start(self, grammar: str, answer: list[int]) -> Future[LLMatcher]:
         """A matcher behind the tokens of ``answer``."""
         return self._thread.submit(self._make, grammar, answer)
 
     def _compile(self, grammar: str) -> LLMatcher:
+        from raylm.grammar import matcher
+
         assert self._tokenizer is not None, "the front end lets no grammar pass to a model without an end token"
-        return new_matcher(self._tokenizer.result(), grammar)
+        return matcher(self._tokenizer.result(), grammar)
 
     def _make(self, grammar: str, answer: list[int]) -> LLMatcher:
         found = self._fresh(grammar).deep_copy()
@@ -56,6 +56,12 @@ class Grammars:
             if not found.is_stopped():
                 found.consume_token(token)
         return found
+
+
+def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLTokenizer:
+    from raylm.grammar import load_tokenizer  # on the thread: importing llguidance takes 50 ms
+
+    return load_tokenizer(path, eos_token_ids, vocab_size)
 
 
 class AnswerRow:
