@@ -18,6 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "build")
 
+# What speaks of the whole repository, and so of every extra.
+_OF_THE_WHOLE = ["--ignore=tests/test_docs.py", "--ignore=tests/test_house.py"]
+
 
 @dataclass(frozen=True)
 class Extra:
@@ -124,7 +127,7 @@ def check_without(name: str) -> int:
         for command in (
             [sys.executable, "-c", everything],
             [sys.executable, "-m", "mypy"],
-            [sys.executable, "-m", "pytest", "-m", "not ray", "-p", "no:cacheprovider"],
+            [sys.executable, "-m", "pytest", "-m", "not ray", "-p", "no:cacheprovider", *_OF_THE_WHOLE],
         ):
             print(f"without {name}:", *command[1:3], flush=True)
             status = subprocess.run(command, cwd=target, check=False, env=_environment(target)).returncode

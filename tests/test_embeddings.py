@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -68,15 +69,11 @@ def test_vectors_and_tokens_share_a_batch(llm: LLM, states) -> None:  # type: ig
     sampling, params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), PoolingParams(pooling="mean")
     alone = [result.token_ids for result in llm.generate(prompts, sampling, progress=False)]
 
-    async def both():  # type: ignore[no-untyped-def]
-        import asyncio
-
-        jobs = [(prompt, sampling, None) for prompt in prompts]
-        return await asyncio.gather(llm._engine.run(jobs, False), llm._engine.embed(prompts * 3, params, False))
-
-    results, vectors = llm._call(both())
-    assert [result.token_ids for result in results] == alone
-    for prompt, vector in zip(prompts * 3, vectors, strict=True):
+    with ThreadPoolExecutor(2) as callers:
+        results = callers.submit(llm.generate, prompts, sampling, progress=False)
+        vectors = callers.submit(llm.embed, prompts * 3, params, progress=False)
+    assert [result.token_ids for result in results.result()] == alone
+    for prompt, vector in zip(prompts * 3, vectors.result(), strict=True):
         np.testing.assert_allclose(np.asarray(vector), reference(states(prompt), params), atol=2e-5, rtol=1e-4)
 
 
