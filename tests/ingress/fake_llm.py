@@ -13,9 +13,12 @@ from typing import Any
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest, RequestHead
 from raylm.frontend.answers.answer_format import AnswerReader
+from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
+from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.frontend.defaults import PoolingDefaults
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.text.chat_template import prepare_messages
+from raylm.messages import Thinking
 from raylm.params import PoolingParams, SamplingParams
 
 BOS, EOS = 256, 257
@@ -160,3 +163,16 @@ def logprob(token_id: int, num_top: int) -> TokenLogprob:
     """The token itself is always the most likely one; the next ids follow at equal distances."""
     top = [((token_id + i) % VOCAB, -0.25 * (i + 1)) for i in range(num_top)]
     return TokenLogprob(token_id, -0.25, 1, top)
+
+
+def think_and_call(llm: FakeAsyncLLM) -> None:
+    """Let it reason, say something, and call ``f`` twice."""
+    llm.reply = "<think>\nHm.\n</think>\n\nI ask.\n" + "".join(
+        f'<tool_call>\n{{"name": "f", "arguments": {{"a": {number}}}}}\n</tool_call>\n' for number in range(2)
+    )
+    llm.answer_format = AnswerFormat(
+        reasoning=REASONING_PARSERS["think"],
+        thinking=Thinking(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
+        tool_parser=TOOL_PARSERS["hermes"],
+        tools={"f": {}},
+    )

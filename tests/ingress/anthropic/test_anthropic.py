@@ -12,9 +12,8 @@ import pytest
 from starlette.applications import Starlette
 
 from raylm.errors import EngineDiedError
-from tests.ingress.fake_llm import FakeAsyncLLM
+from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 from tests.ingress.harness import served, typed_events
-from tests.ingress.responses.test_responses import think_and_call
 
 MODEL = "org/fake-model"
 PATH = "/v1/messages"

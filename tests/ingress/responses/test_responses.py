@@ -15,14 +15,10 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError
-from raylm.frontend import AnswerFormat
-from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
-from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.ingress import build_asgi_app
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.store import ResponseStore
-from raylm.messages import Thinking
-from tests.ingress.fake_llm import FakeAsyncLLM
+from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 from tests.ingress.harness import client_of, served, typed_events, until
 from tests.ingress.openai.test_openai_schema import SPEC, check
 from tests.ingress.refused import error_of
@@ -205,18 +201,6 @@ async def test_what_fails_later_is_told(client: httpx.AsyncClient, llm: FakeAsyn
 
 
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
-
-
-def think_and_call(llm: FakeAsyncLLM) -> None:
-    llm.reply = "<think>\nHm.\n</think>\n\nI ask.\n" + "".join(
-        f'<tool_call>\n{{"name": "f", "arguments": {{"a": {number}}}}}\n</tool_call>\n' for number in range(2)
-    )
-    llm.answer_format = AnswerFormat(
-        reasoning=REASONING_PARSERS["think"],
-        thinking=Thinking(ord("<"), ord("/"), (), begun=False),  # the fake's tokens are bytes
-        tool_parser=TOOL_PARSERS["hermes"],
-        tools={"f": {}},
-    )
 
 
 @pytest.mark.parametrize("step", [1, 7, 500])
