@@ -166,4 +166,4 @@ def knobs(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from knobs(info.annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", info.description or "", info.get_default()
+            yield f"{prefix}{name}", " ".join((info.description or "").split()), info.get_default()

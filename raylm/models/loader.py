@@ -60,7 +60,7 @@ def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torc
         return Quantization()
     if not QUANTIZATION:
         what = f"quantization: {asked} is" if asked else f"model: the quantized weights of {checkpoint.path} are"
-        raise ConfigError(f"{what} not served: raylm/models/quantization is not installed.")
+        raise ConfigError(f"{what} not served: raylm.models.quantization was taken out.")
     return QUANTIZATION["select"](checkpoint, asked, device, ranks)
 
 
