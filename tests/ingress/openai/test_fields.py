@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any, Literal, NotRequired
 
 import pytest
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError
 from typing_extensions import TypedDict
 
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
@@ -80,6 +79,13 @@ def test_what_is_right_stays_as_it_is() -> None:
     assert Drawing.parse({"shapes": shapes, "pen": {"width": 2}}).shapes == shapes
 
 
+def num_errors(body: type[Body], data: dict[str, Any]) -> int:
+    """How many errors pydantic makes, all in one call that no other thread runs beside."""
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate(data)
+    return caught.value.error_count()
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
@@ -91,11 +97,10 @@ def test_many_unknown_fields_are_refused_without_looking_at_each(wrong: dict[str
     """pydantic would make an error of every one of them, in a call that nothing else can run beside."""
     holder = wrong["pen"] if param == "pen" else wrong["shapes"][0]
     holder |= {f"x{i}": 1 for i in range(200_000)}
-    begun = time.perf_counter()
     with pytest.raises(InvalidRequestError, match="at most") as caught:
         Drawing.parse(wrong)
     assert caught.value.param == param
-    assert time.perf_counter() - begun < 0.1
+    assert num_errors(Drawing, wrong) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,12 +113,11 @@ def test_many_unknown_fields_are_refused_without_looking_at_each(wrong: dict[str
         ({"messages": [{"role": "user", "content": [5] * 100_000}]}, "messages[0].content[0]"),
     ],
 )
-def test_large_mistakes_are_refused_at_once(fields: dict[str, Any], param: str) -> None:
-    begun = time.perf_counter()
+def test_large_mistakes_are_refused_at_the_first_of_them(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         ChatCompletionRequest.parse(CHAT | fields)
     assert caught.value.param == param
-    assert time.perf_counter() - begun < 0.1
+    assert num_errors(ChatCompletionRequest, CHAT | fields) <= 2
 
 
 async def test_reading_on_a_thread_refuses_alike() -> None:
