@@ -1,4 +1,4 @@
-"""config.json means the same to the compact decoder as to transformers, whatever it leaves out; the rest is refused."""
+"""config.json means the same to our own decoder as to transformers, whatever it leaves out; the rest is refused."""
 
 from __future__ import annotations
 

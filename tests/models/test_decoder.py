@@ -1,4 +1,4 @@
-"""The compact decoder's logits equal transformers' for every family and switch, in float32."""
+"""Our own decoder's logits equal transformers' for every family and switch, in float32."""
 
 from __future__ import annotations
 

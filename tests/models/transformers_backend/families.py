@@ -105,7 +105,7 @@ def family_error(architecture: str, dtype: torch.dtype) -> float:
 
 def path_of(architecture: str) -> str:
     """Which code serves an architecture, as the table has it."""
-    return "universal" if ARCHITECTURES[architecture] == TRANSFORMERS_BACKEND else "compact"
+    return "transformers" if ARCHITECTURES[architecture] == TRANSFORMERS_BACKEND else "native"
 
 
 def read_table() -> dict[str, tuple[str, float, float]]:
