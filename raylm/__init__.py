@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from raylm.config import EngineConfig as EngineConfig
     from raylm.config import IngressConfig as IngressConfig
     from raylm.config import SchedulerConfig as SchedulerConfig
+    from raylm.handles import handle as handle
     from raylm.llm import LLM as LLM
     from raylm.params import SamplingParams as SamplingParams
 
@@ -21,6 +22,7 @@ __version__ = VERSION
 _MODULES = {
     "app": ("build_app",),
     "config": ("CacheConfig", "Config", "EngineConfig", "IngressConfig", "SchedulerConfig"),
+    "handles": ("handle",),
     "llm": ("LLM",),
     "params": ("SamplingParams",),
 }

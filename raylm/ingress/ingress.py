@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
-from ray import serve
+from ray import ObjectRef, serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.engine import engine_core_prefix
-from raylm.errors import ConfigError, InvalidRequestError
-from raylm.frontend import ChatRequest, Lifecycle, RequestHead
-from raylm.ingress.openai.generation import check_priority
+from raylm.errors import ConfigError
+from raylm.frontend import Lifecycle
+from raylm.ingress.callers import Callers
+from raylm.ingress.handle_calls import HandleCalls
 from raylm.ingress.routes import build_asgi_app
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
@@ -35,19 +34,6 @@ SHARED_ACTORS: Family[type] = Family({
     "response_store": "raylm.ingress.responses.store:ResponseStore",
 })  # fmt: skip
 
-# The types of handle calls' arguments, in words and for pydantic: HTTP's bodies are checked elsewhere.
-_KINDS: dict[str, tuple[str, Any]] = {
-    "prompt": ("a str or a list of int", str | list[int]),
-    "messages": ("a list of dict", list[dict[Any, Any]]),
-    "tools": ("a list of dict", list[dict[Any, Any]] | None),
-    "template_kwargs": ("a dict", dict[Any, Any] | None),
-    "sampling": ("SamplingParams", InstanceOf[SamplingParams] | None),
-    "pooling": ("PoolingParams", InstanceOf[PoolingParams] | None),
-    "cache_salt": ("a str", str | None),
-    "priority": ("an int of 32 bits", Annotated[int, Field(ge=-(2**31), lt=2**31)] | None),
-}
-_ADAPTERS = {name: TypeAdapter[Any](kind, config=ConfigDict(strict=True)) for name, (_, kind) in _KINDS.items()}
-
 
 class Ingress:
     """One replica. Python callers reach the public methods by handle, HTTP clients the app.
@@ -58,11 +44,13 @@ class Ingress:
 
     _llm: AsyncLLM
     _lifecycle: Lifecycle
+    _calls: HandleCalls
     _tasks: tuple[object, ...]
 
     def __init__(self, config: Config, engine: DeploymentHandle, **shared_actors: DeploymentHandle) -> None:
         self._config = config
         self._shared_actors = shared_actors
+        self._callers = Callers()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
@@ -78,6 +66,7 @@ class Ingress:
         report("stage", "chat", self._llm.chat_description)
         app = build_asgi_app(self._llm, self._config, self._shared_actors)
         self._lifecycle = app.state.lifecycle
+        self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
         prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)
@@ -85,75 +74,75 @@ class Ingress:
         return app
 
     async def generate(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams | None = None,
-        *,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        prompt_param: str = "prompt",
-        adapter: str | None = None,
+        self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate for one prompt (text or token ids); call it with ``handle.options(stream=True)``.
+        """Continue one prompt (text or token ids); call it with ``handle.options(stream=True)``.
 
-        Without ``params`` the checkpoint's own defaults hold. Outputs are deltas; the last one is ``finished``.
-        ``adapter`` names a LoRA adapter that was loaded.
+        ``fields`` are those of POST /v1/completions, with its defaults; sampling may be said by ``params`` instead.
+        ``model`` names a LoRA adapter that was loaded. Outputs are deltas; the last one is ``finished``.
 
         Raises:
             RayLMError: what HTTP clients would get as an error.
         """
-        _check(prompt=prompt, sampling=params, cache_salt=cache_salt, priority=priority)
-        check_priority(priority, self._config)
-        head = _head(priority=priority or 0, cache_salt=cache_salt, param=prompt_param, adapter=adapter)
-        outputs = self._llm.generate(prompt, params or SamplingParams(**self._llm.sampling_defaults), head)
-        finished = False
-        with self._lifecycle.admit() as ongoing:
-            async with aclosing(outputs):
-                while not finished:
-                    with ongoing:
-                        output = await anext(outputs)
-                    finished = output.finished
-                    yield output
-
-    async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate the next turn of a conversation; as ``generate``, over the checkpoint's chat template."""
-        _check(messages=messages, tools=tools, template_kwargs=template_kwargs)
-        _check(sampling=params, cache_salt=cache_salt, priority=priority)
-        check_priority(priority, self._config)
-        self._llm.admission.check(sum(len(str(message)) for message in messages))
-        request = ChatRequest(messages=messages, tools=tools, template_kwargs=template_kwargs)
-        prompt = await self._llm.render_chat(request)
-        outputs = self.generate(prompt, params, priority=priority, cache_salt=cache_salt, prompt_param="messages")
-        async with aclosing(outputs):
+        async with aclosing(self._calls.stream(self._calls.completion(prompt, params, fields))) as outputs:
             async for output in outputs:
                 yield output
 
-    async def embed(
-        self, prompt: str | list[int], params: PoolingParams | None = None, *, cache_salt: str | None = None
+    async def chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, **fields: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The next turn of a conversation; as ``generate``, with the fields of POST /v1/chat/completions."""
+        async with aclosing(self._calls.stream(self._calls.conversation(messages, params, fields))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def complete(
+        self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any
     ) -> RequestOutput:
+        """As ``generate``, in one output and without ``stream=True``."""
+        return await self._calls.whole(self._calls.completion(prompt, params, fields))
+
+    async def reply(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, **fields: Any
+    ) -> RequestOutput:
+        """As ``chat``, in one output and without ``stream=True``."""
+        return await self._calls.whole(self._calls.conversation(messages, params, fields))
+
+    async def embed(self, prompt: str | list[int], params: PoolingParams | None = None, **fields: Any) -> RequestOutput:
         """The vector of one prompt (text or token ids), as float32 bytes in ``vector`` of the output."""
-        _check(prompt=prompt, pooling=params, cache_salt=cache_salt)
-        chosen = params or PoolingParams(pooling=self._llm.pooling_defaults.pooling)
-        outputs = self._llm.embed(prompt, chosen, _head(cache_salt=cache_salt, param="input"))
-        with self._lifecycle.admit() as ongoing:
-            async with aclosing(outputs):
-                with ongoing:
-                    return await anext(outputs)
+        return await self._calls.embedding(prompt, params, fields)
+
+    async def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> dict[str, Any]:
+        """What POST /score answers."""
+        return await self._calls.score({"text_1": text_1, "text_2": text_2} | fields)
+
+    async def rerank(self, query: str, documents: list[str], **fields: Any) -> dict[str, Any]:
+        """What POST /rerank answers."""
+        return await self._calls.rerank({"query": query, "documents": documents} | fields)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._llm.tokenize(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         return await self._llm.detokenize(token_ids)
+
+    async def stream_to(
+        self, caller: list[ObjectRef], method: Literal["generate", "chat"], /, *args: Any, **fields: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What ``method`` yields, until the process that owns the one object in ``caller`` is gone."""
+        with self._callers.waiting(*caller) as ongoing:
+            async with aclosing(getattr(self, method)(*args, **fields)) as outputs:
+                while True:
+                    with ongoing:
+                        output = await anext(outputs, None)
+                    if output is None:
+                        return
+                    yield output
+
+    async def answer_to(self, caller: list[ObjectRef], method: str, /, *args: Any, **fields: Any) -> Any:
+        """As ``stream_to``, for methods that return their answer."""
+        with self._callers.waiting(*caller) as ongoing, ongoing:
+            return await getattr(self, method)(*args, **fields)
 
     async def _drain_when_stopped(self) -> None:
         """End running streams in order when Serve stops this replica.
@@ -164,18 +153,3 @@ class Ingress:
         while not is_stopping():  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
-
-
-def _head(**fields: Any) -> RequestHead:
-    return RequestHead(request_id=f"handle-{uuid.uuid4()}", **fields)
-
-
-def _check(**arguments: object) -> None:
-    """Check the arguments of a handle call by their names; ``sampling`` and ``pooling`` are two kinds of ``params``."""
-    for name, value in arguments.items():
-        try:
-            _ADAPTERS[name].validate_python(value)
-        except ValidationError:
-            param = "params" if name in ("sampling", "pooling") else name
-            message = f"{param} must be {_KINDS[name][0]}, not {type(value).__name__}."
-            raise InvalidRequestError(message, param=param) from None

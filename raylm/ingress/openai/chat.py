@@ -127,12 +127,12 @@ class Conversations:
         self._config = config
 
     async def start(
-        self, body: ChatCompletionRequest, name: str, arrival_time: float
+        self, body: ChatCompletionRequest, name: str, arrival_time: float, params: SamplingParams | None = None
     ) -> tuple[SamplingParams, Outputs]:
-        """The parameters that hold, and the outputs, which begin to be generated when they are asked for."""
+        """The parameters that hold, ``params`` or the body's, and the outputs, generated when they are asked for."""
         body.check(self._config)
         head = body.head(name, arrival_time, "messages", self._llm)
-        params, prompt = await self._prepare(body, any_length=body.truncate_prompt_tokens is not None)
+        params, prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
         token_ids = prompt.token_ids
         if body.truncate_prompt_tokens:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
@@ -142,7 +142,7 @@ class Conversations:
         """Tokens of the prompt that a conversation comes to."""
         body.check(self._config)
         check_model(body.model, self._llm)
-        _, prompt = await self._prepare(body, any_length=True)
+        _, prompt = await self._prepare(body, None, any_length=True)
         return len(prompt.token_ids)
 
     async def fit(self, body: ChatCompletionRequest, max_new: int) -> ChatCompletionRequest:
@@ -163,8 +163,10 @@ class Conversations:
                 low = middle + 1
         return _without(body, head, low)
 
-    async def _prepare(self, body: ChatCompletionRequest, *, any_length: bool) -> tuple[SamplingParams, ChatPrompt]:
-        params = body.params(self._llm.sampling_defaults)
+    async def _prepare(
+        self, body: ChatCompletionRequest, params: SamplingParams | None, *, any_length: bool
+    ) -> tuple[SamplingParams, ChatPrompt]:
+        params = params or body.params(self._llm.sampling_defaults)
         self._llm.admission.expect(params.n)
         return params, await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
 

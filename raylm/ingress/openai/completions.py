@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
@@ -71,6 +71,15 @@ class CompletionRequest(GenerationBody):
         return replace(params, prompt_logprobs=max(wanted, default=None))
 
 
+@dataclass(frozen=True, slots=True)
+class StartedCompletions:
+    """The parameters that hold, and of each prompt what is left of it and its outputs."""
+
+    params: SamplingParams
+    prompts: list[Prompt]
+    outputs: list[Outputs]
+
+
 class Completions:
     body = CompletionRequest
 
@@ -82,16 +91,10 @@ class Completions:
     async def __call__(self, data: JSONObject, request_id: str) -> Answer:
         arrival_time = time.time()
         body = await self.body.read(data)
-        body.check(self._config)
         name = f"cmpl-{body.request_id or request_id}"
-        head = body.head(name, arrival_time, "prompt", self._llm)
-        params = body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
-        self._llm.admission.expect(len(body.prompt) * params.n)
-        prompts = [await self._truncate(prompt, body.truncate_prompt_tokens) for prompt in body.prompt]
-        echoed = [await self._text(prompt) if body.echo else "" for prompt in prompts]
-        outputs: list[Outputs] = [
-            self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)
-        ]
+        started = await self.start(body, name, arrival_time)
+        params, outputs = started.params, started.outputs
+        echoed = [await self._text(prompt) if body.echo else "" for prompt in started.prompts]
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
         if body.stream:
             template = ChunkTemplate(shared, "text", null_usage=bool(body.options.include_usage))
@@ -99,6 +102,20 @@ class Completions:
                 body, template, self._tokens, num_logprobs=body.logprobs, echoed=echoed if body.echo else None
             ).chunks(outputs)
         return await self._whole(shared, body, outputs, params.n, echoed)
+
+    async def start(
+        self, body: CompletionRequest, name: str, arrival_time: float, params: SamplingParams | None = None
+    ) -> StartedCompletions:
+        """``params`` hold in place of the body's; the outputs begin to be generated when they are asked for."""
+        body.check(self._config)
+        head = body.head(name, arrival_time, "prompt", self._llm)
+        params = params or body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
+        self._llm.admission.expect(len(body.prompt) * params.n)
+        prompts = [await self._truncate(prompt, body.truncate_prompt_tokens) for prompt in body.prompt]
+        outputs: list[Outputs] = [
+            self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)
+        ]
+        return StartedCompletions(params, prompts, outputs)
 
     async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
         if limit is None:

@@ -26,6 +26,7 @@ from raylm.params import PoolingParams, PoolingType
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
+    from raylm.ingress.openai.outputs import Outputs
 
 MAX_INPUTS = 2048  # OpenAI's bound
 
@@ -83,21 +84,28 @@ class PoolingHandler(ABC, Generic[B]):
         """What the route makes of the vectors, which may stand in it as they are."""
 
     async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        body = await self.body.read(data)
+        found = await self.respond(await self.body.read(data), request_id)
+        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    async def respond(self, body: B, request_id: str) -> JSONObject:
+        """What the route answers; vectors in it are arrays."""
         body.check(self._config)
         name = f"{self.prefix}-{body.request_id or request_id}"
         head = body.head(name, time.time(), "input", self._llm)
-        embedded = await self._embed(self.texts(body), body, head)
-        return orjson.dumps(self.answer(body, head, embedded), option=orjson.OPT_SERIALIZE_NUMPY)
+        return self.answer(body, head, await self._embed(await self.streams(body, head)))
 
-    async def _embed(self, texts: Sequence[Text], body: B, head: RequestHead) -> Embedded:
-        """If one of the texts fails the others are given up."""
-        params = body.pooling_params(self._llm.pooling_defaults.pooling)
+    async def streams(self, body: B, head: RequestHead, params: PoolingParams | None = None) -> list[Outputs]:
+        """Of each text its one output, computed when it is asked for; ``params`` hold in place of the body's."""
+        texts = self.texts(body)
+        params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
         self._llm.admission.expect(len(texts))
-        streams = [
+        return [
             self._llm.embed(await self._truncate(prompt, body.truncate_prompt_tokens), params, head.nth(place, param))
             for place, (prompt, param) in enumerate(texts)
         ]
+
+    async def _embed(self, streams: Sequence[Outputs]) -> Embedded:
+        """If one of the texts fails the others are given up."""
         vectors, num_tokens = [np.empty(0, np.float32)] * len(streams), 0
         async with aclosing(interleave(streams)) as outputs:
             async for place, output in outputs:

@@ -1,0 +1,156 @@
+"""HandleCalls: what Python callers ask of an ingress replica, by the fields and the checks of HTTP's bodies."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raylm.config import Config
+from raylm.errors import InvalidRequestError, UnsupportedFieldError
+from raylm.frontend import CompletionDelta, Lifecycle
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.openai.chat import ChatCompletionRequest, Conversations
+from raylm.ingress.openai.completions import CompletionRequest, Completions
+from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
+from raylm.ingress.openai.fields import renamed
+from raylm.ingress.openai.generation import RequestBody
+from raylm.ingress.openai.outputs import check_finished, finish_reason
+from raylm.ingress.openai.scores import Rerank, RerankRequest, Score, ScoreRequest
+from raylm.params import PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM, RequestOutput
+    from raylm.ingress.openai.outputs import Outputs
+
+B = TypeVar("B", bound=RequestBody)
+T = TypeVar("T")
+
+# Fields of bodies that only say how an answer over HTTP is written.
+_OF_HTTP = frozenset({
+    "stream", "stream_options", "echo", "encoding_format", "include_reasoning", "return_token_ids",
+    "return_tokens_as_token_ids",
+})  # fmt: skip
+# Fields of bodies that say how to sample, beside those that SamplingParams has by the same names.
+_OF_SAMPLING = frozenset({"best_of", "max_completion_tokens", "response_format", "top_logprobs"})
+
+
+class HandleCalls:
+    """Reads calls as the bodies of HTTP's routes and starts them as those do; ``params`` may say how to sample."""
+
+    def __init__(self, llm: AsyncLLM, config: Config, lifecycle: Lifecycle) -> None:
+        self._llm = llm
+        self._config = config
+        self._lifecycle = lifecycle
+        self._completions = Completions(llm, config)
+        self._conversations = Conversations(llm, config)
+        self._embeddings = Embeddings(llm, config)
+        self._score = Score(llm, config)
+        self._rerank = Rerank(llm, config)
+
+    async def completion(self, prompt: object, params: SamplingParams | None, fields: JSONObject) -> Outputs:
+        _check_params(SamplingParams, params, fields)
+        size = len(prompt) if isinstance(prompt, str | list) else 0
+        with self._llm.admission.enter(size):
+            body = await self._read(CompletionRequest, {"prompt": prompt} | fields)
+            _check_one(len(body.prompt))
+            started = await self._completions.start(body, _name(body), time.time(), params)
+        return started.outputs[0]
+
+    async def conversation(self, messages: object, params: SamplingParams | None, fields: JSONObject) -> Outputs:
+        _check_params(SamplingParams, params, fields)
+        size = sum(len(str(message)) for message in messages) if isinstance(messages, list) else 0
+        with self._llm.admission.enter(size):
+            body = await self._read(ChatCompletionRequest, {"messages": messages} | fields)
+            _, outputs = await self._conversations.start(body, _name(body), time.time(), params)
+        return outputs
+
+    async def stream(self, starting: Coroutine[Any, Any, Outputs]) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a call, of which ``starting`` comes from ``completion`` or ``conversation``.
+
+        Raises:
+            RayLMError: what a client of HTTP would get as an error; also where the engine gave the request up.
+        """
+        try:
+            with self._lifecycle.admit() as ongoing:
+                with ongoing:
+                    outputs = await starting
+                async with aclosing(outputs):
+                    finished = False
+                    while not finished:
+                        with ongoing:
+                            output = await anext(outputs, None)
+                        if output is None:
+                            break
+                        for delta in output.deltas:
+                            finish_reason(delta)
+                        finished = output.finished
+                        yield output
+                    check_finished(finished)
+        finally:
+            starting.close()
+
+    async def whole(self, starting: Coroutine[Any, Any, Outputs]) -> RequestOutput:
+        """As ``stream``, with everything in one output."""
+        wholes: dict[int, CompletionDelta] = {}
+        async with aclosing(self.stream(starting)) as outputs:
+            async for output in outputs:
+                for delta in output.deltas:
+                    wholes.setdefault(delta.index, CompletionDelta(delta.index)).add(delta)
+        return dataclasses.replace(output, deltas=[wholes[index] for index in sorted(wholes)])
+
+    async def embedding(self, prompt: object, params: PoolingParams | None, fields: JSONObject) -> RequestOutput:
+        _check_params(PoolingParams, params, fields)
+        with self._lifecycle.admit() as ongoing, ongoing, renamed({"input": "prompt"}):
+            body = await self._read(EmbeddingRequest, {"input": prompt} | fields)
+            _check_one(len(body.input))
+            body.check(self._config)
+            head = body.head(_name(body), time.time(), "input", self._llm)
+            (outputs,) = await self._embeddings.streams(body, head, params)
+            async with aclosing(outputs):
+                return await anext(outputs)
+
+    async def score(self, fields: JSONObject) -> JSONObject:
+        with self._lifecycle.admit() as ongoing, ongoing:
+            return await self._score.respond(await self._read(ScoreRequest, fields), _uuid())
+
+    async def rerank(self, fields: JSONObject) -> JSONObject:
+        with self._lifecycle.admit() as ongoing, ongoing:
+            return await self._rerank.respond(await self._read(RerankRequest, fields), _uuid())
+
+    async def _read(self, body: type[B], fields: JSONObject) -> B:
+        given = {name: value for name, value in fields.items() if value is not None}
+        for name in given:
+            if name in _OF_HTTP:
+                message = f"'{name}' says how an answer over HTTP is written; calls by handle do not have it."
+                raise UnsupportedFieldError(message, param=name)
+        return await body.read({"model": self._llm.model_name} | given)
+
+
+def _name(body: RequestBody) -> str:
+    return f"handle-{body.request_id or _uuid()}"
+
+
+def _uuid() -> str:
+    return uuid.uuid4().hex
+
+
+def _check_one(count: int) -> None:
+    if count != 1:
+        message = "'prompt' must be one prompt, a str or a list of token ids; call once for each."
+        raise InvalidRequestError(message, param="prompt")
+
+
+def _check_params(kind: type[SamplingParams | PoolingParams], params: object, fields: JSONObject) -> None:
+    if params is None:
+        return
+    if not isinstance(params, kind):
+        message = f"params must be {kind.__name__}, not {type(params).__name__}."
+        raise InvalidRequestError(message, param="params")
+    said = {field.name for field in dataclasses.fields(kind)} | _OF_SAMPLING
+    for name, value in fields.items():
+        if name in said and value is not None:
+            raise InvalidRequestError(f"'{name}' cannot be combined with 'params', which say it already.", param=name)
