@@ -1,17 +1,17 @@
 """build_app: the only place where the deployments of a served model are wired together."""
 
-# No `from __future__ import annotations` here: Serve validates the arguments of an application by the annotation of
-# its builder, and must find the class there, not its name.
+from __future__ import annotations
 
 import functools
 from typing import Any
 
 import ray
+from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application
 
 from raylm import checkpoint
-from raylm.config import Config
+from raylm.config import Config, faults
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
@@ -24,9 +24,14 @@ HEALTH_PERIOD_S = 1.0
 _SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background waits in one
 
 
-def build_app(config: Config) -> Application:
-    """The Serve application of one model; ConfigError if model, API keys or device are not there."""
+def build_app(config: Config | dict[str, Any]) -> Application:
+    """The Serve application of one model, to be served or bound to another deployment.
+
+    Raises:
+        ConfigError: a knob is unknown or wrong, or model, API keys or device are not there.
+    """
     try:
+        config = _checked(config)
         checkpoint.resolve(config.model, config.revision)
         read_keys(config.ingress)
         gpus = _gpus(config)
@@ -61,6 +66,14 @@ def build_app(config: Config) -> Application:
         }
         shared_actors = {name: serve.deployment(actor, **options).bind() for name, actor in SHARED_ACTORS.items()}
     return ingress.bind(config, engine.bind(config, gpus), **shared_actors)
+
+
+def _checked(config: Config | dict[str, Any]) -> Config:
+    """Serve hands over the ``args`` of an application as they are."""
+    try:
+        return Config.model_validate(config)
+    except ValidationError as error:
+        raise ConfigError(faults(error)) from None
 
 
 def _gpus(config: Config) -> int:

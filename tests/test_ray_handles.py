@@ -35,11 +35,12 @@ LONG = {{"ignore_eos": True, "max_tokens": 7000}}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The example's Serve file, on a free port."""
+    """The example's Serve file, on a free port, and beside it an application with a model of its own."""
     port, path = free_port(), tmp_path_factory.mktemp("serve") / "serve.yaml"
     data = yaml.safe_load((ROOT / "examples" / "composed_app" / "serve.yaml").read_text())
     data["http_options"]["port"] = port
     data["applications"][0]["args"] |= ARGS
+    data["applications"].append({"name": "bound", "import_path": "tests.bound_app:app", "route_prefix": "/bound"})
     path.write_text(yaml.safe_dump(data))
     with Server(path, port) as server:
         yield server
@@ -172,6 +173,12 @@ print([told(call) for call in calls])
     with Caller(server, program) as caller:
         assert caller.line() == repr([whole] * 4)
         assert caller.line() == repr([(error["message"], error["param"])] * 3)
+
+
+def test_a_model_that_is_bound_to_another_deployment_is_called_by_its_handle(server: Server) -> None:
+    body = chat(QUESTION, max_tokens=40)
+    whole = post(server, "/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    assert post(server, "/bound", body) == {"streamed": whole, "whole": whole}
 
 
 def test_the_composed_application_answers_as_its_parts_do_over_http(server: Server) -> None:
