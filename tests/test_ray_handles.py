@@ -141,7 +141,7 @@ def say_and_wait(word="begun"):
 def test_what_a_killed_caller_leaves_is_ended_and_others_go_on(server: Server) -> None:
     aborted, finished = ended(server, "abort"), ended(server, "length")
     program = "first, second = llm.chat(HI, **LONG), llm.reply(HI, **LONG)\nnext(first)\nprint('begun', flush=True)\n"
-    other = "found = list(llm.chat(HI, ignore_eos=True, max_tokens=3000))\nprint('read', flush=True)"
+    other = "found = list(raylm.handle().chat(HI, ignore_eos=True, max_tokens=3000))\nprint('read', flush=True)"
     with Caller(server, program + "sys.stdin.readline()") as caller, Caller(server, other) as honest:
         assert caller.line() == "begun"
         caller.process.kill()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raylm.config import Config
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from raylm.ingress.openai.outputs import Outputs
 
 B = TypeVar("B", bound=RequestBody)
-T = TypeVar("T")
 
 # Fields of bodies that only say how an answer over HTTP is written.
 _OF_HTTP = frozenset({
@@ -53,8 +52,7 @@ class HandleCalls:
 
     async def completion(self, prompt: object, params: SamplingParams | None, fields: JSONObject) -> Outputs:
         _check_params(SamplingParams, params, fields)
-        size = len(prompt) if isinstance(prompt, str | list) else 0
-        with self._llm.admission.enter(size):
+        with self._llm.admission.enter(len(str(prompt))):
             body = await self._read(CompletionRequest, {"prompt": prompt} | fields)
             _check_one(len(body.prompt))
             started = await self._completions.start(body, _name(body), time.time(), params)
@@ -62,8 +60,7 @@ class HandleCalls:
 
     async def conversation(self, messages: object, params: SamplingParams | None, fields: JSONObject) -> Outputs:
         _check_params(SamplingParams, params, fields)
-        size = sum(len(str(message)) for message in messages) if isinstance(messages, list) else 0
-        with self._llm.admission.enter(size):
+        with self._llm.admission.enter(len(str(messages))):
             body = await self._read(ChatCompletionRequest, {"messages": messages} | fields)
             _, outputs = await self._conversations.start(body, _name(body), time.time(), params)
         return outputs
@@ -74,24 +71,16 @@ class HandleCalls:
         Raises:
             RayLMError: what a client of HTTP would get as an error; also where the engine gave the request up.
         """
-        try:
-            with self._lifecycle.admit() as ongoing:
-                with ongoing:
-                    outputs = await starting
-                async with aclosing(outputs):
-                    finished = False
-                    while not finished:
-                        with ongoing:
-                            output = await anext(outputs, None)
-                        if output is None:
-                            break
-                        for delta in output.deltas:
-                            finish_reason(delta)
-                        finished = output.finished
-                        yield output
-                    check_finished(finished)
-        finally:
-            starting.close()
+        with closing(starting), self._lifecycle.admit() as ongoing:
+            with ongoing:
+                outputs = await starting
+            finished = False
+            async with aclosing(outputs):
+                while not finished:
+                    with ongoing:
+                        output = await _next(outputs)
+                    finished = output.finished
+                    yield output
 
     async def whole(self, starting: Coroutine[Any, Any, Outputs]) -> RequestOutput:
         """As ``stream``, with everything in one output."""
@@ -104,7 +93,7 @@ class HandleCalls:
 
     async def embedding(self, prompt: object, params: PoolingParams | None, fields: JSONObject) -> RequestOutput:
         _check_params(PoolingParams, params, fields)
-        with self._lifecycle.admit() as ongoing, ongoing, renamed({"input": "prompt"}):
+        with self._admitted(prompt), renamed({"input": "prompt"}):
             body = await self._read(EmbeddingRequest, {"input": prompt} | fields)
             _check_one(len(body.input))
             body.check(self._config)
@@ -114,12 +103,18 @@ class HandleCalls:
                 return await anext(outputs)
 
     async def score(self, fields: JSONObject) -> JSONObject:
-        with self._lifecycle.admit() as ongoing, ongoing:
+        with self._admitted(fields):
             return await self._score.respond(await self._read(ScoreRequest, fields), _uuid())
 
     async def rerank(self, fields: JSONObject) -> JSONObject:
-        with self._lifecycle.admit() as ongoing, ongoing:
+        with self._admitted(fields):
             return await self._rerank.respond(await self._read(RerankRequest, fields), _uuid())
+
+    @contextmanager
+    def _admitted(self, asked: object) -> Iterator[None]:
+        """A call that is answered at once, for as long as it takes; ``asked`` is as long as its texts, about."""
+        with self._lifecycle.admit() as ongoing, ongoing, self._llm.admission.enter(len(str(asked))):
+            yield
 
     async def _read(self, body: type[B], fields: JSONObject) -> B:
         given = {name: value for name, value in fields.items() if value is not None}
@@ -128,6 +123,16 @@ class HandleCalls:
                 message = f"'{name}' says how an answer over HTTP is written; calls by handle do not have it."
                 raise UnsupportedFieldError(message, param=name)
         return await body.read({"model": self._llm.model_name} | given)
+
+
+async def _next(outputs: Outputs) -> RequestOutput:
+    """RayLMError if there is none, or a sequence did not end by itself; ``finished`` has not come yet."""
+    output = await anext(outputs, None)
+    check_finished(output is not None)
+    assert output is not None
+    for delta in output.deltas:
+        finish_reason(delta)
+    return output
 
 
 def _name(body: RequestBody) -> str:
