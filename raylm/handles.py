@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from raylm.errors import RayLMError
+from raylm.errors import EngineDiedError, RayLMError
 from raylm.params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ class _Call:
     def _failed(self, error: BaseException) -> BaseException:
         """What to raise for ``error``, which ended the call."""
         self.close()
+        if isinstance(error, RayActorError):
+            return EngineDiedError("The ingress replica was lost while it served this call; sending it again is safe.")
         cause = error.cause if isinstance(error, RayTaskError) else None
         return cause if isinstance(cause, RayLMError) else error
 

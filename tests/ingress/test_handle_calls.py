@@ -23,7 +23,7 @@ from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve's own use of pydantic
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import ActorDiedError, RayTaskError
 
     from raylm.handles import Outputs, Result
     from raylm.ingress.callers import Callers
@@ -144,6 +144,7 @@ async def test_a_collected_answer_is_what_the_stream_brings(streamed: str, colle
     assert whole.num_cached_tokens == len(whole.prompt_token_ids) // 2
 
 
+@pytest.mark.uses("tool_parsers")
 async def test_an_answer_has_its_reasoning_and_calls_apart_from_its_text() -> None:
     llm = FakeAsyncLLM()
     think_and_call(llm)
@@ -335,3 +336,5 @@ async def test_errors_are_those_that_the_replica_raised() -> None:
     assert caught.value is refused
     with pytest.raises(KeyError):
         list(outputs(Response([KeyError()])))
+    with pytest.raises(EngineDiedError, match="replica was lost"):
+        list(outputs(Response([1, ActorDiedError()])))
