@@ -59,13 +59,17 @@ def run_tools(calls: list[Any]) -> list[dict[str, Any]]:
 @serve.deployment(ray_actor_options={"num_cpus": 0.1})
 @serve.ingress(api)
 class Assistant:
+    def __init__(self) -> None:
+        self.known: list[np.ndarray] = []
+
     @cached_property
     def llm(self) -> Any:
         return raylm.handle("default")  # when it is first asked for: the applications of a file start in any order
 
-    @cached_property
-    def vectors(self) -> "asyncio.Task[list[np.ndarray]]":
-        return asyncio.create_task(self.embed(NOTES))
+    async def vectors(self) -> "list[np.ndarray]":
+        if not self.known:  # several first requests may each embed the notes; one that is cancelled leaves nothing
+            self.known = await self.embed(NOTES)
+        return self.known
 
     async def embed(self, texts: list[str]) -> "list[np.ndarray]":
         outputs = await asyncio.gather(*[self.llm.embed(text) for text in texts])
@@ -74,7 +78,7 @@ class Assistant:
     async def retrieve(self, question: str) -> list[str]:
         """The notes that fit, the best first."""
         (asked,) = await self.embed([question])
-        scores = [float(asked @ vector) for vector in await self.vectors]
+        scores = [float(asked @ vector) for vector in await self.vectors()]
         near = sorted(range(len(NOTES)), key=lambda place: -scores[place])[:NEAR]
         ranked = await self.llm.rerank(question, [NOTES[place] for place in near], top_n=BEST)
         return [result["document"]["text"] for result in ranked["results"]]
