@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 QUESTION = "What is a KV cache?"
 BEGIN = f"""
-import asyncio, gc, sys
+import asyncio, pickle, sys
 import ray, raylm
 from ray import serve
 from raylm.errors import InvalidRequestError
@@ -153,7 +153,8 @@ def test_what_a_killed_caller_leaves_is_ended_and_others_go_on(server: Server) -
 def test_calls_answer_as_http_does_and_plain_handles_too(server: Server) -> None:
     program = """
 fields = {"temperature": 0, "max_tokens": 40}
-whole = llm.reply(HI, **fields).result(), plain.reply.remote(HI, **fields).result()
+copy = pickle.loads(pickle.dumps(llm))
+whole = copy.reply(HI, **fields).result(), plain.reply.remote(HI, **fields).result()
 params = raylm.SamplingParams(temperature=0, max_tokens=40)
 streams = llm.chat(HI, **fields), plain.options(stream=True).chat.remote(HI, params)
 texts = ["".join(delta.text for output in stream for delta in output.deltas) for stream in streams]
