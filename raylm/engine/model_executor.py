@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.worker import Worker
 
 T = TypeVar("T")
 
@@ -53,16 +54,10 @@ class WorkerInterface(Protocol):
     def shutdown(self) -> None: ...
 
 
-def _create_worker(config: Config) -> WorkerInterface:
-    from raylm.worker import Worker
-
-    return Worker(config)
-
-
 class LocalExecutor(ModelExecutor):
     """One worker on one thread of this process; a single thread is what keeps the steps in order."""
 
-    def __init__(self, config: Config, worker_factory: Callable[[Config], WorkerInterface] = _create_worker) -> None:
+    def __init__(self, config: Config, worker_factory: Callable[[Config], WorkerInterface] = Worker) -> None:
         self._config = config
         self._worker_factory = worker_factory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raylm-worker")
