@@ -22,7 +22,9 @@ from raylm.llm_arguments import (
     adapters_each,
     as_conversations,
     as_prompts,
+    check_template_fields,
     local_config,
+    names_of,
     params_of,
     sampling_each,
 )
@@ -76,7 +78,8 @@ class LLM:
         one for all or one each. ``progress`` shows a bar where there are several prompts.
         """
         params = self._sampling(params, sampling)
-        return self._generate(as_prompts(prompts), params, adapters, progress)
+        listed = as_prompts(prompts)
+        return self._generate(listed, names_of(listed, "prompt", "prompts"), params, adapters, progress)
 
     def chat(
         self,
@@ -96,6 +99,7 @@ class LLM:
         A str is a conversation of one message, the user's.
         """
         params = self._sampling(params, sampling)
+        check_template_fields(tools, template_kwargs)
         request = partial(
             ChatRequest,
             tools=tools,
@@ -104,7 +108,8 @@ class LLM:
             template_kwargs=template_kwargs,
         )
         requests = [request(messages=conversation) for conversation in as_conversations(messages)]
-        return self._generate(self._call(self._engine.render(requests)), params, adapters, progress)
+        prompts = self._call(self._engine.render(requests))
+        return self._generate(prompts, names_of(prompts, "messages", "messages"), params, adapters, progress)
 
     def embed(
         self,
@@ -123,7 +128,9 @@ class LLM:
         params = params_of(PoolingParams, params, pooling, defaults)
         if not isinstance(params, PoolingParams):
             raise InvalidRequestError("params must be PoolingParams.", param="params")
-        return self._call(self._engine.each(partial(self._engine.embed, params), as_prompts(prompts), progress))
+        listed = as_prompts(prompts)
+        jobs = [*zip(listed, names_of(listed, "prompt", "prompts"), strict=True)]
+        return self._call(self._engine.each(partial(self._engine.embed, params), jobs, progress))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._call(self._engine.async_llm.tokenize(text, add_special_tokens=add_special_tokens))
@@ -152,12 +159,13 @@ class LLM:
     def _generate(
         self,
         prompts: list[Prompt],
+        names: list[str],
         params: SamplingParams | Sequence[SamplingParams],
         adapters: str | Sequence[str | None] | None,
         progress: bool,
     ) -> list[GenerationResult]:
-        count = len(prompts)
-        jobs = list(zip(prompts, sampling_each(params, count), adapters_each(adapters, count), strict=True))
+        chosen = sampling_each(params, len(prompts)), adapters_each(adapters, len(prompts))
+        jobs = list(zip(prompts, names, *chosen, strict=True))
         return self._call(self._engine.each(self._engine.generate, jobs, progress))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

@@ -151,3 +151,17 @@ def as_conversations(messages: Any) -> list[Conversation]:
 
 def _user(text: str) -> Conversation:
     return [{"role": "user", "content": text}]
+
+
+def names_of(prompts: list[Prompt], one: str, many: str) -> list[str]:
+    """What errors call each of ``prompts``."""
+    return [one] if len(prompts) == 1 else [f"{many}[{place}]" for place in range(len(prompts))]
+
+
+def check_template_fields(tools: Any, template_kwargs: Any) -> None:
+    """Refuse what no chat template can take."""
+    listed = isinstance(tools, list | tuple | None) and all(isinstance(tool, dict) for tool in tools or ())
+    if not listed:
+        raise InvalidRequestError("tools must be a list of dict, or None.", param="tools")
+    if not (template_kwargs is None or isinstance(template_kwargs, dict)):
+        raise InvalidRequestError("template_kwargs must be a dict, or None.", param="template_kwargs")

@@ -23,7 +23,7 @@ from raylm.params import PoolingParams, SamplingParams
 
 J = TypeVar("J")
 T = TypeVar("T")
-_Job = tuple[Prompt, SamplingParams, str | None]
+_Job = tuple[Prompt, str, SamplingParams, str | None]  # a prompt, what errors call it, and how to generate
 _MOST_OPEN_FACTOR = 4  # requests open per sequence of a step: enough to keep the batch full, few enough to stay cheap
 
 
@@ -105,9 +105,9 @@ class LocalEngine:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def generate(self, job: _Job, meter: _Meter) -> GenerationResult:
-        prompt, params, adapter = job
+        prompt, name, params, adapter = job
         wholes = [CompletionDelta(index) for index in range(params.n)]
-        head = RequestHead(request_id=uuid.uuid4().hex, adapter=adapter)
+        head = RequestHead(request_id=uuid.uuid4().hex, param=name, adapter=adapter)
         async with aclosing(self.async_llm.generate(prompt, params, head)) as outputs:
             async for output in outputs:
                 for delta in output.deltas:
@@ -117,8 +117,9 @@ class LocalEngine:
             output.prompt_token_ids, [*map(_completion, wholes)], output.num_cached_tokens, output.prompt_logprobs
         )
 
-    async def embed(self, params: PoolingParams, prompt: Prompt, _: _Meter) -> NDArray[np.float32]:
-        head = RequestHead(request_id=uuid.uuid4().hex, param="input")
+    async def embed(self, params: PoolingParams, job: tuple[Prompt, str], _: _Meter) -> NDArray[np.float32]:
+        prompt, name = job
+        head = RequestHead(request_id=uuid.uuid4().hex, param=name)
         async with aclosing(self.async_llm.embed(prompt, params, head)) as outputs:
             output = await anext(outputs)
         return np.frombuffer(output.vector or b"", np.float32).copy()  # which may be written to

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,9 +185,31 @@ def test_wrong_ways_to_pool_are_refused_by_name(llm: LLM, keywords: dict[str, An
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("fields", [{"tools": "a"}, {"tools": [5]}, {"tools": {}}, {"template_kwargs": 5}])
+def test_what_no_template_takes_is_refused_by_name(llm: LLM, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        llm.chat("a", **fields)
+    assert refused.value.param in fields
+
+
+def test_an_error_tells_which_prompt_is_wrong(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "a " * 300}]
+    calls: list[tuple[Callable[..., Any], Any, str]] = [
+        (llm.generate, "", "prompt"),
+        (llm.generate, ["a", "", "a"], "prompts[1]"),
+        (llm.embed, ["a", [5] * 300], "prompts[1]"),
+        (llm.chat, turns, "messages"),
+        (llm.chat, ["a", "b", turns], "messages[2]"),
+    ]
+    for ask, given, name in calls:
+        with pytest.raises(InvalidRequestError) as refused:
+            ask(given, progress=False)
+        assert refused.value.param == name
+
+
 def test_the_first_error_surfaces_and_the_engine_lives_on(llm: LLM) -> None:
-    with pytest.raises(ContextLengthError):
-        llm.generate(["fine", [5] * 300, "fine"], GREEDY, progress=False)
+    with pytest.raises(ContextLengthError, match=r"258 tokens \(250 in the prompts\[1\], 8 in the completion\)"):
+        llm.generate(["fine", [5] * 250, "fine"], GREEDY, progress=False)
     assert len(llm.generate("fine", GREEDY, progress=False)) == 1
 
 
