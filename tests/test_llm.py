@@ -346,3 +346,10 @@ def test_the_embedded_model_answers() -> None:
     assert isinstance(result, GenerationResult)
     assert result.finish_reason == "stop"
     assert result.text.strip()
+
+
+def test_the_embedded_models_pool_fits_it() -> None:
+    with LLM(threads=1) as llm:
+        assert llm.info.max_model_len == 8192
+        assert llm.info.num_blocks <= (64 + 16) * 8192 // 16 + 64
+        assert llm.info.kv_cache_bytes < 1.6 * 2**30
