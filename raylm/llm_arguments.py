@@ -85,9 +85,6 @@ def params_of(kind: type[P], params: Any, keywords: Mapping[str, Any], defaults:
     Raises:
         InvalidRequestError: both are given, or a keyword is unknown or has a wrong value.
     """
-    if params is not None and keywords:
-        message = f"params and {', '.join(keywords)} exclude each other: what to ask for is in params already."
-        raise InvalidRequestError(message, param="params")
     known: list[str] = [each.name for each in fields(kind)]
     for name in keywords:
         if name not in known:
@@ -95,6 +92,9 @@ def params_of(kind: type[P], params: Any, keywords: Mapping[str, Any], defaults:
             near = _VLLM_ARGUMENTS.get(name, near)
             hint = f"did you mean {near}?" if near else f"{kind.__name__} has {', '.join(known)}."
             raise InvalidRequestError(f"unknown parameter {name!r}; {hint}", param=name)
+    if params is not None and keywords:
+        message = f"params and {', '.join(keywords)} exclude each other: what to ask for is in params already."
+        raise InvalidRequestError(message, param="params")
     return kind(**{**defaults, **keywords}) if params is None else params
 
 

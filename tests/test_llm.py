@@ -117,6 +117,7 @@ def test_keywords_leave_the_rest_to_the_checkpoint(tmp_path: Path) -> None:
         ({"max_token": 5}, "unknown parameter 'max_token'; did you mean max_tokens?"),
         ({"sampling_params": GREEDY}, "unknown parameter 'sampling_params'; did you mean params?"),
         ({"use_tqdm": False}, "unknown parameter 'use_tqdm'; did you mean progress?"),
+        ({"params": GREEDY, "use_tqdm": False}, "unknown parameter 'use_tqdm'; did you mean progress?"),
         ({"guided_regex": "a"}, "did you mean structured_outputs={'regex': ...}?"),
         ({"zzzz": 1}, "unknown parameter 'zzzz'; SamplingParams has n, temperature, "),
         ({"temperature": 9}, "temperature must lie between 0 and 2."),

@@ -64,7 +64,7 @@ def test_without_a_cache_all_sequences_grow_to_the_longest_and_none_is_preempted
     seqs: int, longest: int, data: st.DataObject
 ) -> None:
     config = {"scheduler": {"max_num_seqs": seqs}, "cache": {"prefix_caching": False}}
-    pool = size_pool(Config.model_validate(config), 1, GIB, GIB, longest * 4)  # blocks of 16 tokens; below, of 4
+    pool = size_pool(Config.model_validate(config), 1, 2000, 2000, longest * 4)  # blocks of 16 tokens; below, of 4
     engine = Engine(pool.num_blocks, 4, longest, max_num_seqs=seqs, max_num_batched_tokens=seqs * longest)
     for key in range(seqs):
         engine.add([5 + key] * data.draw(st.integers(1, longest - 1)), key)
