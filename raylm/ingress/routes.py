@@ -18,7 +18,7 @@ from raylm.ingress.http.endpoint import Handler, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
-from raylm.ingress.openai.chat import ChatCompletions, Conversations
+from raylm.ingress.openai.chat import ChatCompletions
 from raylm.ingress.openai.completions import Completions
 from raylm.ingress.openai.embeddings import Embeddings
 from raylm.ingress.openai.models import LoadAdapter, UnloadAdapter, model_routes
@@ -53,7 +53,7 @@ def build_asgi_app(
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, throttle = Admission(), Throttle()
-    conversations = Conversations(async_llm, config)
+    chat = ChatCompletions(async_llm, config)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
 
@@ -61,12 +61,12 @@ def build_asgi_app(
         return Route(path, JSONEndpoint(handler, lifecycle, throttle, admission, max_body_bytes), methods=["POST"])
 
     routes = [
-        post("/v1/chat/completions", ChatCompletions(async_llm, conversations)),
+        post("/v1/chat/completions", chat),
         post("/v1/completions", Completions(async_llm, config)),
-        post("/v1/responses", CreateResponse(async_llm, conversations, store, lifecycle)),
+        post("/v1/responses", CreateResponse(async_llm, chat, store, lifecycle)),
         *response_routes(store),
-        post("/v1/messages", CreateMessage(conversations)),
-        post("/v1/messages/count_tokens", CountTokens(conversations), unqueued),
+        post("/v1/messages", CreateMessage(chat)),
+        post("/v1/messages/count_tokens", CountTokens(chat), unqueued),
         post("/v1/embeddings", Embeddings(async_llm, config)),
         *(post(path, Score(async_llm, config)) for path in ("/score", "/v1/score")),
         *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),

@@ -7,9 +7,8 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +16,7 @@ from raylm.errors import DeadlineExceededError, InvalidRequestError
 from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
 from raylm.ingress.http.body import JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
+from raylm.ingress.openai.fields import Body
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
@@ -36,12 +36,12 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 
 
 class Handler(Protocol):
-    """Answers the JSON bodies of one route, which ``body`` describes and checks, or raises a RayLMError."""
+    """Answers the bodies of one route, which are read as ``body`` describes, or raises a RayLMError."""
 
     @property
-    def body(self) -> type[BaseModel]: ...
+    def body(self) -> type[Body]: ...
 
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer: ...
+    async def __call__(self, body: Any, request_id: str) -> Answer: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,8 @@ class JSONEndpoint:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
-                answer = await self.handler(data, scope["raylm.request_id"])
+                body = await self.handler.body.read(data)
+                answer = await self.handler(body, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
                 on_begin()
                 await _send_whole([answer] if isinstance(answer, bytes) else answer, send)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from raylm.errors import RayLMError
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     Outputs = AsyncGenerator[RequestOutput, None]
     _Item = tuple[int, RequestOutput] | Exception | None
 
-
 _STARTED_AT_ONCE = 32
+_UNFINISHED = "The engine ended this request before it was finished."
 
 
 @dataclass(slots=True)
@@ -30,15 +30,6 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def count_prompt(self, output: RequestOutput) -> None:
-        """Count the prompt of a request; call it once, with the request's first output."""
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.cached_tokens += output.num_cached_tokens
-
-    def count_delta(self, delta: CompletionDelta) -> None:
-        self.completion_tokens += len(delta.token_ids)
-        self.reasoning_tokens += delta.reasoning_tokens
-
     def as_json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -49,74 +40,65 @@ class Usage:
         }
 
 
-@dataclass(slots=True)
-class Generation:
-    """Everything that one prompt's request produced."""
-
-    choices: list[CompletionDelta]
-    prompt_token_ids: list[int] = field(default_factory=list)
-    seen: bool = False
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-
-    @property
-    def num_details(self) -> int:
-        """Roughly how many things an answer that shows all of it has."""
-        entries = self.prompt_logprobs or ()
-        first = next((entry for entry in entries if entry is not None), None)
-        shown = len(entries) * (1 + len(first.top)) if first is not None else 0
-        return shown + num_details(self.choices)
-
-
-def num_details(sequences: Sequence[CompletionDelta]) -> int:
+def num_details(deltas: Sequence[CompletionDelta]) -> int:
     """Roughly how many things the JSON of these deltas has: one a token, and one for each alternative to it."""
-    details = 0
-    for delta in sequences:
-        alternatives = len(delta.logprobs[0].top) + 1 if delta.logprobs else 0
-        details += 1 + len(delta.token_ids) * (1 + alternatives)
-    return details
+    return sum(1 + len(delta.token_ids) + _num_shown(delta.logprobs or ()) for delta in deltas)
 
 
-def finish_reason(delta: CompletionDelta) -> str | None:
-    """OpenAI's finish_reason of ``delta``.
-
-    Raises:
-        RayLMError: the sequence did not end by itself, which no finish_reason may claim.
-    """
-    if delta.finish_reason in ("abort", "error"):
-        raise RayLMError("The engine ended this request before it was finished.")
-    return delta.finish_reason
+def num_prompt_details(output: RequestOutput) -> int:
+    """As ``num_details``, of the prompt's log-probabilities."""
+    return _num_shown(output.prompt_logprobs or ())
 
 
-def extras(with_token_ids: bool | None, token_ids: Sequence[int], stop_reason: int | str | None) -> dict[str, Any]:
-    """The fields of a choice beyond OpenAI's: ``token_ids`` if asked for, ``stop_reason`` if there is one."""
-    found: dict[str, Any] = {"token_ids": token_ids} if with_token_ids else {}
-    return found if stop_reason is None else found | {"stop_reason": stop_reason}
+def _num_shown(entries: Sequence[TokenLogprob | None]) -> int:
+    first = next((entry for entry in entries if entry is not None), None)
+    return len(entries) * (1 + len(first.top)) if first is not None else 0
 
 
-async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Generation]:
-    """Read the requests of ``streams``, of ``n`` sequences each, to their end."""
-    found = [Generation([CompletionDelta(index) for index in range(n)]) for _ in streams]
-    async with aclosing(interleave(streams)) as outputs:
+async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[RequestOutput]:
+    """Read the requests of ``streams``, of ``n`` sequences each, to their end; of each comes one output with it all."""
+    choices = [[CompletionDelta(index) for index in range(n)] for _ in streams]
+    last: dict[int, RequestOutput] = {}
+    async with aclosing(interleave(streams, usage)) as outputs:
         async for place, output in outputs:
-            generation = found[place]
-            if not generation.seen:
-                usage.count_prompt(output)
-                generation.seen = True
-                generation.prompt_token_ids = output.prompt_token_ids
-                generation.prompt_logprobs = output.prompt_logprobs
+            last[place] = output
             for delta in output.deltas:
-                finish_reason(delta)  # raises where the engine gave up
-                generation.choices[delta.index].add(delta)
-                usage.count_delta(delta)
-    return found
+                choices[place][delta.index].add(delta)
+    return [replace(last[place], deltas=deltas) for place, deltas in enumerate(choices)]
 
 
-async def interleave(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(place of the stream, output) of all streams as they come; closes them when it is closed.
+async def interleave(streams: Sequence[Outputs], usage: Usage) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(place of the stream, output) of all streams as they come, counted in ``usage``; closes them when it is closed.
 
     Raises:
-        Exception: what the first failing stream raised, or RayLMError if one ended without a last output.
+        Exception: what the first failing stream raised.
+        RayLMError: a sequence did not end by itself, or a stream without its last output; a short answer would lie.
     """
+    begun: set[int] = set()
+    unfinished = len(streams)
+    async with aclosing(_merge(streams)) as items:
+        async for place, output in items:
+            if place not in begun:
+                begun.add(place)
+                usage.prompt_tokens += len(output.prompt_token_ids)
+                usage.cached_tokens += output.num_cached_tokens
+            for delta in output.deltas:
+                if delta.finish_reason in ("abort", "error"):
+                    raise RayLMError(_UNFINISHED)
+                usage.completion_tokens += len(delta.token_ids)
+                usage.reasoning_tokens += delta.reasoning_tokens
+            unfinished -= output.finished
+            yield place, output
+    if unfinished:
+        raise RayLMError(_UNFINISHED)
+
+
+async def _merge(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -140,24 +122,11 @@ async def interleave(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, Re
 
 
 async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item]) -> None:
-    finished = False
+    ended: Exception | None = None
     try:
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                finished = output.finished
                 await queue.put((place, output))
-        check_finished(finished)
     except Exception as error:
-        await queue.put(error)
-    else:
-        await queue.put(None)
-
-
-def check_finished(finished: bool) -> None:
-    """A stream of outputs that ends without its last one is an error, never a short answer.
-
-    Raises:
-        RayLMError: it did.
-    """
-    if not finished:
-        raise RayLMError("The engine ended this request before it was finished.")
+        ended = error
+    await queue.put(ended)

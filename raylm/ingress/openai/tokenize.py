@@ -55,8 +55,7 @@ class Tokenize:
         self._llm = llm
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, data: JSONObject, request_id: str) -> list[bytes]:
-        body = await self.body.read(data)
+    async def __call__(self, body: TokenizeRequest, request_id: str) -> list[bytes]:
         body.check()
         if body.model is not None:
             check_model(body.model, self._llm)
@@ -89,8 +88,7 @@ class Detokenize:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        body = await self.body.read(data)
+    async def __call__(self, body: DetokenizeRequest, request_id: str) -> bytes:
         if body.model is not None:
             check_model(body.model, self._llm)
         return orjson.dumps({"prompt": await self._llm.detokenize(body.tokens)})

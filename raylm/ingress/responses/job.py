@@ -12,7 +12,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import as_known_error
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
-from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
+from raylm.ingress.openai.outputs import Usage, interleave
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import new_id, text_part
 from raylm.params import SamplingParams
@@ -69,18 +69,17 @@ class ResponseJob:
         An error is raised if nothing was generated at all, and becomes an event later on.
         """
         try:
-            async with aclosing(outputs):
+            usage = Usage()
+            async with aclosing(interleave([outputs], usage)) as items:
                 with renamed(PARAM_NAMES):
-                    output = await anext(outputs)
-                self.status, self._usage = "in_progress", Usage()
-                self._usage.count_prompt(output)
+                    _, output = await anext(items)
+                self.status, self._usage = "in_progress", usage
                 events = [
                     {"type": f"response.{kind}", "response": self.response()} for kind in ("created", "in_progress")
                 ]
                 yield events + self._take(output)
-                async for output in outputs:
+                async for _, output in items:
                     yield self._take(output)
-            check_finished(output.finished)
         except Exception as error:
             if self.status == "queued":
                 raise
@@ -93,13 +92,10 @@ class ResponseJob:
 
     def _take(self, output: RequestOutput) -> Events:
         events: Events = []
-        assert self._usage is not None
         for delta in output.deltas:
-            self._usage.count_delta(delta)
             events += self.items.add(delta)
-            reason = finish_reason(delta)
-            if reason is not None:
-                self.status = "incomplete" if reason == "length" else "completed"
+            if delta.finish_reason is not None:
+                self.status = "incomplete" if delta.finish_reason == "length" else "completed"
                 events += self.items.finish(self.status)
                 events.append({"type": f"response.{self.status}", "response": self.response()})
         return events
