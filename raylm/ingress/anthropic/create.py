@@ -18,7 +18,7 @@ from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.sse import named_event
 from raylm.ingress.openai.chat import ChatCompletions
 from raylm.ingress.openai.fields import renamed
-from raylm.ingress.openai.outputs import Usage, interleave
+from raylm.ingress.openai.outputs import Usage
 
 if TYPE_CHECKING:
     from raylm.frontend import CompletionDelta
@@ -78,15 +78,17 @@ class Message:
     async def events(self, outputs: Outputs) -> AsyncGenerator[Events, None]:
         """Read the one sequence to its end; every item is what happened since the last one."""
         begun = False
-        async with aclosing(interleave([outputs], self._usage)) as items:
+        async with aclosing(outputs):
             with renamed(PARAM_NAMES):
-                async for _, output in items:
+                async for output in outputs:
+                    self._usage.count(output)
                     events: Events = []
                     if not begun:
                         begun, events = True, [{"type": "message_start", "message": self.as_json()}, {"type": "ping"}]
                     for delta in output.deltas:
                         events += self._take(delta)
                     yield events
+        self._usage.check_finished()
 
     def _take(self, delta: CompletionDelta) -> Events:
         events = self._blocks.add(delta)

@@ -123,10 +123,10 @@ class ChatChoices(Choices):
     def _shared(self, output: RequestOutput) -> JSONObject:
         return self._prompt(output)
 
-    def _choice(self, index: int, place: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
+    def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
         return {"message": assistant_message(choice), "logprobs": self._logprobs(choice)}
 
-    def _opening(self, index: int, place: int, output: RequestOutput) -> list[JSONObject]:
+    def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
         opening = {"role": "assistant", "content": "", "refusal": None}
         return [{"delta": opening, "logprobs": None, "finish_reason": None} | self._prompt_token_ids(output)]
 

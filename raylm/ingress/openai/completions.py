@@ -88,8 +88,8 @@ class CompletionChoices(Choices):
         self._echoed = echoed
         self._columns: dict[int, CompletionLogprobs] = {}
 
-    def _choice(self, index: int, place: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
-        echo, shown = self._echo(index, place, output), self._news(index, choice) | self._prompt(output)
+    def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
+        echo, shown = self._echo(index, output), self._news(index, choice) | self._prompt(output)
         shown["text"] = echo["text"] + shown["text"]
         if (columns := shown["logprobs"]) is not None:
             if echo["logprobs"] is not None:
@@ -97,14 +97,14 @@ class CompletionChoices(Choices):
             shown["logprobs"] = columns | {"top_logprobs": Pieces(columns["top_logprobs"])}
         return shown
 
-    def _opening(self, index: int, place: int, output: RequestOutput) -> list[JSONObject]:
+    def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
         """Empty unless the prompt is echoed or its token ids are asked for."""
-        echo = self._echo(index, place, output) | {"finish_reason": None} | self._prompt_token_ids(output)
+        echo = self._echo(index, output) | {"finish_reason": None} | self._prompt_token_ids(output)
         return [] if self._echoed is None and not self._body.return_token_ids else [echo]
 
-    def _echo(self, index: int, place: int, output: RequestOutput) -> JSONObject:
+    def _echo(self, index: int, output: RequestOutput) -> JSONObject:
         """What stands before a choice's own text, with its log-probabilities if they are asked for."""
-        text, logprobs = "" if self._echoed is None else self._echoed[place], None
+        text, logprobs = "" if self._echoed is None else self._echoed[output.place], None
         if self._num_logprobs is not None:
             columns = self._columns[index] = CompletionLogprobs(self._tokens, self._num_logprobs)
             if self._echoed is not None:

@@ -21,7 +21,7 @@ from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Prompt, Prompts
 from raylm.ingress.openai.generation import RequestBody, truncated
-from raylm.ingress.openai.outputs import Usage, interleave
+from raylm.ingress.openai.outputs import Usage, merge
 from raylm.params import PoolingParams, PoolingType
 
 if TYPE_CHECKING:
@@ -99,11 +99,13 @@ class PoolingHandler(ABC, Generic[B]):
             )
             for place, (prompt, param) in enumerate(texts)
         ]
-        vectors, usage = [np.empty(0, np.float32)] * len(streams), Usage()
-        async with aclosing(interleave(streams, usage)) as outputs:
-            async for place, output in outputs:
+        vectors, usage = [np.empty(0, np.float32)] * len(streams), Usage(len(streams))
+        async with aclosing(merge(streams)) as outputs:
+            async for output in outputs:
+                usage.count(output)
                 assert output.vector is not None, "a pooled request was answered without a vector"
-                vectors[place] = np.frombuffer(output.vector, np.float32)
+                vectors[output.place] = np.frombuffer(output.vector, np.float32)
+        usage.check_finished()
         return Embedded(vectors, usage.prompt_tokens)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raylm.errors import RayLMError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raylm.frontend import RequestOutput, TokenLogprob
 
     Outputs = AsyncGenerator[RequestOutput, None]
-    _Item = tuple[int, RequestOutput] | Exception | None
+    _Item = RequestOutput | Exception | None
 
 _STARTED_AT_ONCE = 32
 _UNFINISHED = "The engine ended this request before it was finished."
@@ -23,12 +23,40 @@ _UNFINISHED = "The engine ended this request before it was finished."
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one HTTP request over all its prompts and choices."""
+    """Tokens of one HTTP request over all its prompts and choices; ``unfinished`` of the prompts are still open."""
 
+    unfinished: int = 1
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    _begun: set[int] = field(default_factory=set)
+
+    def count(self, output: RequestOutput) -> None:
+        """Count an output, and its prompt with the first one.
+
+        Raises:
+            RayLMError: a sequence did not end by itself, which no finish_reason may claim.
+        """
+        if output.place not in self._begun:
+            self._begun.add(output.place)
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.num_cached_tokens
+        for delta in output.deltas:
+            if delta.finish_reason in ("abort", "error"):
+                raise RayLMError(_UNFINISHED)
+            self.completion_tokens += len(delta.token_ids)
+            self.reasoning_tokens += delta.reasoning_tokens
+        self.unfinished -= output.finished
+
+    def check_finished(self) -> None:
+        """Streams that end without their last outputs are an error, never a short answer.
+
+        Raises:
+            RayLMError: one did.
+        """
+        if self.unfinished:
+            raise RayLMError(_UNFINISHED)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -59,46 +87,26 @@ async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Reque
     """Read the requests of ``streams``, of ``n`` sequences each, to their end; of each comes one output with it all."""
     choices = [[CompletionDelta(index) for index in range(n)] for _ in streams]
     last: dict[int, RequestOutput] = {}
-    async with aclosing(interleave(streams, usage)) as outputs:
-        async for place, output in outputs:
-            last[place] = output
+    async with aclosing(merge(streams)) as outputs:
+        async for output in outputs:
+            usage.count(output)
+            last[output.place] = output
             for delta in output.deltas:
-                choices[place][delta.index].add(delta)
+                choices[output.place][delta.index].add(delta)
+    usage.check_finished()
     return [replace(last[place], deltas=deltas) for place, deltas in enumerate(choices)]
 
 
-async def interleave(streams: Sequence[Outputs], usage: Usage) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(place of the stream, output) of all streams as they come, counted in ``usage``; closes them when it is closed.
+def merge(streams: Sequence[Outputs]) -> Outputs:
+    """The outputs of all streams as they come, each with the ``place`` of its stream; who closes it closes them.
 
     Raises:
         Exception: what the first failing stream raised.
-        RayLMError: a sequence did not end by itself, or a stream without its last output; a short answer would lie.
     """
-    begun: set[int] = set()
-    unfinished = len(streams)
-    async with aclosing(_merge(streams)) as items:
-        async for place, output in items:
-            if place not in begun:
-                begun.add(place)
-                usage.prompt_tokens += len(output.prompt_token_ids)
-                usage.cached_tokens += output.num_cached_tokens
-            for delta in output.deltas:
-                if delta.finish_reason in ("abort", "error"):
-                    raise RayLMError(_UNFINISHED)
-                usage.completion_tokens += len(delta.token_ids)
-                usage.reasoning_tokens += delta.reasoning_tokens
-            unfinished -= output.finished
-            yield place, output
-    if unfinished:
-        raise RayLMError(_UNFINISHED)
+    return streams[0] if len(streams) == 1 else _interleave(streams)
 
 
-async def _merge(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
+async def _interleave(streams: Sequence[Outputs]) -> Outputs:
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -126,7 +134,8 @@ async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item]) -> Non
     try:
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                await queue.put((place, output))
+                output.place = place
+                await queue.put(output)
     except Exception as error:
         ended = error
     await queue.put(ended)

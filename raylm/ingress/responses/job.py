@@ -12,7 +12,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import as_known_error
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
-from raylm.ingress.openai.outputs import Usage, interleave
+from raylm.ingress.openai.outputs import Usage
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import new_id, text_part
 from raylm.params import SamplingParams
@@ -69,17 +69,17 @@ class ResponseJob:
         An error is raised if nothing was generated at all, and becomes an event later on.
         """
         try:
-            usage = Usage()
-            async with aclosing(interleave([outputs], usage)) as items:
+            async with aclosing(outputs):
                 with renamed(PARAM_NAMES):
-                    _, output = await anext(items)
-                self.status, self._usage = "in_progress", usage
+                    output = await anext(outputs)
+                self.status, self._usage = "in_progress", Usage()
                 events = [
                     {"type": f"response.{kind}", "response": self.response()} for kind in ("created", "in_progress")
                 ]
                 yield events + self._take(output)
-                async for _, output in items:
+                async for output in outputs:
                     yield self._take(output)
+            self._usage.check_finished()
         except Exception as error:
             if self.status == "queued":
                 raise
@@ -92,6 +92,8 @@ class ResponseJob:
 
     def _take(self, output: RequestOutput) -> Events:
         events: Events = []
+        assert self._usage is not None
+        self._usage.count(output)
         for delta in output.deltas:
             events += self.items.add(delta)
             if delta.finish_reason is not None:
