@@ -37,7 +37,7 @@ class AsyncLLM:
         ConfigError: the checkpoint cannot be served.
     """
 
-    def __init__(self, config: Config, router: Router | None = None, admission: Admission | None = None) -> None:
+    def __init__(self, config: Config, admission: Admission | None = None) -> None:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
         self.admission = admission or Admission()
@@ -50,12 +50,11 @@ class AsyncLLM:
         self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.eos_token_ids)
         self._chat = ChatProcessor(config, self._tokenizer, self._template, self._grammars)
-        self._router = router or Router()
-        self.adapters = self._router.adapters
-        self._telemetry = Telemetry(self.model_name, self._router.stats)
+        self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
-        self._router.bind(self._outputs.process, self._outputs.fail)
+        self._router = Router(self._outputs.process, self._outputs.fail)
+        self.adapters = self._router.adapters
 
     def add_engine(self, client: EngineClient) -> None:
         """Take in a ready engine; call it from a task that outlives every request. One that dies leaves by itself."""
