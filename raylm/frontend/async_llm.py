@@ -16,7 +16,7 @@ from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampli
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits
-from raylm.frontend.output_processor import OutputProcessor, OutputQueue
+from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
@@ -107,9 +107,9 @@ class AsyncLLM:
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        with self._sent(request, answer_format) as (queue, reservation):
+        with self._sent(request, answer_format) as (opened, reservation):
             while True:
-                output = await queue.get()
+                output = await opened.get()
                 if reservation.requests:
                     reservation.begin(delta.index for delta in output.deltas)
                 yield output
@@ -124,8 +124,8 @@ class AsyncLLM:
         self.pooling_defaults.check(params)
         token_ids = await self._token_ids(prompt, limits, head.param)
         request = self._input.build_pooling(token_ids, params, limits, head)
-        with self._sent(request) as (queue, _):
-            yield await queue.get()
+        with self._sent(request) as (opened, _):
+            yield await opened.get()
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, param: str) -> list[int]:
         if isinstance(prompt, list):
@@ -137,15 +137,15 @@ class AsyncLLM:
     @contextmanager
     def _sent(
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
-    ) -> Iterator[tuple[OutputQueue, Reservation]]:
+    ) -> Iterator[tuple[OpenRequest, Reservation]]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then."""
         engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
-        queue = self._outputs.open(request, form)
+        opened = self._outputs.open(request, form)
         engine.open_keys.add(request.key)
         engine.client.add(request)
         try:
-            yield queue, reservation
+            yield opened, reservation
         finally:  # no await may stand here: a cancelled task must not lose the abort
             reservation.release()
             engine.open_keys.discard(request.key)
