@@ -28,8 +28,6 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class CreateMessage:
-    body = MessagesRequest
-
     def __init__(self, conversations: ChatCompletions) -> None:
         self._conversations = conversations
 
@@ -48,8 +46,6 @@ class CreateMessage:
 
 
 class CountTokens:
-    body = CountTokensRequest
-
     def __init__(self, conversations: ChatCompletions) -> None:
         self._conversations = conversations
 

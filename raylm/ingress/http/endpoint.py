@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -35,24 +35,16 @@ _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 _REQUEST_TIMEOUT = "request-timeout-ms"
 
 
-class Handler(Protocol):
-    """Answers the bodies of one route, which are read as ``body`` describes, or raises a RayLMError."""
-
-    @property
-    def body(self) -> type[Body]: ...
-
-    async def __call__(self, body: Any, request_id: str) -> Answer: ...
-
-
 @dataclass(frozen=True, eq=False)
 class JSONEndpoint:
-    """Calls ``handler`` and sends its Answer.
+    """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
     its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
-    handler: Handler
+    body: type[Body]
+    handler: Callable[[Any, str], Awaitable[Answer]]
     lifecycle: Lifecycle
     throttle: Throttle
     admission: Admission
@@ -75,7 +67,7 @@ class JSONEndpoint:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
-                body = await self.handler.body.read(data)
+                body = await self.body.read(data)
                 answer = await self.handler(body, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
                 on_begin()

@@ -173,8 +173,6 @@ def _call_chunk(call: ToolCallDelta) -> JSONObject:
 class ChatCompletions:
     """Hands chat completions, and what other APIs' requests come down to, to an engine; keeps nothing of any."""
 
-    body = ChatCompletionRequest
-
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
         self._config = config

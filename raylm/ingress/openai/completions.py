@@ -119,8 +119,6 @@ class CompletionChoices(Choices):
 
 
 class Completions:
-    body = CompletionRequest
-
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
         self._config = config

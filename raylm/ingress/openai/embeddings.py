@@ -67,7 +67,6 @@ class PoolingHandler(ABC, Generic[B]):
     ``prefix`` begins the ids of answers.
     """
 
-    body: type[B]
     prefix: str
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
@@ -128,7 +127,7 @@ class EmbeddingRequest(PoolingBody):
 
 
 class Embeddings(PoolingHandler[EmbeddingRequest]):
-    body, prefix = EmbeddingRequest, "embd"
+    prefix = "embd"
 
     def texts(self, body: EmbeddingRequest) -> Sequence[Text]:
         return [(prompt, "input") for prompt in body.input]

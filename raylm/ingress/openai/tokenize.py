@@ -49,8 +49,6 @@ class DetokenizeRequest(Body):
 
 
 class Tokenize:
-    body = TokenizeRequest
-
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._tokens = TokenTexts(llm)
@@ -83,8 +81,6 @@ class Tokenize:
 
 
 class Detokenize:
-    body = DetokenizeRequest
-
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 

@@ -35,8 +35,6 @@ _BYTES_A_THING = 64  # of JSON, about
 
 
 class CreateResponse:
-    body = ResponsesRequest
-
     def __init__(
         self, llm: AsyncLLM, conversations: ChatCompletions, store: ResponseStore, lifecycle: Lifecycle
     ) -> None:
