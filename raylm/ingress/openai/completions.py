@@ -56,10 +56,7 @@ class CompletionRequest(GenerationBody):
     def params(self, defaults: JSONObject, default_max_tokens: int | None) -> SamplingParams:
         """How to draw the answers; ``defaults`` and ``default_max_tokens`` are the checkpoint's.
 
-        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that is not shown.
-
-        Raises:
-            InvalidRequestError: a value lies out of range.
+        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that is not shown. Else as ``sampling``.
         """
         wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
         limit = max(self.max_tokens, 1) if self.max_tokens is not None else None

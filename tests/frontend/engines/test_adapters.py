@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError
-from raylm.frontend import AdapterDirectory
+from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.router import Router
 from raylm.messages import LoRAAdapter
 from tests.frontend.played_engine import PlayedEngine
