@@ -34,7 +34,8 @@ class CacheConfig(Frozen):
     block_size: Literal[16, 32, 64] = 16
     """Tokens per KV block."""
     memory_gib: float | None = Field(None, gt=0)
-    """GiB of each worker for the KV pool; by default a share of what is free after a profile run."""
+    """GiB of each worker for the KV pool; by default what `max_num_seqs` of the longest sequences and 16 in the prefix
+    cache can use, at most a share of what is free after a profile run."""
     num_blocks: int | None = Field(None, ge=2)
     """Number of KV blocks, instead of sizing the pool by memory; for tests and experiments."""
     prefix_caching: bool = True

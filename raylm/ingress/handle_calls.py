@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
-from raylm.frontend import CompletionDelta, Lifecycle
+from raylm.frontend import Lifecycle
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.chat import ChatCompletionRequest, Conversations
+from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
 from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import RequestBody
-from raylm.ingress.openai.outputs import check_finished, finish_reason
+from raylm.ingress.openai.outputs import Usage, gather
 from raylm.ingress.openai.scores import Rerank, RerankRequest, Score, ScoreRequest
 from raylm.params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput
     from raylm.ingress.openai.outputs import Outputs
+
+    Started = tuple[SamplingParams, Outputs]
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -45,27 +47,26 @@ class HandleCalls:
         self._config = config
         self._lifecycle = lifecycle
         self._completions = Completions(llm, config)
-        self._conversations = Conversations(llm, config)
+        self._conversations = ChatCompletions(llm, config)
         self._embeddings = Embeddings(llm, config)
         self._score = Score(llm, config)
         self._rerank = Rerank(llm, config)
 
-    async def completion(self, prompt: object, params: SamplingParams | None, fields: JSONObject) -> Outputs:
+    async def completion(self, prompt: object, params: SamplingParams | None, fields: JSONObject) -> Started:
         _check_params(SamplingParams, params, fields)
         with self._llm.admission.enter(len(str(prompt))):
             body = await self._read(CompletionRequest, {"prompt": prompt} | fields)
             _check_one(len(body.prompt))
             started = await self._completions.start(body, _name(body), time.time(), params)
-        return started.outputs[0]
+        return started.params, started.outputs[0]
 
-    async def conversation(self, messages: object, params: SamplingParams | None, fields: JSONObject) -> Outputs:
+    async def conversation(self, messages: object, params: SamplingParams | None, fields: JSONObject) -> Started:
         _check_params(SamplingParams, params, fields)
         with self._llm.admission.enter(len(str(messages))):
             body = await self._read(ChatCompletionRequest, {"messages": messages} | fields)
-            _, outputs = await self._conversations.start(body, _name(body), time.time(), params)
-        return outputs
+            return await self._conversations.start(body, _name(body), time.time(), params)
 
-    async def stream(self, starting: Coroutine[Any, Any, Outputs]) -> AsyncGenerator[RequestOutput, None]:
+    async def stream(self, starting: Coroutine[Any, Any, Started]) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a call, of which ``starting`` comes from ``completion`` or ``conversation``.
 
         Raises:
@@ -73,23 +74,24 @@ class HandleCalls:
         """
         with closing(starting), self._lifecycle.admit() as ongoing:
             with ongoing:
-                outputs = await starting
-            finished = False
+                _, outputs = await starting
+            usage = Usage()
             async with aclosing(outputs):
-                while not finished:
+                while usage.unfinished:
                     with ongoing:
-                        output = await _next(outputs)
-                    finished = output.finished
+                        output = await anext(outputs, None)
+                    if output is None:
+                        break
+                    usage.count(output)
                     yield output
+            usage.check_finished()
 
-    async def whole(self, starting: Coroutine[Any, Any, Outputs]) -> RequestOutput:
+    async def whole(self, starting: Coroutine[Any, Any, Started]) -> RequestOutput:
         """As ``stream``, with everything in one output."""
-        wholes: dict[int, CompletionDelta] = {}
-        async with aclosing(self.stream(starting)) as outputs:
-            async for output in outputs:
-                for delta in output.deltas:
-                    wholes.setdefault(delta.index, CompletionDelta(delta.index)).add(delta)
-        return dataclasses.replace(output, deltas=[wholes[index] for index in sorted(wholes)])
+        with closing(starting), self._lifecycle.admit() as ongoing, ongoing:
+            params, outputs = await starting
+            (output,) = await gather([outputs], params.n, Usage())
+        return output
 
     async def embedding(self, prompt: object, params: PoolingParams | None, fields: JSONObject) -> RequestOutput:
         _check_params(PoolingParams, params, fields)
@@ -123,16 +125,6 @@ class HandleCalls:
                 message = f"'{name}' says how an answer over HTTP is written; calls by handle do not have it."
                 raise UnsupportedFieldError(message, param=name)
         return await body.read({"model": self._llm.model_name} | given)
-
-
-async def _next(outputs: Outputs) -> RequestOutput:
-    """RayLMError if there is none, or a sequence did not end by itself; ``finished`` has not come yet."""
-    output = await anext(outputs, None)
-    check_finished(output is not None)
-    assert output is not None
-    for delta in output.deltas:
-        finish_reason(delta)
-    return output
 
 
 def _name(body: RequestBody) -> str:

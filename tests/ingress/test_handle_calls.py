@@ -6,7 +6,7 @@ import asyncio
 import gc
 import pickle
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,7 +14,7 @@ import pytest
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError, InvalidRequestError, ModelNotFoundError, RayLMError, UnsupportedFieldError
-from raylm.frontend import Admission, ClientDisconnectedError, RequestOutput
+from raylm.frontend import Admission, ClientDisconnectedError, CompletionDelta, RequestHead, RequestOutput
 from raylm.frontend.admission.lifecycle import Lifecycle
 from raylm.ingress.http.errors import clip
 from raylm.params import PoolingParams, SamplingParams
@@ -192,10 +192,27 @@ async def test_embed_score_and_rerank_are_those_of_http(client: httpx.AsyncClien
     assert (await outcome(llm, "rerank", **fields))["results"] == by_http["results"]
 
 
+class GivesUp(FakeAsyncLLM):
+    """Yields one delta, and ends the stream or the sequence before its time."""
+
+    ended: Any = None
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, head: RequestHead, answer_format: Any = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        delta = CompletionDelta(0, "a", [1], None, self.ended)
+        yield RequestOutput(head.request_id, [1], [delta], finished=self.ended is not None)
+
+
 async def test_what_the_engine_gives_up_is_an_error_and_never_a_short_answer() -> None:
     for call in ("chat", "reply"):
         with pytest.raises(EngineDiedError):
             await outcome(FakeAsyncLLM(fail_after=2, failure=EngineDiedError("gone")), call, HI)
+        for ended in (None, "abort", "error"):
+            llm = GivesUp()
+            llm.ended = ended
+            with pytest.raises(RayLMError, match="before it was finished"):
+                await outcome(llm, call, HI)
 
 
 async def test_a_full_queue_or_replica_refuses_and_nothing_is_left() -> None:
