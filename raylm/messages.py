@@ -235,7 +235,8 @@ class WorkerInfo:
     ``num_blocks`` KV blocks of ``block_size`` tokens were allocated (``kv_cache_bytes``); ``max_model_len`` is the
     longest sequence in tokens that model and pool allow. ``stages`` are (name, seconds) of the start-up.
     ``quantization`` says in words how linear layers are quantized, None where they are not. Of several ranks
-    (``tensor_parallel_size``) each has so many threads and bytes, and all have the same blocks.
+    (``tensor_parallel_size``) each has so many threads and bytes, and all have the same blocks. Engines of the same
+    ``fingerprint`` give equal requests equal tokens, unless it ends with ``_varies``.
     """
 
     num_blocks: int
@@ -251,6 +252,7 @@ class WorkerInfo:
     stages: list[tuple[str, float]] = field(default_factory=list)
     quantization: str | None = None
     tensor_parallel_size: int = 1
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

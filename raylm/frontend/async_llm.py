@@ -79,6 +79,11 @@ class AsyncLLM:
             return self._router.limits.max_model_len
         return self._longest
 
+    @property
+    def fingerprint(self) -> str:
+        """Of what all ready engines compute with, as OpenAI's ``system_fingerprint``; "" without any."""
+        return self._router.fingerprint
+
     def metrics_text(self) -> bytes:
         return self._telemetry.text()
 

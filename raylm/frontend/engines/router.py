@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -65,6 +66,14 @@ class Router:
         self._check_ready()
         infos = [engine.client.info for engine in self._engines.values()]
         return Limits(min(i.max_model_len for i in infos), min(i.worker.vocab_size for i in infos))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what all ready engines compute with; "" without any. Where they differ nothing can be promised."""
+        found = sorted({engine.client.info.worker.fingerprint for engine in self._engines.values()})
+        if len(found) < 2:
+            return "".join(found)
+        return f"fp_{hashlib.sha256(' '.join(found).encode()).hexdigest()[:16]}_varies"
 
     def stats(self) -> dict[str, EngineStats]:
         return {engine_id: engine.stats for engine_id, engine in self._engines.items()}

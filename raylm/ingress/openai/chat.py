@@ -126,6 +126,10 @@ class Conversations:
         self._llm = llm
         self._config = config
 
+    @property
+    def fingerprint(self) -> str:
+        return self._llm.fingerprint
+
     async def start(
         self, body: ChatCompletionRequest, name: str, arrival_time: float
     ) -> tuple[SamplingParams, Outputs]:
@@ -190,6 +194,7 @@ class ChatCompletions:
         name = f"chatcmpl-{body.request_id or request_id}"
         params, outputs = await self._conversations.start(body, name, arrival_time)
         head = {"id": name, "object": "chat.completion", "created": int(arrival_time), "model": body.model}
+        head["system_fingerprint"] = self._conversations.fingerprint
         if body.service_tier:
             head["service_tier"] = "default"
         if body.stream:

@@ -93,6 +93,7 @@ class Completions:
             self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)
         ]
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
+        shared["system_fingerprint"] = self._llm.fingerprint
         if body.stream:
             template = ChunkTemplate(shared, "text", null_usage=bool(body.options.include_usage))
             return CompletionStream(

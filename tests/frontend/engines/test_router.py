@@ -79,3 +79,15 @@ async def test_without_engines_there_is_an_error(router: Router) -> None:
     await router.remove("unknown")
     with pytest.raises(EngineUnavailableError):
         router.pick([1], None)
+
+
+async def test_one_fingerprint_where_engines_agree_and_no_promise_where_they_differ(router: Router) -> None:
+    assert router.fingerprint == ""
+    for name in "ab":
+        router.add(PlayedEngine(name))
+    assert router.fingerprint == "fp_1"
+    router.add(PlayedEngine("c", fingerprint="fp_2"))
+    assert router.fingerprint.endswith("_varies")
+    await router.remove("c")
+    assert router.fingerprint == "fp_1"
+    await router.close()
