@@ -52,6 +52,9 @@ class EngineCoreRequest:
     ``params.structured_outputs`` in llguidance's form, for the answer; ``thinking`` delimits the reasoning before it.
     With ``pooling`` the prompt is answered by a vector; no token is drawn, and of ``params`` only the defaults hold.
     ``adapter`` is the name of a LoRA adapter, None for the base model.
+
+    Of a request that a lost engine began ``drawn`` holds what each sequence has drawn, None for one that has ended; it
+    goes on behind these tokens as if it had been preempted. Else it is ().
     """
 
     key: int
@@ -67,6 +70,7 @@ class EngineCoreRequest:
     thinking: Thinking | None = None
     pooling: PoolingParams | None = None
     adapter: str | None = None
+    drawn: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
