@@ -137,6 +137,7 @@ class Completions:
         echoed = [await self._text(prompt) for prompt in started.prompts] if body.echo else None
         outputs = [_unseen(stream) for stream in started.outputs] if body.max_tokens == 0 else started.outputs
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
+        shared["system_fingerprint"] = self._llm.fingerprint
         return await CompletionChoices(shared, body, started.params, self._tokens, echoed).answer(outputs)
 
     async def start(
