@@ -248,7 +248,7 @@ async def test_a_caller_that_is_gone_ends_its_requests_and_nobody_elses() -> Non
     assert not (await anext(kept)).finished
     process.answers = [False, True, RuntimeError(), False, True]  # silent once, not twice in a row
     waiting = asyncio.create_task(anext(gone))
-    while process.answers:  # noqa: ASYNC110
+    while process.answers and not waiting.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert not waiting.done()
     process.answers = [False, False, False]
