@@ -71,9 +71,10 @@ class RequestState:
 
     def begin(self, ids: Iterator[int]) -> list[Sequence]:
         """Open the first sequence, or all that have not ended where another engine has computed the prompt."""
-        if self.num_unforked == self.request.params.n - 1:
-            return [self.sequence(next(ids), 0)]
-        return [self.sequence(next(ids), index) for index, drawn in enumerate(self.request.drawn) if drawn is not None]
+        if not self.request.drawn:
+            return [self.sequence(self.arrival, 0)]
+        open_ones = [index for index, drawn in enumerate(self.request.drawn) if drawn is not None]
+        return [self.sequence(next(ids), index) for index in open_ones[: 1 if self.num_unforked else None]]
 
     def sequence(self, seq_id: int, index: int) -> Sequence:
         prompt = self.request.prompt_token_ids
