@@ -112,6 +112,8 @@ class IngressConfig(Frozen):
     """Paths that need no API key; [] closes these too."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call this server from a browser; '*' is any."""
+    access_log: bool = False
+    """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
     """Seconds that running streams get to end at shutdown."""
 

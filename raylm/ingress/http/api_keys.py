@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylm.config import IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
+from raylm.ingress.http.middleware import route_path
 
 _MAX_NAME = 64
 _NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
@@ -89,8 +90,7 @@ class APIKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-            if path not in self._open_paths:
+            if route_path(scope) not in self._open_paths:
                 presented = list(_presented(scope["headers"]))
                 name = self._keys.name_of(presented)
                 if name is None:
