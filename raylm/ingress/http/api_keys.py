@@ -89,13 +89,12 @@ class APIKeyMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            if route_path(scope) not in self._open_paths:
-                presented = list(_presented(scope["headers"]))
-                name = self._keys.name_of(presented)
-                if name is None:
-                    raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
-                scope["raylm.key"] = name
+        if scope["type"] in ("http", "websocket") and route_path(scope) not in self._open_paths:
+            presented = list(_presented(scope["headers"]))
+            name = self._keys.name_of(presented)
+            if name is None:
+                raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
+            scope["raylm.key"] = name
         await self._app(scope, receive, send)
 
 

@@ -112,7 +112,8 @@ def _access_line(scope: Scope, status: int | None, seconds: float) -> str:
     if forwarded := Headers(scope=scope).getlist("x-forwarded-for"):
         client = forwarded[-1].rpartition(",")[2].strip()
     path = quote(scope["path"], safe="/:@+,;=~!$&'()*")
-    return f"{quote(client, safe=':')} {scope['method']} {path} {status or '-'} {seconds:.3f} s {scope['raylm.request_id']}"
+    asked = f"{quote(client, safe=':')} {scope['method']} {path}"
+    return f"{asked} {status or '-'} {seconds:.3f} s {scope['raylm.request_id']}"
 
 
 def _request_id(headers: _Headers) -> str:
