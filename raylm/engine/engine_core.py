@@ -40,6 +40,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._work = asyncio.Event()
         self._died_of: EngineDiedError | None = None
+        self._ended_by_death = 0
         self._adapters = AdapterTable(config.lora)
 
     async def start(self) -> WorkerInfo:
@@ -207,12 +208,18 @@ class EngineCore:
         stats, now = self.scheduler.stats(), time.time()
         return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], adapters=adapters, created=now)
 
+    @property
+    def held_requests(self) -> int:
+        """Requests that are open, or were when the engine died."""
+        return self._ended_by_death or len(self.scheduler.open_requests())
+
     def _check_alive(self) -> None:
         if self._died_of is not None:
             raise self._died_of
 
     def _die(self, error: EngineDiedError) -> None:
         self._died_of = error
+        self._ended_by_death = len(self.scheduler.open_requests())
         self._close(error)
 
     def _close(self, error: RayLMError) -> None:

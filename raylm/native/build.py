@@ -23,7 +23,6 @@ from raylm.stages import report
 SOURCES = Path(__file__).parent / "src"
 _DRIVER = Path("/proc/driver/nvidia")
 _COMPILERS = ("g++", "clang++", "c++")
-_NICE = 5  # of a compiler that runs beside a server's start
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
 # Best first: what a CPU must offer (names of /proc/cpuinfo), and the compiler's options.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
@@ -76,7 +75,6 @@ def build_beside() -> None:
     """Begin to compile for this machine's CPU on a thread, unless there is a GPU; ``build`` elsewhere waits for it."""
 
     def work() -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)  # of this thread alone, and of the compiler, which inherits it
         with suppress(NativeError):  # who needs the kernels will say why there are none
             build(instruction_set())
 

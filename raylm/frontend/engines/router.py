@@ -125,7 +125,8 @@ class Router:
                 if stops := deliver(outputs):
                     engine.client.stop(stops)
         except EngineDiedError as error:
-            logger.warning("engine %s was lost: %s", engine.client.info.engine_id, error)
+            # Its supervisor tells what was lost; a line to an engine that lives is Discovery's to tell.
+            logger.info("engine %s was lost: %s", engine.client.info.engine_id, error)
             lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
         except Exception as error:
             logger.exception("engine %s: reading its outputs failed", engine.client.info.engine_id)
