@@ -39,8 +39,8 @@ class EngineCore:
         self._outboxes: dict[str, Outbox] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._work = asyncio.Event()
-        self._died_of: EngineDiedError | None = None
-        self._ended_by_death = 0
+        self._ended_by: RayLMError | None = None
+        self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
 
     async def start(self) -> WorkerInfo:
@@ -178,11 +178,11 @@ class EngineCore:
                 await self.step()
                 await asyncio.sleep(0)  # clients get their turn even if the worker is faster than this loop
         except EngineDiedError as error:
-            self._die(error)
+            self._close(error)
             raise
         except Exception as error:
             died = EngineDiedError(f"The engine failed: {type(error).__name__}: {error}")
-            self._die(died)
+            self._close(died)
             raise died from error
 
     async def shutdown(self) -> None:
@@ -210,19 +210,16 @@ class EngineCore:
 
     @property
     def held_requests(self) -> int:
-        """Requests that are open, or were when the engine died."""
-        return self._ended_by_death or len(self.scheduler.open_requests())
+        """Requests that are open, or were when the engine ended."""
+        return len(self.scheduler.open_requests()) if self._ended_by is None else self._ended_with
 
     def _check_alive(self) -> None:
-        if self._died_of is not None:
-            raise self._died_of
-
-    def _die(self, error: EngineDiedError) -> None:
-        self._died_of = error
-        self._ended_by_death = len(self.scheduler.open_requests())
-        self._close(error)
+        if self._ended_by is not None:
+            raise self._ended_by
 
     def _close(self, error: RayLMError) -> None:
+        self._ended_by = error
+        self._ended_with = sum(len(self.scheduler.open_requests(client_id)) for client_id in self._outboxes)
         for outbox in self._outboxes.values():
             outbox.close(error)
         for _, result in self._in_flight:

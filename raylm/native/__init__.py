@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from raylm.native import library as library
     from raylm.native.build import NativeError as NativeError
     from raylm.native.build import build_beside as build_beside
-    from raylm.native.decoder import NativeAttention as NativeAttention
     from raylm.native.decoder import NativeDecoder as NativeDecoder
     from raylm.native.decoder import batch_struct as batch_struct
+    from raylm.native.decoder import paged_attention as paged_attention
     from raylm.native.linear import Int4Weight as Int4Weight
     from raylm.native.linear import Int8Weight as Int8Weight
     from raylm.native.linear import NativeLinear as NativeLinear
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "build": ("NativeError", "build_beside"),  # needs no torch: the child of `raylm serve` compiles beside Ray's start
-    "decoder": ("NativeAttention", "NativeDecoder", "batch_struct"),
+    "decoder": ("NativeDecoder", "batch_struct", "paged_attention"),
     "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
     "memory": ("huge_empty",),
     "packed_adapter": ("AdapterRun", "PackedAdapter"),
