@@ -55,7 +55,7 @@ class EngineProcesses:
         return await answer(self._core.start.remote())
 
     async def run(self) -> str:
-        """Until a fault ends it; returns what was lost, and how many requests with it."""
+        """Until a fault ends it; returns what was lost, and how many requests it held."""
         ends = [asyncio.create_task(_until_dead(worker)) for worker in self._workers]
         ends.append(asyncio.ensure_future(self._core.run.remote()))
         load = asyncio.create_task(self._follow_load())
@@ -66,7 +66,7 @@ class EngineProcesses:
         with suppress(TimeoutError, RayError):  # without an EngineCore it is what it held a moment ago
             async with asyncio.timeout(PING_PERIOD_S):
                 _, self._held = await self._core.load.remote()
-        return f"{what} {self._held} open requests ended with an error."
+        return f"{what} It held {self._held} open requests."
 
     async def _follow_load(self) -> None:
         """Report it while there is any; the end of the EngineCore ends this too."""

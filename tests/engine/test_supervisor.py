@@ -131,12 +131,12 @@ async def three_requests() -> tuple[EngineStats, int]:
 @pytest.mark.parametrize(
     ("workers", "run", "load", "told"),
     [
-        ([lost], never, three_requests, "The worker was lost. 3 open requests ended with an error."),
-        ([lives, lost], never, three_requests, "The worker of rank 1 was lost. 3 open requests ended with an error."),
-        ([lives], lost, lost, "The EngineCore was lost. 5 open requests ended with an error."),
+        ([lost], never, three_requests, "The worker was lost. It held 3 open requests."),
+        ([lives, lost], never, three_requests, "The worker of rank 1 was lost. It held 3 open requests."),
+        ([lives], lost, lost, "The EngineCore was lost. It held 5 open requests."),
     ],
 )
-async def test_a_loss_is_told_with_the_requests_that_it_ended(
+async def test_a_loss_is_told_with_the_requests_that_it_held(
     workers: list[Callable[[], Any]], run: Callable[[], Any], load: Callable[[], Any], told: str
 ) -> None:
     async with asyncio.timeout(30):
