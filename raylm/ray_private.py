@@ -12,6 +12,8 @@ from typing import Any
 
 import ray
 
+_DEFAULTS, _FORWARD_CLIENT = "\ndefaults\n", "    option forwardfor\n"  # of Serve's template for HAProxy
+
 
 def stop_flag() -> Callable[[], bool]:
     """Call in a Serve replica: the function returned says whether Serve has begun to stop that replica."""
@@ -45,7 +47,13 @@ def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options:
     """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
 
     ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head.
+    Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
     """
+    from ray.serve._private import haproxy as module
+
+    template = module.HAPROXY_CONFIG_TEMPLATE
+    if _FORWARD_CLIENT not in template:
+        module.HAPROXY_CONFIG_TEMPLATE = template.replace(_DEFAULTS, _DEFAULTS + _FORWARD_CLIENT, 1)
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = bufsize
     Path(haproxy.cfg.error_file_path).write_bytes(error_answer)

@@ -48,6 +48,12 @@ def test_an_attribute_of_an_object_is_there(module: str, attribute: str) -> None
     assert attribute in inspect.getsource(import_module(module))
 
 
+def test_haproxys_template_has_defaults_for_all_its_frontends() -> None:
+    from raylm.ray_private import _DEFAULTS
+
+    assert import_module("ray.serve._private.haproxy").HAPROXY_CONFIG_TEMPLATE.count(_DEFAULTS) == 1
+
+
 def test_the_environment_variables_of_the_configurations_and_the_launcher_are_read_by_serve() -> None:
     from ray.serve._private import constants
 

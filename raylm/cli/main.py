@@ -61,6 +61,9 @@ def version() -> None:
 def run_serve(config: Path) -> None:
     """The child of `raylm serve`: `serve run` on a Ray of its own, or on the one that RAY_ADDRESS names."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)  # stop in order also if the parent was killed
+    from raylm.native import build_beside
+
+    build_beside()
     import ray
     from ray import serve
     from ray.serve.scripts import cli

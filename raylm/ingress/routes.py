@@ -82,11 +82,11 @@ def build_asgi_app(
         post("/detokenize", DetokenizeRequest, Detokenize(async_llm), unqueued),
         post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued),
         post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued),
-        *model_routes(async_llm),
+        *model_routes(async_llm, lifecycle),
         *ops_routes(async_llm, lifecycle, http_metrics),
         openapi_route(),
     ]
-    middleware = [Middleware(RequestContextMiddleware, http_metrics)]
+    middleware = [Middleware(RequestContextMiddleware, http_metrics, config.ingress.access_log)]
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))  # outermost
     if (keys := read_keys(config.ingress)) is not None:

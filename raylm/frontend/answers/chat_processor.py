@@ -39,10 +39,10 @@ class ChatProcessor:
         self._compiler = compiler
         tools = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(template.source))
         detected = detect_reasoning_parser(template.source)
-        thoughts = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
+        reasoning = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
         self._tool_parser = TOOL_PARSERS.get(tools)
-        self._reasoning_parser = self._find_reasoning_parser(thoughts, config.reasoning_parser)
-        self.description = f"tool calls: {tools}; thoughts: {thoughts if self._reasoning_parser else 'none'}"
+        self._reasoning_parser = self._find_reasoning_parser(reasoning, config.reasoning_parser)
+        self.description = f"tool calls: {tools}; reasoning: {reasoning if self._reasoning_parser else 'none'}"
 
     async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
         """Render, tokenize, and find out what the answers may hold."""

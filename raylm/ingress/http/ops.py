@@ -46,12 +46,17 @@ class HTTPMetrics(Collector):
             yield gauge
 
 
+def check_ready(llm: AsyncLLM, lifecycle: Lifecycle) -> None:
+    """An error unless a request that needs an engine would be answered now."""
+    if lifecycle.shutting_down:
+        raise ShuttingDownError("The server is shutting down.")
+    if not llm.is_ready:
+        raise EngineUnavailableError("No engine is ready; try again shortly.")
+
+
 def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
     async def health(request: Request) -> Response:
-        if lifecycle.shutting_down:
-            raise ShuttingDownError("The server is shutting down.")
-        if not llm.is_ready:
-            raise EngineUnavailableError("No engine is ready.")
+        check_ready(llm, lifecycle)
         return json_response({"status": "ok"})
 
     async def series(request: Request) -> Response:
