@@ -23,12 +23,13 @@ from tests.serving import ROOT
 
 def test_the_shipped_configuration_is_read() -> None:
     served = read_serve_file(ROOT / "configs" / "llama.yaml")
-    assert served.config.model == "embedded"
-    assert served.url == "http://127.0.0.1:8000"
+    (config,) = served.configs()
+    assert config.model == "embedded"
+    assert served.url("/") == "http://127.0.0.1:8000"
 
 
 def test_the_70b_over_four_gpus_is_read() -> None:
-    config = read_serve_file(ROOT / "configs" / "llama-3.3-70b-tp4.yaml").config
+    (config,) = read_serve_file(ROOT / "configs" / "llama-3.3-70b-tp4.yaml").configs()
     assert (config.model_name, config.device, config.engine.tensor_parallel_size) == ("llama-3.3-70b", "cuda", 4)
 
 
@@ -45,14 +46,50 @@ def test_a_route_prefix_and_a_wildcard_host_give_the_url_of_this_machine(tmp_pat
     file.write_text(
         "applications: [{import_path: 'raylm:build_app', route_prefix: /llm}]\nhttp_options: {host: 0.0.0.0, port: 81}"
     )
-    assert read_serve_file(file).url == "http://127.0.0.1:81/llm"
+    served = read_serve_file(file)
+    (application,) = served.ours
+    assert application.route_prefix == "/llm"
+    assert served.url("/llm") == "http://127.0.0.1:81/llm"
+    assert served.url("/", "head") == "http://head:81"
+
+
+def test_a_file_with_certificates_is_served_by_https(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "applications: [{import_path: 'raylm:build_app'}]\nhttp_options: {host: '::1', ssl_keyfile: k, ssl_certfile: c}"
+    )
+    assert read_serve_file(file).url("/") == "https://[::1]:8000"
+
+
+def test_two_models_and_an_application_of_somebody_else_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "applications:\n- {name: a, import_path: 'raylm:build_app', route_prefix: /a, args: {served_model_name: A}}\n"
+        "- {name: b, import_path: 'raylm:build_app', route_prefix: /b, args: {dtype: float32}}\n"
+        "- {name: c, import_path: 'other:app', route_prefix: null}\n"
+    )
+    served = read_serve_file(file)
+    assert [(app.name, app.route_prefix) for app in served.ours] == [("a", "/a"), ("b", "/b")]
+    assert [config.model_name for config in served.configs()] == ["A", "embedded"]
+    assert [(app.name, app.route_prefix, app.config is None) for app in served.applications][2] == ("c", None, True)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("applications: []", "exactly one application"),
-        ("- 1", "exactly one application"),
+        ("applications: []", "must have an application whose import_path is raylm:build_app"),
+        ("- 1", "must have an application whose import_path is raylm:build_app"),
+        ("applications: [{import_path: 'other:app'}]", "must have an application whose import_path is raylm:build_app"),
+        (
+            "applications: [{import_path: 'raylm:build_app'}, {import_path: 'a:b', route_prefix: /b}]",
+            "applications: several have the name 'default'",
+        ),
+        (
+            "applications: [{import_path: 'raylm:build_app'}, {import_path: 'a:b', name: b}]",
+            "applications: several have the route_prefix '/'",
+        ),
+        ("applications: [{import_path: 'raylm:build_app', route_prefix: null}]", "route_prefix: RayLM serves HTTP"),
+        ("applications: [{import_path: 'raylm:build_app', name: ''}]", "name: String should have at least 1"),
         ("a: [", "cannot be read"),
         ("applications: 5", "applications: Input should be a valid list"),
         ("applications: [x]", "applications.0: Input should be a valid dict"),
