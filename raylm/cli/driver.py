@@ -20,7 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from raylm import ray_private
 from raylm.app import build_app
-from raylm.cli.guard import start_guard, take_away
+from raylm.cli.guard import guards, start_guard, take_away
 from raylm.cli.serve_file import ServedFile
 from raylm.cli.serve_process import port_is_free
 from raylm.cli.sessions import mark, remove_ended
@@ -136,7 +136,7 @@ class Driver:
         report("stage", "serve", "runs already; its options and other applications stay as they are")
         deadline = time.monotonic() + _ENDING_S
         while taken := self._conflict((ray_private.serve_details() or details)["applications"]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not guards():
                 raise ConfigError(taken)
             time.sleep(_POLL_S)
 

@@ -8,11 +8,13 @@ import time
 
 import ray
 from ray import serve
+from ray.util import list_named_actors
 
 from raylm import ray_private
 
 PERIOD_S = 0.5
 NAMESPACE = "raylm"
+_NAME = "ApplicationGuard:"
 
 
 def take_away(names: list[str], with_serve: bool) -> None:
@@ -44,12 +46,18 @@ class ApplicationGuard:
         os._exit(0)  # an actor that may restart does so after an error only
 
 
+def guards() -> list[str]:
+    """The names of all guards: each has applications of a `raylm serve` that runs, or that was killed and is ending."""
+    actors = list_named_actors(all_namespaces=True)
+    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(_NAME)]
+
+
 def start_guard(names: list[str], with_serve: bool) -> ray.actor.ActorHandle:
     """A guard over this driver's applications, which is there when this returns."""
     job_id = ray.get_runtime_context().get_job_id()
     guard = (
         ray.remote(ApplicationGuard)
-        .options(name=f"ApplicationGuard:{job_id}", namespace=NAMESPACE, lifetime="detached", num_cpus=0)
+        .options(name=f"{_NAME}{job_id}", namespace=NAMESPACE, lifetime="detached", num_cpus=0)
         .remote(job_id, names, with_serve)
     )
     ray.get(guard.is_watching.remote())
