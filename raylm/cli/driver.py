@@ -31,6 +31,7 @@ from raylm.stages import report
 _POLL_S = 0.25
 _POLL_RUNNING_S = 2.0
 _TELL_S = 30.0
+_CONNECT_S = 60.0
 _ENDING_S = 15.0  # what applications of a server that was killed get to end, when it is started again
 _DECLARATIVE = ("deployments", "runtime_env", "autoscaling_policy")  # what only a file that is deployed whole can have
 
@@ -59,6 +60,7 @@ class Driver:
             connected()
             self._start_serve(schema)
             self._deploy(schema)
+            report("stage", "deploy", ", ".join(self._names))
             return self._watch()
         except KeyboardInterrupt:
             return 0
@@ -84,13 +86,18 @@ class Driver:
         address = ray_address()
         if address is not None:
             report("stage", "ray", f"connecting to {address}")
+        limit = threading.Timer(_CONNECT_S, _give_up, [address])
+        limit.daemon = True
         try:
             if address is not None:
+                limit.start()
                 context = ray.init(address=address, namespace="serve")
             else:
                 context = ray.init(address="local", namespace="serve", include_dashboard=self._dashboard)
-        except (ConnectionError, RuntimeError, OSError, ValueError, ray.exceptions.RayError) as error:
+        except Exception as error:  # of any class: Ray's own are plain ones too
             raise ConfigError(_why_no_ray(error, address)) from error
+        finally:
+            limit.cancel()
         found = ray.cluster_resources()
         gcs = ray.get_runtime_context().gcs_address
         mode = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
@@ -251,6 +258,14 @@ def _describe(application: dict[str, Any]) -> str:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no reason was given"])[-1].strip()
+
+
+def _give_up(address: str | None) -> None:
+    """Ray itself would wait for minutes where something else than Ray listens."""
+    report(
+        "error", "config", f"RAY_ADDRESS: what listens at {address} does not answer as Ray's GCS; is the port right?"
+    )
+    os._exit(2)
 
 
 def _why_no_ray(error: Exception, address: str | None) -> str:

@@ -29,6 +29,7 @@ _POLL_S = 0.05
 _ENGINE_LINES_S = 1.0
 _LINES_AT_ONCE = 1000
 _SHOWN_ON_FAILURE = 30
+DEPLOYED = "deploy"  # the stage that the driver reports when Serve has the applications
 _OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\) (.*)")
 
 
@@ -104,7 +105,9 @@ class Launcher:
             self._report("failed", self._failure)
 
     def _look_for_answers(self, process: ServeProcess) -> None:
-        answering = (app for app in self._served.ours if app.name in self._waited_for and self._is_healthy(app))
+        # On a Ray that others use, what answers before may be theirs.
+        ours = self._served.ours if DEPLOYED in self._reported else []
+        answering = (app for app in ours if app.name in self._waited_for and self._is_healthy(app))
         self._waited_for -= {application.name for application in answering}
         if not self._waited_for:
             # The engine's lines arrive a moment after it serves, and belong before 'ready'.
