@@ -25,6 +25,7 @@ from raylm.cli.serve_file import ServedFile
 from raylm.cli.serve_process import port_is_free
 from raylm.cli.sessions import mark, remove_ended
 from raylm.cli.start_checks import ray_address
+from raylm.config import faults
 from raylm.errors import ConfigError
 from raylm.stages import report
 
@@ -79,8 +80,7 @@ class Driver:
         try:
             return ServeDeploySchema.model_validate(self._served.tree)
         except ValidationError as error:
-            faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-            raise ConfigError(f"{self._served.source}: {'; '.join(faults)}") from error
+            raise ConfigError(f"{self._served.source}: {faults(error)}") from error
 
     def _connect(self) -> None:
         address = ray_address()
@@ -272,11 +272,7 @@ def _why_no_ray(error: Exception, address: str | None) -> str:
     text = str(error)
     if address is None:
         return f"Ray could not be started: {_last_line(text)}; --verbose shows everything."
-    if isinstance(error, ray.exceptions.AuthenticationError) or "token" in text.lower() or "UNAUTHENTICATED" in text:
-        return (
-            f"RAY_ADDRESS: the Ray at {address} wants another token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to "
-            "what `ray get-auth-token` prints on its head."
-        )
     return (
-        f"RAY_ADDRESS: no Ray was found at {address}: {_last_line(text)}; `ray start --head` prints the right address."
+        f"RAY_ADDRESS: no Ray lets us in at {address}: {_last_line(text)}; look at the port, which `ray start --head` "
+        "prints, and at the token: RAY_AUTH_MODE=token, RAY_AUTH_TOKEN as `ray get-auth-token` prints it on the head."
     )

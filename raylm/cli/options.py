@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,12 @@ from typing import Any
 import yaml
 
 from raylm.cli.serve_file import APPLICATION, BUILDER, SERVE_OPTIONS, ServedFile, check_tree, load_tree, our_places
-from raylm.config import Config, knobs
+from raylm.config import Config, knob_named, knobs
 from raylm.errors import ConfigError
 
 API_KEY_VARIABLE = "RAYLM_API_KEY"
 _FILES = {".yaml", ".yml"}
 _OF_THE_COMMAND = ("host", "port", "name", "route_prefix", "api_key", "print_config", "ready_timeout", "verbose")
-_OTHER_NAMES = {  # vLLM's, of knobs that are called otherwise here
-    "data_parallel_size": "engine.replicas",
-    "enable_prefix_caching": "cache.prefix_caching",
-    "max_lora_rank": "lora.max_rank",
-    "max_loras": "lora.max_adapters",
-    "num_gpu_blocks_override": "cache.num_blocks",
-    "scheduling_policy": "scheduler.policy",
-    "tool_call_parser": "tool_parser",
-}
-_ELSEWHERE = {  # vLLM's, of what is said in another way here
-    "enable_auto_tool_choice": "tool calls are found by themselves; --tool-parser names their form",
-    "enable_lora": "--lora.root names the directory of adapters",
-    "enforce_eager": "--no-cuda-graphs is the same",
-    "gpu_memory_utilization": "--cache.memory-gib says what the KV cache gets",
-    "ssl_certfile": "http_options of a Serve file have it",
-    "ssl_keyfile": "http_options of a Serve file have it",
-    "uvicorn_log_level": "--verbose shows everything",
-}
 
 
 @dataclass(frozen=True)
@@ -80,9 +63,9 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             if equals:
                 raise ConfigError(f"{written}: it takes no value.")
             options[name] = given
-        elif equals or (rest and not (_kind(name) is bool and not _is_bool(rest[0]))):
+        elif equals or (rest and not (_kinds()[name] is bool and not _is_bool(rest[0]))):
             options[name] = _value(name, value if equals else rest.pop(0))
-        elif _kind(name) is bool:
+        elif _kinds()[name] is bool:
             options[name] = True
         else:
             raise ConfigError(f"{written}: a value is missing.")
@@ -92,36 +75,20 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 def _knob(written: str) -> tuple[str, bool | None]:
     """The dotted name of the knob that an option means, and False where it is written as ``--no-NAME``."""
     name = written.removeprefix("--").replace("-", "_")
-    if found := list(_meant(name)):
-        if len(found) > 1:
-            raise ConfigError(f"{written}: which one? {' and '.join(map(_option, found))} are known.")
-        return found[0], None
-    positive = list(_meant(name.removeprefix("no_"))) if name.startswith("no_") else []
-    if len(positive) == 1 and _kind(positive[0]) is bool:
-        return positive[0], False
-    if name in _ELSEWHERE:
-        raise ConfigError(f"{written}: there is no such option; {_ELSEWHERE[name]}.")
-    known = _kinds()
-    lasts = {knob.rpartition(".")[2]: knob for knob in known}
-    near = difflib.get_close_matches(name, _OF_THE_COMMAND, n=1, cutoff=0.7)
-    near = near or difflib.get_close_matches(name, [*known, *lasts, *_OTHER_NAMES], n=1, cutoff=0.5)
-    meant = _OTHER_NAMES.get(near[0]) or lasts.get(near[0]) or near[0] if near else None
-    hint = f"did you mean {_option(meant)!r}?" if meant else "`raylm config` prints those that there are."
-    raise ConfigError(f"{written}: there is no such option; {hint}")
-
-
-def _meant(name: str) -> Iterator[str]:
-    """The knobs that a name with underscores can mean: dotted, by its last part alone, or as vLLM calls it."""
-    if name in _kinds():
-        yield name
-    elif name in _OTHER_NAMES:
-        yield _OTHER_NAMES[name]
-    else:
-        yield from (knob for knob in _kinds() if knob.rpartition(".")[2] == name)
-
-
-def _option(knob: str) -> str:
-    return f"--{knob.replace('_', '-')}"
+    if name.startswith("no_"):
+        with suppress(ConfigError):
+            positive = knob_named(name.removeprefix("no_"))
+            if _kinds()[positive] is bool:
+                return positive, False
+    same = [f"--{knob.replace('_', '-')}" for knob in _kinds() if knob.rpartition(".")[2] == name]
+    if len(same) > 1:
+        raise ConfigError(f"{written}: which one? {' and '.join(same)} are known.")
+    try:
+        return knob_named(name), None
+    except ConfigError as error:
+        if near := difflib.get_close_matches(name, _OF_THE_COMMAND, n=1, cutoff=0.7):
+            raise ConfigError(f"{written}: there is none; did you mean '--{near[0].replace('_', '-')}'?") from None
+        raise ConfigError(f"{written}: {error.message}") from None
 
 
 def _kinds() -> dict[str, Any]:
@@ -135,17 +102,13 @@ def _annotation(name: str) -> Any:
     return node
 
 
-def _kind(name: str) -> Any:
-    return _kinds()[name]
-
-
 def _is_bool(word: str) -> bool:
     return isinstance(_parsed(word), bool)
 
 
 def _value(name: str, text: str) -> Any:
     """A value as YAML reads it; a knob that is a string has it as it is written."""
-    kind = _kind(name)
+    kind = _kinds()[name]
     if kind in (str, str | None):
         return text
     return _parsed(text)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import Field, ValidationError
 
-from raylm.config import Config, Frozen
+from raylm.config import Config, Frozen, faults
 from raylm.errors import ConfigError
 
 M = TypeVar("M", bound=Frozen)
@@ -165,8 +165,4 @@ def checked(model: type[M], data: object, where: str) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".lstrip(": ")
-            for fault in error.errors()
-        ]
-        raise ConfigError(f"{where}: {'; '.join(faults)}") from error
+        raise ConfigError(f"{where}: {faults(error)}") from error

@@ -69,14 +69,14 @@ def test_every_knob_is_an_option(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--max-num-seq", "3"], "--max-num-seq: there is no such option; did you mean '--scheduler.max-num-seqs'?"),
-        (["--schedular.policy", "x"], "did you mean '--scheduler.policy'?"),
-        (["--prot", "81"], "--prot: there is no such option; did you mean '--port'?"),
-        (["--qwertz", "1"], "`raylm config` prints those that there are"),
+        (["--max-num-seq", "3"], "--max-num-seq: unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        (["--schedular.policy", "x"], "did you mean 'scheduler.policy'?"),
+        (["--prot", "81"], "--prot: there is none; did you mean '--port'?"),
+        (["--qwertz", "1"], "`raylm config` prints the known ones"),
         (["--replicas", "2"], "--replicas: which one? --engine.replicas and --ingress.replicas are known"),
-        (["--enforce-eager"], "--enforce-eager: there is no such option; --no-cuda-graphs is the same"),
-        (["--gpu-memory-utilization", "0.9"], "--cache.memory-gib says"),
-        (["--no-dtype"], "--no-dtype: there is no such option"),
+        (["--enforce-eager"], "--enforce-eager: unknown key 'enforce_eager'; it is engine.cuda_graphs"),
+        (["--gpu-memory-utilization", "0.9"], "the KV pool's size is cache.memory_gib"),
+        (["--no-dtype"], "--no-dtype: unknown key"),
         (["--no-cuda-graphs=true"], "--no-cuda-graphs: it takes no value"),
         (["--dtype"], "--dtype: a value is missing"),
         (["--dtype", "int3"], "dtype: Input should be"),
@@ -185,6 +185,4 @@ def test_nothing_given_is_a_call_for_help() -> None:
 def test_a_wrong_word_ends_with_status_2() -> None:
     done = CliRunner().invoke(app, ["serve", "embedded", "--max-num-seq", "3"])
     assert done.exit_code == 2
-    assert done.stderr.splitlines() == [
-        "raylm: --max-num-seq: there is no such option; did you mean '--scheduler.max-num-seqs'?"
-    ]
+    assert done.stderr.splitlines() == ["raylm: --max-num-seq: unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"]
