@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +122,16 @@ class Driver:
         if self._shared and here and not port_is_free(self._served.host, self._served.port):
             raise ConfigError(f"http_options.port: something listens on port {self._served.port} already.")
         self._started_serve = True
-        serve.start(
-            proxy_location=schema.proxy_location,
-            http_options=schema.http_options.model_dump(),
-            grpc_options=schema.grpc_options.model_dump(),
-            logging_config=schema.logging_config,
-            tracing_config=schema.tracing_config,
-            controller_options=schema.controller_options,
-        )
+        # The controller replaces a proxy that is slow to start on a busy machine; ready is when there is one.
+        with suppress(ray.exceptions.RayActorError, TimeoutError):
+            serve.start(
+                proxy_location=schema.proxy_location,
+                http_options=schema.http_options.model_dump(),
+                grpc_options=schema.grpc_options.model_dump(),
+                logging_config=schema.logging_config,
+                tracing_config=schema.tracing_config,
+                controller_options=schema.controller_options,
+            )
         report("stage", "serve", "controller and HTTP proxy are up")
 
     def _join_serve(self, details: dict[str, Any]) -> None:
