@@ -33,6 +33,7 @@ from raylm.stages import report
 _POLL_S = 0.25
 _POLL_RUNNING_S = 2.0
 _TELL_S = 30.0
+_LINES_S = 5.0  # for the reason that an actor wrote: Ray brings its lines later than its status
 _CONNECT_S = 60.0
 _ENDING_S = 15.0  # what applications of a server that was killed get to end, when it is started again
 _DECLARATIVE = ("deployments", "runtime_env", "autoscaling_policy")  # what only a file that is deployed whole can have
@@ -209,6 +210,7 @@ class Driver:
                 time.sleep(_POLL_S)
                 continue
             if fault := next(filter(None, (_fault(name, found, name in running) for name in self._names)), None):
+                time.sleep(_LINES_S)
                 report("error", "serve", fault)
                 return 1
             others = [served for served in self._served.applications if served.config is None]
