@@ -189,6 +189,8 @@ VLLM_KNOBS = {
     "enable_prefix_caching": "cache.prefix_caching",
     "num_gpu_blocks_override": "cache.num_blocks",
     "scheduling_policy": "scheduler.policy",
+    "data_parallel_size": "engine.replicas",
+    "tool_call_parser": "tool_parser",
     "max_loras": "lora.max_adapters",
     "max_lora_rank": "lora.max_rank",
 }
