@@ -14,6 +14,7 @@ from raylm.config import Config
 from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
+from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Handler, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
@@ -21,6 +22,7 @@ from raylm.ingress.http.ops import HTTPMetrics, ops_routes
 from raylm.ingress.openai.chat import ChatCompletions, Conversations
 from raylm.ingress.openai.completions import Completions
 from raylm.ingress.openai.embeddings import Embeddings
+from raylm.ingress.openai.incoming import IncomingFields
 from raylm.ingress.openai.models import LoadAdapter, UnloadAdapter, model_routes
 from raylm.ingress.openai.scores import Rerank, Score
 from raylm.ingress.openai.tokenize import Detokenize, Tokenize
@@ -53,12 +55,14 @@ def build_asgi_app(
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, throttle = Admission(), Throttle()
+    incoming = IncomingFields(async_llm, leaves_out=config.ingress.unknown_fields == "warn")
     conversations = Conversations(async_llm, config)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
 
     def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:
-        return Route(path, JSONEndpoint(handler, lifecycle, throttle, admission, max_body_bytes), methods=["POST"])
+        endpoint = JSONEndpoint(handler, incoming.prepare, lifecycle, throttle, admission, max_body_bytes)
+        return Route(path, endpoint, methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletions(async_llm, conversations)),
@@ -74,9 +78,10 @@ def build_asgi_app(
         post("/detokenize", Detokenize(async_llm), unqueued),
         post("/v1/load_lora_adapter", LoadAdapter(async_llm), unqueued),
         post("/v1/unload_lora_adapter", UnloadAdapter(async_llm), unqueued),
-        *model_routes(async_llm),
+        *model_routes(async_llm, config),
         *ops_routes(async_llm, lifecycle, http_metrics),
         openapi_route(),
+        docs_route(),
     ]
     middleware = [Middleware(RequestContextMiddleware, http_metrics)]
     if origins := config.ingress.cors_origins:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,15 +44,20 @@ class Handler(Protocol):
     async def __call__(self, data: JSONObject, request_id: str) -> Answer: ...
 
 
+Prepare = Callable[[type[BaseModel], JSONObject], Awaitable[tuple[JSONObject, list[str]]]]
+
+
 @dataclass(frozen=True, eq=False)
 class JSONEndpoint:
     """Calls ``handler`` and sends its Answer.
 
+    ``prepare`` makes of a body what the handler gets, and names the fields that it left out.
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
     its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
     handler: Handler
+    prepare: Prepare
     lifecycle: Lifecycle
     throttle: Throttle
     admission: Admission
@@ -75,6 +80,7 @@ class JSONEndpoint:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
+                data, scope["raylm.ignored_fields"] = await self.prepare(self.handler.body, data)
                 answer = await self.handler(data, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
                 on_begin()

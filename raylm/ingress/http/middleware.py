@@ -37,7 +37,10 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
-        methods, exposed = ("GET", "POST", "DELETE", "OPTIONS"), ("x-request-id", "retry-after")
+        methods, exposed = (
+            ("GET", "POST", "DELETE", "OPTIONS"),
+            ("x-request-id", "retry-after", "x-raylm-ignored-fields"),
+        )
         super().__init__(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +56,8 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
 class RequestContextMiddleware:
     """Bounds the headers, gives the request its id, counts the answer, and turns every exception into one.
 
-    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer.
+    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer. The names in
+    ``scope["raylm.ignored_fields"]`` stand in the header x-raylm-ignored-fields.
     """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics) -> None:
@@ -72,7 +76,10 @@ class RequestContextMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 self._metrics.answers[message["status"], scope.get("raylm.key", "")] += 1
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if ignored := scope.get("raylm.ignored_fields"):
+                    headers.append((b"x-raylm-ignored-fields", ", ".join(ignored).encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -127,7 +134,11 @@ class ThrottleMiddleware:
         self._throttle = Throttle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].endswith(("/health", "/ready")) and not _is_serve_route(scope):
+        if (
+            scope["type"] == "http"
+            and not scope["path"].endswith(("/health", "/ready", "/ping"))
+            and not _is_serve_route(scope)
+        ):
             await self._throttle.enter()
         await self._app(scope, receive, send)
 

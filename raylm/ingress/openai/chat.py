@@ -48,9 +48,19 @@ class ChatCompletionRequest(GenerationBody):
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "audio", "documents", "echo", "function_call", "functions", "moderation", "prediction",
-        "prompt_cache_options", "verbosity", "web_search_options",
+        "audio", "moderation", "prediction", "prompt_cache_options", "verbosity", "web_search_options",
     })  # fmt: skip
+    served_by: ClassVar[dict[str, str]] = GenerationBody.served_by | {
+        "best_of": "n",
+        "documents": "chat_template_kwargs.documents",
+        "enable_thinking": "chat_template_kwargs.enable_thinking",
+        "function_call": "tool_choice",
+        "functions": "tools",
+        "prompt": "messages",
+        "thinking_budget": "thinking_token_budget",
+    }
+    of_tools: ClassVar[tuple[str, ...]] = ("tools", "tool_choice", "parallel_tool_calls")
+    of_reasoning: ClassVar[tuple[str, ...]] = ("reasoning_effort", "thinking_token_budget")
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -62,6 +72,8 @@ class ChatCompletionRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    include_reasoning: bool | None = None
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -101,9 +113,19 @@ class ChatCompletionRequest(GenerationBody):
             reasoning_effort=self.reasoning_effort,
             add_generation_prompt=opens_turn(self.add_generation_prompt, self.continue_final_message),
             continue_final_message=bool(self.continue_final_message),
+            add_special_tokens=bool(self.add_special_tokens),
             template_kwargs=self.chat_template_kwargs,
             any_length=any_length,
         )
+
+    @property
+    def echoed(self) -> str:
+        """What ``echo`` puts before an answer: the text of the last message, where it is of the answer's role."""
+        opens = opens_turn(self.add_generation_prompt, self.continue_final_message)
+        if not self.echo or (opens and self.messages[-1]["role"] != "assistant"):
+            return ""
+        content = self.messages[-1].get("content") or ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
     def _chosen_tool(self) -> ChosenTool:
         choice = self.tool_choice or "auto"
@@ -133,10 +155,7 @@ class Conversations:
         body.check(self._config)
         head = body.head(name, arrival_time, "messages", self._llm)
         params, prompt = await self._prepare(body, any_length=body.truncate_prompt_tokens is not None)
-        token_ids = prompt.token_ids
-        if body.truncate_prompt_tokens:
-            token_ids = token_ids[-body.truncate_prompt_tokens :]
-        return params, self._llm.generate(token_ids, prompt.params, head, prompt.answer_format)
+        return params, self._llm.generate(body.cut(prompt.token_ids), prompt.params, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
         """Tokens of the prompt that a conversation comes to."""
@@ -195,7 +214,15 @@ class ChatCompletions:
         if body.stream:
             head["object"] = "chat.completion.chunk"
             template = ChunkTemplate(head, "delta.content", null_usage=bool(body.options.include_usage))
-            stream = ChatStream(body, template, self._tokens, with_logprobs=bool(body.logprobs))
+            tokens = self._tokens.named(by_id=body.return_tokens_as_token_ids)
+            stream = ChatStream(
+                body,
+                template,
+                tokens,
+                with_logprobs=bool(body.logprobs),
+                with_reasoning=body.include_reasoning is not False,
+                echoed=body.echoed,
+            )
             return stream.chunks([outputs])
         return await self._whole(head, body, outputs, params.n)
 
@@ -210,10 +237,13 @@ class ChatCompletions:
         return await json_answer(make, generation.num_details)
 
     def _choice(self, index: int, choice: CompletionDelta, body: ChatCompletionRequest) -> JSONObject:
+        choice.text = body.echoed + choice.text
+        choice.reasoning = "" if body.include_reasoning is False else choice.reasoning
+        tokens = self._tokens.named(by_id=body.return_tokens_as_token_ids)
         shown: JSONObject = {
             "index": index,
             "message": assistant_message(choice),
-            "logprobs": chat_logprobs(choice.logprobs or (), self._tokens) if body.logprobs else None,
+            "logprobs": chat_logprobs(choice.logprobs or (), tokens) if body.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)

@@ -35,6 +35,10 @@ class CompletionRequest(GenerationBody):
     """Fields of a completion. ``best_of`` is accepted where it means nothing: equal to ``n``."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({"suffix"})
+    served_by: ClassVar[dict[str, str]] = GenerationBody.served_by | {
+        "max_completion_tokens": "max_tokens",
+        "messages": "prompt",
+    }
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -45,7 +49,9 @@ class CompletionRequest(GenerationBody):
     def check(self, config: Config) -> None:
         super().check(config)
         if self.best_of not in (None, self.n or 1):
-            raise unsupported("best_of", "only a value equal to 'n' is supported.")
+            raise unsupported(
+                "best_of", "only a value equal to 'n' is supported; use 'n', and 'logprobs' to choose by."
+            )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
         if self.max_tokens == 0 and self.min_tokens:
@@ -87,7 +93,7 @@ class Completions:
         head = body.head(name, arrival_time, "prompt", self._llm)
         params = body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
         self._llm.admission.expect(len(body.prompt) * params.n)
-        prompts = [await self._truncate(prompt, body.truncate_prompt_tokens) for prompt in body.prompt]
+        prompts = [await self._tokenized(prompt, body) for prompt in body.prompt]
         echoed = [await self._text(prompt) if body.echo else "" for prompt in prompts]
         outputs: list[Outputs] = [
             self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)
@@ -95,16 +101,22 @@ class Completions:
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
         if body.stream:
             template = ChunkTemplate(shared, "text", null_usage=bool(body.options.include_usage))
+            tokens = self._tokens.named(by_id=body.return_tokens_as_token_ids)
             return CompletionStream(
-                body, template, self._tokens, num_logprobs=body.logprobs, echoed=echoed if body.echo else None
+                body, template, tokens, num_logprobs=body.logprobs, echoed=echoed if body.echo else None
             ).chunks(outputs)
         return await self._whole(shared, body, outputs, params.n, echoed)
 
-    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
-        if limit is None:
+    async def _tokenized(self, prompt: Prompt, body: CompletionRequest) -> Prompt:
+        """A text stays one, unless it is cut or its special tokens are not added."""
+        special = body.add_special_tokens is not False
+        if isinstance(prompt, str) and special and body.truncate_prompt_tokens is None:
             return prompt
-        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return token_ids[-limit:] if len(token_ids) > limit else prompt
+        if isinstance(prompt, list):
+            return body.cut(prompt)
+        token_ids = await self._llm.tokenize(prompt, add_special_tokens=special)
+        kept = body.cut(token_ids)
+        return prompt if special and len(kept) == len(token_ids) else kept
 
     async def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
@@ -151,7 +163,7 @@ class Completions:
     ) -> JSONObject | None:
         if body.logprobs is None:
             return None
-        columns = CompletionLogprobs(self._tokens, body.logprobs)
+        columns = CompletionLogprobs(self._tokens.named(by_id=body.return_tokens_as_token_ids), body.logprobs)
         if not body.echo:
             shown = columns.generated(choice.token_ids, choice.logprobs or ())
         else:

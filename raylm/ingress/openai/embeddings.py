@@ -8,19 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Prompt, Prompts
-from raylm.ingress.openai.generation import RequestBody
+from raylm.ingress.openai.generation import CutBody, RequestBody
 from raylm.ingress.openai.outputs import interleave
 from raylm.params import PoolingParams, PoolingType
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048  # OpenAI's bound
 
 
-class PoolingBody(RequestBody):
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+class PoolingBody(RequestBody, CutBody):
     pooling: PoolingType | None = None
 
     def pooling_params(self, default: PoolingType) -> PoolingParams:
@@ -95,7 +93,7 @@ class PoolingHandler(ABC, Generic[B]):
         params = body.pooling_params(self._llm.pooling_defaults.pooling)
         self._llm.admission.expect(len(texts))
         streams = [
-            self._llm.embed(await self._truncate(prompt, body.truncate_prompt_tokens), params, head.nth(place, param))
+            self._llm.embed(await self._cut(prompt, body), params, head.nth(place, param))
             for place, (prompt, param) in enumerate(texts)
         ]
         vectors, num_tokens = [np.empty(0, np.float32)] * len(streams), 0
@@ -106,11 +104,10 @@ class PoolingHandler(ABC, Generic[B]):
                 num_tokens += len(output.prompt_token_ids)
         return Embedded(vectors, num_tokens)
 
-    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
-        if limit is None:
+    async def _cut(self, prompt: Prompt, body: B) -> Prompt:
+        if body.truncate_prompt_tokens is None:
             return prompt
-        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return token_ids[-limit:]
+        return body.cut(await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
 
 class EmbeddingRequest(PoolingBody):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from raylm.config import Config
@@ -15,6 +15,7 @@ from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import (
     MAX_FIELDS,
     Body,
+    Model,
     OneOf,
     Part,
     RequestId,
@@ -23,6 +24,7 @@ from raylm.ingress.openai.fields import (
     TokenIds,
     at_most,
     closed,
+    refuse,
     unsupported,
 )
 from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutputs
@@ -37,6 +39,20 @@ _SAME_NAME = (
 )  # fmt: skip
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _MAX_BIAS = 100.0
+# Names that other servers have for what a field here serves.
+FORMS = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+_LENGTHS = ("max_new_tokens", "max_output_tokens", "num_predict", "n_predict")
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18  # the largest vocabularies
@@ -48,7 +64,7 @@ class RequestBody(Body):
     ``user`` identifies the end user for abuse detection and has by OpenAI's definition no effect on the answer.
     """
 
-    model: str
+    model: Model = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     request_id: RequestId | None = None
@@ -128,12 +144,22 @@ def _strings(choice: object) -> object:
     return choice
 
 
+def _some_json(schema: bool) -> bool:
+    if not schema:
+        raise ValueError("the schema false allows no answer")
+    return schema
+
+
 @closed
 class Constraints(TypedDict, total=False):
-    """vLLM's ``structured_outputs``: one of these."""
+    """vLLM's ``structured_outputs``: one of these; ``json`` true is the schema of any JSON."""
 
     json: (
-        Annotated[dict[str, Any] | bool | str, OneOf("expected an object, a boolean or a string, but got {got}")] | None
+        Annotated[
+            dict[str, Any] | Annotated[bool, AfterValidator(_some_json)] | str,
+            OneOf("expected an object, true or a string, but got {got}"),
+        ]
+        | None
     )
     regex: str | None
     choice: Annotated[list[str], BeforeValidator(_strings)] | None
@@ -157,6 +183,8 @@ def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | No
         message = "'structured_outputs' and 'response_format' must not both say what form the answer has."
         raise InvalidRequestError(message, param="structured_outputs")
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if given.get("json") in (True, "true"):
+        given["json"] = {}
     if "choice" in given:
         given["choice"] = tuple(given["choice"])
     if given.get("json_object") is False:
@@ -168,6 +196,8 @@ def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | No
 class SamplingBody(RequestBody):
     """How one answer is drawn, whatever API asks for it."""
 
+    served_by: ClassVar[dict[str, str]] = FORMS
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(lt=2**31)] | None = None
@@ -175,7 +205,7 @@ class SamplingBody(RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     min_tokens: Annotated[int, Field(lt=2**31)] | None = None
     stop: StringOrStrings | None = None
     stop_token_ids: Annotated[TokenIds | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
@@ -205,16 +235,39 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(SamplingBody):
+class CutBody(Body):
+    """How a prompt that is too long is cut."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    @model_validator(mode="after")
+    def _needs_a_length(self) -> Self:
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise refuse("it needs 'truncate_prompt_tokens'", at="truncation_side")
+        return self
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """The last ``truncate_prompt_tokens`` of them, or with the side "right" the first; all without a limit."""
+        limit = self.truncate_prompt_tokens
+        if limit is None or len(token_ids) <= limit:
+            return token_ids
+        return token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:]
+
+
+class GenerationBody(SamplingBody, CutBody):
     """Fields of /v1/chat/completions and /v1/completions alike."""
+
+    served_by: ClassVar[dict[str, str]] = FORMS | dict.fromkeys(_LENGTHS, "max_tokens")
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     n: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
 
     def check(self, config: Config) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,15 @@ class TokenTexts:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.bytes_of = cache(llm.token_bytes)
-        self.text_of = cache(lambda token_id: _readable(self.bytes_of(token_id)))
+        self.text_of: Callable[[int], str] = cache(lambda token_id: _readable(self.bytes_of(token_id)))
+
+    def named(self, *, by_id: bool | None) -> TokenTexts:
+        """These, or with ``by_id`` the same bytes under texts like token_id:7, which are different for each token."""
+        if not by_id:
+            return self
+        named = copy(self)
+        named.text_of = "token_id:{}".format
+        return named
 
 
 def _readable(raw: bytes) -> str:

@@ -43,7 +43,8 @@ class ChoiceStream(ABC):
         self._n = body.n or 1
         self._with_token_ids = bool(body.return_token_ids)
         self._options = body.options
-        self._plain = not (detailed or self._with_token_ids or self._options.continuous_usage_stats)
+        self._with_usage = bool(self._options.include_usage and self._options.continuous_usage_stats)
+        self._plain = not (detailed or self._with_token_ids or self._with_usage)
         self._prompts: set[int] = set()
         self._opened: set[int] = set()
         self._usage = Usage()
@@ -89,7 +90,7 @@ class ChoiceStream(ABC):
         if place not in self._prompts:
             self._prompts.add(place)
             self._usage.count_prompt(output)
-        usage = self._usage.as_json() if self._options.continuous_usage_stats else None
+        usage = self._usage.as_json() if self._with_usage else None
         choices = []
         if index not in self._opened:
             self._opened.add(index)
@@ -111,20 +112,36 @@ class ChoiceStream(ABC):
 
 
 class ChatStream(ChoiceStream):
-    """The role opens a choice; ``with_logprobs`` as the body asks."""
+    """The role opens a choice, and then what is ``echoed``; ``with_logprobs`` and ``with_reasoning`` as asked."""
 
     _ending: ClassVar[JSONObject] = {"delta": {}}
 
     def __init__(
-        self, body: GenerationBody, template: ChunkTemplate, tokens: TokenTexts, *, with_logprobs: bool
+        self,
+        body: GenerationBody,
+        template: ChunkTemplate,
+        tokens: TokenTexts,
+        *,
+        with_logprobs: bool,
+        with_reasoning: bool = True,
+        echoed: str = "",
     ) -> None:
         super().__init__(body, template, tokens, with_logprobs)
         self._with_logprobs = with_logprobs
+        self._with_reasoning = with_reasoning
+        self._echoed = echoed
+
+    def _any_delta(self, index: int, place: int, delta: CompletionDelta, output: RequestOutput) -> bytes:
+        if not self._with_reasoning:
+            delta.reasoning = ""
+        return super()._any_delta(index, place, delta, output)
 
     def _opening(self, index: int, place: int, output: RequestOutput) -> list[JSONObject]:
         opening = {"role": "assistant", "content": "", "refusal": None}
         prompt = {"prompt_token_ids": output.prompt_token_ids} if self._with_token_ids else {}
-        return [{"index": index, "delta": opening, "logprobs": None, "finish_reason": None} | prompt]
+        rest = {"logprobs": None, "finish_reason": None}
+        choices: list[JSONObject] = [{"index": index, "delta": opening} | rest | prompt]
+        return [*choices, {"index": index, "delta": {"content": self._echoed}} | rest] if self._echoed else choices
 
     def _news(self, index: int, delta: CompletionDelta) -> JSONObject:
         logprobs = chat_logprobs(delta.logprobs or (), self._tokens) if self._with_logprobs else None
