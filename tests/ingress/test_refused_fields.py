@@ -51,6 +51,8 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["a"]}, "guided_choice"),
     ({"max_new_tokens": 5}, "max_new_tokens"),
     ({"truncation_side": "left"}, "truncation_side"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1, -1]}, "logprob_token_ids[1]"),
     ({"truncation_side": "middle", "truncate_prompt_tokens": 5}, "truncation_side"),
     ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"add_special_tokens": 1}, "add_special_tokens"),

@@ -85,6 +85,7 @@ GENERATION: dict[str, list[Any]] = SAMPLING | {
     "prompt_logprobs": [*INTEGER, -1, 21],
     "truncate_prompt_tokens": [*INTEGER, 0, -2],
     "truncation_side": [*CHOICE, "left"],
+    "logprob_token_ids": [*IDS, [], [5], [10**6], list(range(129))],
     "return_token_ids": BOOLEAN,
     "return_tokens_as_token_ids": BOOLEAN,
     "add_special_tokens": BOOLEAN,

@@ -27,7 +27,7 @@ from raylm.ingress.openai.fields import (
     refuse,
     unsupported,
 )
-from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -37,7 +37,7 @@ _SAME_NAME = (
     "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "n", "prompt_logprobs",
 )  # fmt: skip
-_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
 _MAX_BIAS = 100.0
 # Names that other servers have for what a field here serves.
 FORMS = {
@@ -265,6 +265,7 @@ class GenerationBody(SamplingBody, CutBody):
     n: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
