@@ -22,10 +22,11 @@ from raylm.ingress.http.ops import HTTPMetrics, ops_routes
 from raylm.ingress.openai.chat import ChatCompletions, Conversations
 from raylm.ingress.openai.completions import Completions
 from raylm.ingress.openai.embeddings import Embeddings
-from raylm.ingress.openai.incoming import IncomingFields
+from raylm.ingress.openai.generation import IncomingFields
 from raylm.ingress.openai.models import LoadAdapter, UnloadAdapter, model_routes
 from raylm.ingress.openai.scores import Rerank, Score
 from raylm.ingress.openai.tokenize import Detokenize, Tokenize
+from raylm.ingress.openai.unknown_fields import KnownFields
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
 from raylm.ingress.responses.store import open_store
@@ -55,7 +56,7 @@ def build_asgi_app(
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, throttle = Admission(), Throttle()
-    incoming = IncomingFields(async_llm, leaves_out=config.ingress.unknown_fields == "warn")
+    incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
     conversations = Conversations(async_llm, config)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)

@@ -1,4 +1,4 @@
-"""What is done to every body before its handler checks it: the model's name filled in, unknown fields left out."""
+"""Fields that are not served are left out of a body, by the types that it is checked with, and told."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Required, Union, 
 from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
-from raylm.errors import InvalidRequestError
 from raylm.frontend import LARGE, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip, logger
 from raylm.ingress.openai.fields import Body, OneOf, count_entries
+from raylm.ingress.openai.generation import IncomingFields
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -25,37 +25,20 @@ MAX_SHOWN = 16  # names in an answer's header
 _MAX_NAME = 100
 
 
-class IncomingFields:
-    """``leaves_out`` is ``ingress.unknown_fields: warn``; owns which names the log has told already."""
+class KnownFields(IncomingFields):
+    """``ingress.unknown_fields: warn``: bodies lose what is not served; owns which names the log has told."""
 
-    def __init__(self, llm: AsyncLLM, *, leaves_out: bool) -> None:
-        self._llm = llm
-        self._leaves_out = leaves_out
+    def __init__(self, llm: AsyncLLM) -> None:
+        super().__init__(llm)
         self._told: set[str] = set()
 
     async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
-        """``data`` as the handler gets it, and the names of the fields that were left out, for a header.
-
-        Raises:
-            InvalidRequestError: no model is named, and there are several.
-        """
         assert issubclass(body, Body)
-        names: list[str] = []
-        if self._leaves_out:
-            data, names = await offload(lambda: self._leave_out(body, data), _size(data))
-            self._tell(names)
-        model = body.model_fields.get("model")
-        if model is not None and model.default == "" and data.get("model") is None:
-            data = data | {"model": self._only_model()}
+        data, names = await offload(lambda: self._leave_out(body, data), _size(data))
+        self._tell(names)
+        data, _ = await super().prepare(body, data)
         more = [f"and {len(names) - MAX_SHOWN} more"] if len(names) > MAX_SHOWN else []
         return data, names[:MAX_SHOWN] + more
-
-    def _only_model(self) -> str:
-        if others := tuple(self._llm.adapters.known):
-            names = ", ".join(f"'{clip(name, _MAX_NAME)}'" for name in (self._llm.model_name, *others[:3]))
-            message = f"Missing required parameter: 'model'; this server has {1 + len(others)} models, as {names}."
-            raise InvalidRequestError(message, param="model")
-        return self._llm.model_name
 
     def _leave_out(self, body: type[Body], data: JSONObject) -> tuple[JSONObject, list[str]]:
         """What names a field of this server by another name stays, to be refused with its name here."""
