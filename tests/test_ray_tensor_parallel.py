@@ -25,7 +25,7 @@ from raylm.engine import as_raylm_error
 from raylm.engine.actor import create_engine_core
 from raylm.engine.ray_executor import create_worker
 from raylm.errors import ConfigError, EngineDiedError, PeerLostError
-from raylm.frontend import RayEngineClient
+from raylm.frontend.engines.ray_engine_client import RayEngineClient
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from tests.checkpoints import make_checkpoint
 from tests.fakes import FakeWorker

@@ -16,7 +16,7 @@ from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampli
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits
-from raylm.frontend.output_processor import OutputProcessor, OutputQueue
+from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
@@ -32,12 +32,13 @@ class AsyncLLM:
     """Text in, deltas of text out; everything runs on one event loop, long tokenizing and templates on threads.
 
     ``adapters`` are the LoRA adapters that requests may name; ``admission`` bounds what waits for a first token.
+    Requests whose engine is lost go on on another one, for which they wait at most ``recovery_timeout_s``.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
     """
 
-    def __init__(self, config: Config, router: Router | None = None, admission: Admission | None = None) -> None:
+    def __init__(self, config: Config, admission: Admission | None = None, recovery_timeout_s: float = 0.0) -> None:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
         self.admission = admission or Admission()
@@ -50,12 +51,11 @@ class AsyncLLM:
         self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.eos_token_ids)
         self._chat = ChatProcessor(config, self._tokenizer, self._template, self._grammars)
-        self._router = router or Router()
-        self.adapters = self._router.adapters
-        self._telemetry = Telemetry(self.model_name, self._router.stats)
+        self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
-        self._router.bind(self._outputs.process, self._outputs.fail)
+        self._router = Router(self._outputs.process, self._outputs.fail, self._outputs.resumed, recovery_timeout_s)
+        self.adapters = self._router.adapters
 
     def add_engine(self, client: EngineClient) -> None:
         """Take in a ready engine; call it from a task that outlives every request. One that dies leaves by itself."""
@@ -78,6 +78,11 @@ class AsyncLLM:
         if self._router.is_ready or self._longest is None:
             return self._router.limits.max_model_len
         return self._longest
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what all ready engines compute with, as OpenAI's ``system_fingerprint``; "" without any."""
+        return self._router.fingerprint
 
     def metrics_text(self) -> bytes:
         return self._telemetry.text()
@@ -108,9 +113,9 @@ class AsyncLLM:
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        with self._sent(request, answer_format) as (queue, reservation):
+        with self._sent(request, answer_format) as (opened, reservation):
             while True:
-                output = await queue.get()
+                output = await opened.get()
                 if reservation.requests:
                     reservation.begin(delta.index for delta in output.deltas)
                 yield output
@@ -125,8 +130,8 @@ class AsyncLLM:
         self.pooling_defaults.check(params)
         token_ids = await self._token_ids(prompt, limits, head.param)
         request = self._input.build_pooling(token_ids, params, limits, head)
-        with self._sent(request) as (queue, _):
-            yield await queue.get()
+        with self._sent(request) as (opened, _):
+            yield await opened.get()
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, param: str) -> list[int]:
         if isinstance(prompt, list):
@@ -138,20 +143,17 @@ class AsyncLLM:
     @contextmanager
     def _sent(
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
-    ) -> Iterator[tuple[OutputQueue, Reservation]]:
+    ) -> Iterator[tuple[OpenRequest, Reservation]]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then."""
-        engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
+        engine = self._router.pick(request)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
-        queue = self._outputs.open(request, form)
-        engine.open_keys.add(request.key)
-        engine.client.add(request)
+        opened = self._outputs.open(request, form)
+        self._router.send(request, engine)
         try:
-            yield queue, reservation
+            yield opened, reservation
         finally:  # no await may stand here: a cancelled task must not lose the abort
             reservation.release()
-            engine.open_keys.discard(request.key)
-            if self._outputs.close(request.key):
-                engine.client.abort([request.key])
+            self._router.leave(request.key, abort=self._outputs.close(request.key))
 
     @property
     def calls_tools(self) -> bool:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
-from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest, RequestHead
-from raylm.frontend.answers.answer_format import AnswerReader
+from raylm.frontend import Admission, ChatPrompt, ChatRequest, RequestHead
+from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.frontend.defaults import PoolingDefaults
+from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.text.chat_template import ROLES, prepare_messages
 from raylm.messages import Thinking
@@ -53,6 +54,7 @@ class FakeAsyncLLM:
     embedded: list[tuple[list[int], PoolingParams]] = field(default_factory=list)
     max_model_len: int = 4096
     model_name: str = "org/fake-model"
+    fingerprint: str = "fp_0123456789abcdef"
     is_ready: bool = True
     calls_tools: bool = True
     reasons: bool = True

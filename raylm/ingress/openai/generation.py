@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator, model_validator
@@ -19,6 +20,7 @@ from raylm.ingress.openai.fields import (
     Model,
     OneOf,
     Part,
+    Prompt,
     RequestId,
     StringOrStrings,
     Strings,
@@ -33,12 +35,10 @@ from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, Sa
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
 
-_SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "n", "prompt_logprobs",
-)  # fmt: skip
-_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
+# Fields that SamplingParams has by the same names; the others have another form in a body.
+_SAME_NAME = {field.name for field in fields(SamplingParams)} - {
+    "max_tokens", "logprobs", "logit_bias", "structured_outputs",
+}  # fmt: skip
 _MAX_BIAS = 100.0
 # Names that other servers have for what a field here serves.
 FORMS = {
@@ -132,6 +132,17 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
         why = f"was lost: {lost}" if lost else f"does not exist; this server serves '{llm.model_name}'."
         raise ModelNotFoundError(f"The model '{shown}' {why}", param="model")
     return name
+
+
+async def tokenized(prompt: Prompt, body: CutBody, llm: AsyncLLM, *, special: bool = True) -> Prompt:
+    """``prompt`` cut as ``body`` says; a text stays one, unless it is cut or its ``special`` tokens are left out."""
+    if isinstance(prompt, list):
+        return body.cut(prompt)
+    if special and body.truncate_prompt_tokens is None:
+        return prompt
+    token_ids = await llm.tokenize(prompt, add_special_tokens=special)
+    kept = body.cut(token_ids)
+    return prompt if special and len(kept) == len(token_ids) else kept
 
 
 def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
@@ -318,8 +329,7 @@ class GenerationBody(SamplingBody, CutBody):
         Raises:
             InvalidRequestError: a value lies out of range.
         """
-        given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
-        given |= {name: tuple(value) for name in _TUPLES if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAME_NAME if (value := getattr(self, name, None)) is not None}
         if self.logit_bias is not None:
             clamped = {int(key): max(-_MAX_BIAS, min(_MAX_BIAS, bias)) for key, bias in self.logit_bias.items()}
             given["logit_bias"] = clamped

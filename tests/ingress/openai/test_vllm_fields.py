@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from raylm.frontend import AnswerFormat
+from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.messages import Thinking
 from tests.ingress.fake_llm import CUSTOM_ROLE, FakeAsyncLLM
