@@ -123,6 +123,10 @@ def test_two_models_and_an_application_of_somebody_else_are_read(tmp_path: Path)
             "scheduler: {speculative_tokens: 4}}}]",
             "scheduler.speculative_tokens: how many tokens are guessed",
         ),
+        (
+            "applications: [{import_path: 'raylm:build_app', args: {scheduler: {max_num_batched_tokens: 32}}}]",
+            "scheduler: max_num_batched_tokens: 32 tokens in a step are fewer than its sequences (max_num_seqs: 64)",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
