@@ -15,7 +15,6 @@ from raylm.config import Config, faults
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
-from raylm.stages import report
 
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
@@ -30,14 +29,10 @@ def build_app(config: Config | dict[str, Any]) -> Application:
     Raises:
         ConfigError: a knob is unknown or wrong, or model, API keys or device are not there.
     """
-    try:
-        config = _checked(config)
-        checkpoint.resolve(config.model, config.revision)
-        read_keys(config.ingress)
-        gpus = _gpus(config)
-    except ConfigError as error:
-        report("error", "config", error.message)
-        raise
+    config = _checked(config)
+    checkpoint.resolve(config.model, config.revision)
+    read_keys(config.ingress)
+    gpus = _gpus(config)
     deployment = functools.partial(
         serve.deployment,
         graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,

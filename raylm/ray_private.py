@@ -58,3 +58,38 @@ def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options:
     haproxy.cfg.bufsize = bufsize
     Path(haproxy.cfg.error_file_path).write_bytes(error_answer)
     haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *options)
+
+
+def application(import_path: str, args: dict[str, Any]) -> Any:
+    """The Serve application that ``import_path`` names or builds from ``args``, as Serve itself makes it of a file."""
+    from ray._common.utils import import_attr
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+    return call_user_app_builder_with_args_if_necessary(import_attr(import_path), args)
+
+
+def serve_details() -> dict[str, Any] | None:
+    """What Serve's REST API says of the whole cluster, None where Serve does not run."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.get_serve_details()
+
+
+def deploy_file(schema: Any) -> None:
+    """Hand a whole Serve file to the controller; what was deployed from a file before and is not in it ends."""
+    from ray.serve.context import _get_global_client
+
+    _get_global_client().deploy_apps(schema)
+
+
+def delete_applications(names: list[str]) -> None:
+    """Delete these, all at once, and wait for their end; TimeoutError after a minute."""
+    from ray.serve.context import _get_global_client
+
+    _get_global_client().delete_apps(names)
+
+
+def job_has_ended(job_id: str) -> bool:
+    """Whether the driver of this job is gone, as Ray's control plane sees it."""
+    return any(job["JobID"] == job_id and job["IsDead"] for job in ray._private.state.jobs())

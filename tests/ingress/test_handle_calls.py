@@ -32,7 +32,10 @@ with warnings.catch_warnings():
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-OF_HTTP = ("stream", "stream_options", "echo", "return_token_ids", "encoding_format")
+OF_HTTP = (
+    "stream", "stream_options", "echo", "include_reasoning", "return_token_ids", "return_tokens_as_token_ids",
+    "encoding_format",
+)  # fmt: skip
 
 
 def ingress(llm: FakeAsyncLLM, policy: str = "fcfs") -> Ingress:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
-PROBES = frozenset({"/health", "/ready"})
+PROBES = frozenset({"/health", "/ready", "/ping"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-|\Z)")
 
@@ -41,7 +41,10 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
-        methods, exposed = ("GET", "POST", "DELETE", "OPTIONS"), ("x-request-id", "retry-after")
+        methods, exposed = (
+            ("GET", "POST", "DELETE", "OPTIONS"),
+            ("x-request-id", "retry-after", "x-raylm-ignored-fields"),
+        )
         super().__init__(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,8 +60,9 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
 class RequestContextMiddleware:
     """Bounds the headers, gives the request its id, counts the answer, and turns every exception into one.
 
-    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer. PROBES are neither
-    counted nor logged, whoever sends them.
+    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer, the names in
+    ``scope["raylm.ignored_fields"]`` in the header x-raylm-ignored-fields. PROBES are neither counted nor logged,
+    whoever sends them.
     """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics, access_log: bool = False) -> None:
@@ -80,7 +84,10 @@ class RequestContextMiddleware:
                 status = message["status"]
                 if not is_probe:
                     self._metrics.answers[status, scope.get("raylm.key", "")] += 1
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if ignored := scope.get("raylm.ignored_fields"):
+                    headers.append((b"x-raylm-ignored-fields", ", ".join(ignored).encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -154,7 +161,11 @@ class ThrottleMiddleware:
         self._throttle = Throttle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].endswith(("/health", "/ready")) and not _is_serve_route(scope):
+        if (
+            scope["type"] == "http"
+            and not scope["path"].endswith(("/health", "/ready", "/ping"))
+            and not _is_serve_route(scope)
+        ):
             await self._throttle.enter()
         await self._app(scope, receive, send)
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.ops import check_ready
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+\-]{1,128}$")]
 
 
-def model_routes(llm: AsyncLLM, lifecycle: Lifecycle) -> list[Route]:
-    """GET /v1/models and GET /v1/models/{id}, where the id may hold slashes; 503 whenever /health is."""
+def model_routes(llm: AsyncLLM, config: Config, lifecycle: Lifecycle) -> list[Route]:
+    """GET /v1/models and GET /v1/models/{id}, where the id may hold slashes; 503 whenever /health is.
+
+    ``root`` is where a model or adapter was asked to be loaded from, ``parent`` an adapter's base model.
+    """
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
@@ -34,6 +38,8 @@ def model_routes(llm: AsyncLLM, lifecycle: Lifecycle) -> list[Route]:
             "object": "model",
             "created": created,
             "owned_by": "raylm",
+            "root": config.model,
+            "parent": None,
             "max_model_len": llm.max_model_len,
         }
         if name in llm.adapters.known:
