@@ -19,7 +19,7 @@ from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
 DRAIN_MARGIN_S = 3.0
-HEALTH_PERIOD_S = 1.0
+HEALTH_PERIOD_S = 0.25  # a replica that was killed is replaced after so long
 _SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background waits in one
 
 

@@ -220,7 +220,8 @@ class EngineCoreOutputs:
     over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error), the request is over.
     ``pooled``: (key, vector as float32 bytes), the request is over too.
     ``adapters`` are all that the engine has, None where they have not changed.
-    ``created`` is the time of the newest entry in seconds since the epoch.
+    ``created`` is the time of the newest entry in seconds since the epoch. ``draining`` says that the engine is about
+    to end; entries that follow do not repeat it.
     """
 
     keys: list[int]
@@ -237,6 +238,7 @@ class EngineCoreOutputs:
     pooled: list[tuple[int, bytes]] = field(default_factory=list)
     adapters: tuple[LoRAAdapter, ...] | None = None
     created: float = 0.0
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from ray.exceptions import RayActorError
 
 from raylm.config import Config
 from raylm.engine.engine_core import EngineCore
+from raylm.engine.heartbeats import send_heartbeats
+from raylm.engine.leases import PERIOD_S, Leases
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
@@ -24,6 +26,7 @@ logger = logging.getLogger("raylm.engine")
 
 NAMESPACE = "raylm"
 MAX_OUTPUTS_IN_FLIGHT = 8
+ENGINE_CORE = "EngineCore"  # as it signs its heartbeats
 _DRAIN_POLL_S = 0.05
 
 
@@ -36,10 +39,15 @@ def engine_core_prefix(app_name: str, config: Config) -> str:
 class EngineCoreActor:
     """One engine's scheduler in a process of its own, without torch unless the executor is local."""
 
-    def __init__(self, config: Config, engine_id: str, workers: list[ActorHandle]) -> None:
+    def __init__(
+        self, config: Config, engine_id: str, workers: list[ActorHandle], heartbeats: str | None = None
+    ) -> None:
+        if heartbeats is not None:
+            send_heartbeats(heartbeats, ENGINE_CORE)
         self._core = EngineCore(config, _executor(config, workers))
         self._engine_id = engine_id
         self._lost = False
+        self._leases = Leases()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_event_loop().create_future()
 
     async def start(self) -> EngineInfo:
@@ -49,23 +57,36 @@ class EngineCoreActor:
         return info
 
     async def run(self) -> str:
-        """Schedule steps until the engine is lost; returns why."""
+        """Schedule steps until the engine is lost; returns why, "" if a worker was lost."""
+        leases = asyncio.create_task(self._follow_leases())
         try:
             await self._core.run()
         except EngineDiedError as error:
             self._lost = True
             if isinstance(error.__cause__, RayActorError):
-                return "A worker was lost."
+                return ""
             logger.error("the engine failed", exc_info=error)
             return error.message
+        finally:
+            leases.cancel()
         return "The EngineCore has stopped."
 
     async def load(self) -> tuple[EngineStats, int]:
         """What it does now, and the requests that it holds, or held when it was lost."""
         return self._core.scheduler.stats(), self._core.held_requests
 
-    async def drained(self) -> None:
-        """Wait until no request is open."""
+    async def _follow_leases(self) -> None:
+        """What a client has open ends when it is gone, whether or not Ray closes its stream."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            for client_id in self._leases.expired():
+                if requests := self._core.scheduler.open_requests(client_id):
+                    logger.warning("an ingress is gone; its %d open requests end", len(requests))
+                self._core.drop_client(client_id)
+
+    async def drain(self) -> None:
+        """Tell the clients that this engine ends, and wait until no request is open."""
+        self._core.drain()
         while self._core.scheduler.has_work:  # noqa: ASYNC110 - asked once in an engine's life
             await asyncio.sleep(_DRAIN_POLL_S)
 
@@ -79,7 +100,8 @@ class EngineCoreActor:
         It ends with EngineCrashedError where what was computed brought the engine down.
 
         Ray holds back the next item while MAX_OUTPUTS_IN_FLIGHT are not taken; meanwhile the outbox merges. When the
-        client ends the stream or its process dies, Ray closes this generator, which ends the client's requests.
+        client ends the stream Ray closes this generator, which ends the client's requests; when its process dies the
+        lease does, as Ray then does not always.
         """
         outbox = self._core.connect(client_id)
         try:
@@ -91,8 +113,11 @@ class EngineCoreActor:
             return
         finally:
             self._core.drop_client(client_id, outbox)
+            self._leases.end(client_id)
 
     async def submit(self, client_id: str, batch: ClientBatch) -> None:
+        """Take a batch, which renews the client's lease even if it is empty."""
+        self._leases.renew(client_id)
         self._core.add(client_id, batch.adds)
         self._core.abort(client_id, batch.aborts)
         self._core.stop(client_id, batch.stops)
@@ -112,11 +137,19 @@ def _executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
 
 
 def create_engine_core(
-    config: Config, name: str, engine_id: str, workers: list[ActorHandle], **options: Any
+    config: Config,
+    name: str,
+    engine_id: str,
+    workers: list[ActorHandle],
+    heartbeats: str | None = None,
+    **options: Any,
 ) -> ActorHandle:
-    """Start the process of one EngineCore; ``options`` are Ray's (resources, placement). It is never restarted."""
+    """Start the process of one EngineCore, which is never restarted.
+
+    ``heartbeats`` is the path of its HeartbeatMonitor; ``options`` are Ray's (resources, placement).
+    """
     return (
         ray.remote(EngineCoreActor)
         .options(name=name, namespace=NAMESPACE, max_restarts=0, max_task_retries=0, **options)
-        .remote(config, engine_id, workers)
+        .remote(config, engine_id, workers, heartbeats)
     )

@@ -13,6 +13,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.scheduler import Scheduler
+from raylm.engine.step_limit import StepLimit
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, ModelNotFoundError, RayLMError
 from raylm.messages import (
     EngineCoreOutputs,
@@ -42,6 +43,8 @@ class EngineCore:
         self._ended_by: RayLMError | None = None
         self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
+        self._draining = False
+        self._limit = StepLimit(config.engine.step_timeout_s)
 
     async def start(self) -> WorkerInfo:
         """Start the workers and make the scheduler for what they found.
@@ -65,6 +68,12 @@ class EngineCore:
         outbox = self._outboxes[client_id] = Outbox()
         outbox.put(self._outputs(adapters=self._adapters.adapters))
         return outbox
+
+    def drain(self) -> None:
+        """Tell all clients that this engine ends, so that they ask others; what they still ask is answered."""
+        self._draining = True
+        for outbox in self._outboxes.values():
+            outbox.put(self._outputs())
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
         """End everything that a client has open; nothing if it has another ``outbox`` by now (connected again)."""
@@ -155,19 +164,23 @@ class EngineCore:
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         assert self._in_flight, "requests are open, nothing is in flight, and nothing can be scheduled"
         plan, result = self._in_flight[0]
-        for client_id, outputs in self.scheduler.update(plan, await self._result_in_time(result)).items():
+        for client_id, outputs in self.scheduler.update(plan, await self._result_in_time(plan, result)).items():
             if client_id in self._outboxes:
                 self._outboxes[client_id].put(outputs)
         self._in_flight.popleft()
 
-    async def _result_in_time(self, result: asyncio.Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Of the oldest step, which has the worker to itself; a worker that hangs gives no other sign."""
-        limit_s = self._config.engine.step_timeout_s
+    async def _result_in_time(
+        self, plan: SchedulerOutput, result: asyncio.Future[ModelRunnerOutput]
+    ) -> ModelRunnerOutput:
+        """Of the oldest step, which has the worker to itself; one that hangs in it gives no other sign."""
+        limit_s, named = self._limit.of(plan)
         try:
             async with asyncio.timeout(limit_s):
-                return await result
+                output = await result
         except TimeoutError as error:
-            raise EngineDiedError(f"A step has taken longer than engine.step_timeout_s, {limit_s:g} s.") from error
+            raise EngineCrashedError(f"A step has taken longer than {named}, {limit_s:g} s.") from error
+        self._limit.observe(plan, output)
+        return output
 
     async def run(self) -> None:
         """Step while there is work, wait while there is none; ends only by cancellation or with the engine."""
@@ -206,7 +219,8 @@ class EngineCore:
     ) -> EngineCoreOutputs:
         """A message without entries."""
         stats, now = self.scheduler.stats(), time.time()
-        return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], adapters=adapters, created=now)
+        empty = EngineCoreOutputs([], [], [], [], [], [], [], stats, created=now, draining=self._draining)
+        return replace(empty, errors=errors or [], adapters=adapters)
 
     @property
     def held_requests(self) -> int:

@@ -110,4 +110,5 @@ def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutput
         getattr(held, name).extend(getattr(fresh, name))
     adapters = held.adapters if fresh.adapters is None else fresh.adapters
     created = max(held.created, fresh.created)
-    return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, created=created)
+    draining = held.draining or fresh.draining
+    return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, created=created, draining=draining)

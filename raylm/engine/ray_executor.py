@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raylm.config import Config
+from raylm.engine.heartbeats import send_heartbeats
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
@@ -21,7 +22,7 @@ from raylm.worker import Worker
 
 T = TypeVar("T")
 
-WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one answers pings, one loads adapters
+WORKER_THREADS = 4  # one computes, one waits its turn, one packs its result, one loads adapters
 
 
 def prepare_process() -> None:
@@ -60,7 +61,9 @@ class WorkerActor(Worker):
     threads: while one step computes, the next one waits unpacked, and the result of the last one is being packed.
     """
 
-    def __init__(self, config: Config, rank: int = 0) -> None:
+    def __init__(self, config: Config, rank: int = 0, heartbeats: str | None = None) -> None:
+        if heartbeats is not None:
+            send_heartbeats(heartbeats, worker_name(config, rank))
         prepare_process()
         super().__init__(config, rank)
         self._turns = Turns()
@@ -76,9 +79,6 @@ class WorkerActor(Worker):
             return None
         return StepServer(self.launch, overlapped=self._overlapped).path
 
-    def ping(self) -> None:
-        """Answered between two steps."""
-
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; the next one has its turn once this one is on its way."""
         with self._turns.wait_for(plan.step):
@@ -86,10 +86,18 @@ class WorkerActor(Worker):
         return output()
 
 
-def create_worker(config: Config, rank: int = 0, **options: Any) -> ActorHandle:
-    """Start one worker process; ``options`` are Ray's (resources, placement). It is never restarted: state is lost."""
+def worker_name(config: Config, rank: int) -> str:
+    """As it signs its heartbeats."""
+    return "worker" if config.engine.tensor_parallel_size == 1 else f"worker of rank {rank}"
+
+
+def create_worker(config: Config, rank: int = 0, heartbeats: str | None = None, **options: Any) -> ActorHandle:
+    """Start one worker process, which is never restarted, as its state is lost.
+
+    ``heartbeats`` is the path of its HeartbeatMonitor; ``options`` are Ray's (resources, placement).
+    """
     options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": WORKER_THREADS}
-    return ray.remote(WorkerActor).options(**options).remote(config, rank)
+    return ray.remote(WorkerActor).options(**options).remote(config, rank, heartbeats)
 
 
 class RayExecutor(ModelExecutor):
@@ -136,8 +144,7 @@ async def step_sender(worker: ActorHandle) -> SendStep:
         try:
             found = await sent
         except ConnectionError as error:
-            await worker.ping.remote()  # raises what Ray knows of its death
-            raise EngineDiedError("The worker has hung up.") from error
+            raise RayActorError from error  # Ray will find out too, but later
         if isinstance(found, StepFailure):
             raise RayTaskError("execute", found.traceback, found.cause)
         return found

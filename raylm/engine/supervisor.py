@@ -10,23 +10,24 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
-from raylm.engine.actor import create_engine_core, engine_core_prefix
+from raylm.engine.actor import ENGINE_CORE, create_engine_core, engine_core_prefix
+from raylm.engine.heartbeats import HeartbeatMonitor
 from raylm.engine.load_report import PERIOD_S, LoadReport
-from raylm.engine.ray_executor import answer, as_raylm_error, create_worker
-from raylm.errors import EngineDiedError, RayLMError
+from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
+from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
 from raylm.stages import report
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
 DRAIN_MARGIN_S = 1.5
-PING_PERIOD_S = 0.5
+LAST_WORDS_S = 0.3  # for an EngineCore to tell its clients what became of a worker
+MOST_STARTS = 3
 LOAD_PERIOD_S = 1.0
 
 
@@ -47,26 +48,49 @@ class EngineProcesses:
         self._title = title
         self._held = 0
         _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
-        self._workers = [create_worker(config, rank, **options) for rank, options in enumerate(workers)]
-        self._core = create_engine_core(config, name, engine_id, self._workers, **core)
+        self._monitor = HeartbeatMonitor([ENGINE_CORE, *(worker_name(config, rank) for rank in range(len(workers)))])
+        path = self._monitor.path
+        self._workers = [create_worker(config, rank, path, **options) for rank, options in enumerate(workers)]
+        self._core = create_engine_core(config, name, engine_id, self._workers, path, **core)
 
     async def start(self) -> EngineInfo:
-        """Wait until it is ready; a RayLMError says why it cannot serve the configuration, or that a process died."""
-        return await answer(self._core.start.remote())
+        """Wait until it is ready.
+
+        Raises:
+            RayLMError: the configuration cannot be served; EngineDiedError if a process was lost meanwhile.
+        """
+        starting = asyncio.ensure_future(answer(self._core.start.remote()))
+        await asyncio.wait([starting, self._monitor.lost], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            raise EngineDiedError(f"The {' '.join(self._monitor.lost.result())} while the engine started.")
+        info: EngineInfo = starting.result()
+        self._monitor.on_start()
+        return info
 
     async def run(self) -> str:
         """Until a fault ends it; returns what was lost, and how many requests it held."""
-        ends = [asyncio.create_task(_until_dead(worker)) for worker in self._workers]
-        ends.append(asyncio.ensure_future(self._core.run.remote()))
+        run, lost = asyncio.ensure_future(self._core.run.remote()), self._monitor.lost
         load = asyncio.create_task(self._follow_load())
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        what = next(_what_was_lost(rank, len(self._workers), end) for rank, end in enumerate(ends) if end.done())
-        for task in (*ends, load):
-            task.cancel()
-        with suppress(TimeoutError, RayError):  # without an EngineCore it is what it held a moment ago
-            async with asyncio.timeout(PING_PERIOD_S):
+        await asyncio.wait([run, lost], return_when=asyncio.FIRST_COMPLETED)
+        load.cancel()
+        who = lost.result()[0] if lost.done() else ""
+        self._monitor.kill(who)  # it may be stopped, and go on one day
+        if who != ENGINE_CORE:
+            await self._ask_load()
+            if self._held:
+                await asyncio.wait([run], timeout=LAST_WORDS_S)
+        if not (reason := _reason(run)):
+            await asyncio.wait([lost], timeout=LAST_WORDS_S)
+            reason = f"The {' '.join(lost.result())}." if lost.done() else "A worker was lost."
+        run.cancel()
+        return f"{reason} It held {self._held} open requests."
+
+    async def _ask_load(self) -> None:
+        """What an EngineCore that is gone held is what it held a moment ago."""
+        with suppress(TimeoutError, RayError):
+            async with asyncio.timeout(LAST_WORDS_S):
                 _, self._held = await self._core.load.remote()
-        return f"{what} It held {self._held} open requests."
 
     async def _follow_load(self) -> None:
         """Report it while there is any; the end of the EngineCore ends this too."""
@@ -84,31 +108,25 @@ class EngineProcesses:
     async def drain(self, limit_s: float) -> None:
         with suppress(TimeoutError, RayError):
             async with asyncio.timeout(limit_s):
-                await self._core.drained.remote()
+                await self._core.drain.remote()
 
     def kill(self) -> None:
         """Safe when the processes are gone already."""
+        self._monitor.close()  # Ray alone would wait for stopped ones
         for actor in (self._core, *self._workers):
             ray.kill(actor)
 
 
-def _what_was_lost(rank: int, workers: int, end: asyncio.Future[str]) -> str:
-    """In words; ``end`` is that of the worker ``rank``, or behind all workers of the EngineCore's run."""
+def _reason(run: asyncio.Future[str]) -> str:
+    """What the EngineCore says of its end; "" if it says nothing, or that a worker was lost."""
+    if not run.done():
+        return ""
     try:
-        return end.result()
+        return run.result()
     except RayActorError:
-        if rank == workers:
-            return "The EngineCore was lost."
-        return "The worker was lost." if workers == 1 else f"The worker of rank {rank} was lost."
+        return ""
     except RayError as error:
         return as_raylm_error(error).message
-
-
-async def _until_dead(worker: ActorHandle) -> str:
-    """Ping a worker again and again: the death of one without work would not be noticed otherwise."""
-    while True:
-        await worker.ping.remote()
-        await asyncio.sleep(PING_PERIOD_S)
 
 
 def _options(index: int, bundle: dict[str, float]) -> dict[str, Any]:
@@ -156,9 +174,20 @@ class Engine:
             lost = time.monotonic()
             report("stage", "lost", f"{self._title}: {reason} A new engine is started.")
             self._processes.kill()
-            self._incarnation += 1
-            self._processes, _ = await self._launch()
+            await self._replace()
             report("stage", "engine", f"{self._title} is ready after {time.monotonic() - lost:.1f} s")
+
+    async def _replace(self) -> None:
+        """Start the next incarnation, again if it is lost while it starts."""
+        for start in range(1, MOST_STARTS + 1):
+            self._incarnation += 1
+            try:
+                self._processes, _ = await self._launch()
+            except EngineDiedError as error:
+                if isinstance(error, EngineCrashedError) or start == MOST_STARTS:
+                    raise
+            else:
+                return
 
     async def check_health(self) -> None:
         """Serve calls this; an error, that the engine could not be started again here, replaces the whole replica."""

@@ -13,13 +13,14 @@ from starlette.types import ASGIApp
 from raylm.config import Config
 from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
-from raylm.ingress.anthropic.create import CountTokens, CreateMessage
+from raylm.ingress.anthropic.create import PING, CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
 from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Answer, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
+from raylm.ingress.http.sse import WAITING
 from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
 from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
@@ -67,10 +68,14 @@ def build_asgi_app(
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
 
     def post(
-        path: str, body: type[B], handler: Callable[[B, str], Awaitable[Answer]], admission: Admission | None = None
+        path: str,
+        body: type[B],
+        handler: Callable[[B, str], Awaitable[Answer]],
+        admission: Admission | None = None,
+        keep_alive: bytes = WAITING,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(body, handler, incoming.prepare, lifecycle, throttle, queue, max_body_bytes)
+        endpoint = JSONEndpoint(body, handler, incoming.prepare, lifecycle, throttle, queue, max_body_bytes, keep_alive)
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
@@ -78,7 +83,7 @@ def build_asgi_app(
         post("/v1/completions", CompletionRequest, Completions(async_llm, config)),
         post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle)),
         *response_routes(store),
-        post("/v1/messages", MessagesRequest, CreateMessage(chat)),
+        post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat), unqueued),
         post("/v1/embeddings", EmbeddingRequest, Embeddings(async_llm, config)),
         *(post(path, ScoreRequest, Score(async_llm, config)) for path in ("/score", "/v1/score")),

@@ -58,6 +58,13 @@ class AdapterDirectory:
                 self._restoring.add(task)
                 task.add_done_callback(self._restoring.discard)
 
+    def has_all_of(self, engine_id: str, other_id: str) -> bool:
+        """Whether an engine has the adapters of another one."""
+        return self._adapters_of(engine_id) >= self._adapters_of(other_id)
+
+    def _adapters_of(self, engine_id: str) -> frozenset[LoRAAdapter]:
+        return self._engines[engine_id][1] if engine_id in self._engines else frozenset()
+
     def leave(self, engine_id: str) -> None:
         """An engine is gone; what it had stays known."""
         self._engines.pop(engine_id, None)

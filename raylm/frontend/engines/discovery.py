@@ -24,7 +24,7 @@ class Discovery:
     """Started at boot, it runs for the life of the process.
 
     An EngineCore's name is unique to one incarnation and vanishes with it, so every name is connected to once, and
-    again only if the line to an engine was lost that lives on.
+    again only if the line to an engine was lost that lives on and does not drain.
     """
 
     def __init__(self, prefix: str, found: Callable[[EngineClient], None]) -> None:
@@ -60,6 +60,8 @@ class Discovery:
             return
         self._found(client)
         await client.left.wait()
+        if client.draining:
+            return
         await asyncio.sleep(RECONNECT_S)
         logger.warning("The line to %s was lost, which lives; it is opened again.", name)
         self._connecting.pop(name, None)

@@ -19,6 +19,7 @@ class EngineClient(ABC):
     """One ready engine. Requests are only put into a local queue: that never blocks and never raises."""
 
     info: EngineInfo
+    draining = False  # it is about to end; set by the Router
 
     @abstractmethod
     def add(self, request: EngineCoreRequest) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import ray
 from ray import ObjectRefGenerator
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, RENEWAL_S, as_raylm_error
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
@@ -67,9 +68,14 @@ class RayEngineClient(EngineClient):
         self._wake.set()
 
     async def _send(self) -> None:
-        """Send batch after batch. What the engine refuses would never be answered, so the stream ends then too."""
+        """Send batch after batch, empty ones too, which renew the lease.
+
+        What the engine refuses would never be answered, so the stream ends then too.
+        """
         while True:
-            await self._wake.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEWAL_S):
+                    await self._wake.wait()
             self._wake.clear()
             batch, self._batch = self._batch, ClientBatch([], [])
             try:

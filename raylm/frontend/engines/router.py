@@ -83,7 +83,7 @@ class Router:
         """Take in a ready engine and start reading from it; call it from a task that outlives every request."""
         engine = self._engines[client.info.engine_id] = RoutedEngine(client)
         engine.reader = asyncio.create_task(self._read(engine), name=f"read {client.info.engine_id}")
-        self._recovery.retry()
+        self._on_engines()
 
     async def close(self) -> None:
         """Leave all engines; open requests end with EngineUnavailableError."""
@@ -131,6 +131,7 @@ class Router:
             engines = {name: e for name, e in engines.items() if e.client.info.worker.fingerprint == fingerprint}
         if not engines:
             raise EngineUnavailableError("No engine is ready that could go on with this request.")
+        engines = {name: engine for name, engine in engines.items() if not engine.client.draining} or engines
         best = min(engines.values(), key=lambda engine: engine.load)
         if len(engines) == 1:
             return best
@@ -157,11 +158,16 @@ class Router:
                 engine.stats = outputs.stats
                 if outputs.adapters is not None:
                     self.adapters.on_report(engine.client, outputs.adapters)
-                    self._recovery.retry()
+                    self._on_engines()
                 if self._recovery.watches:
                     self._recovery.on_tokens(outputs.keys)
                 if stops := self._deliver(outputs):
                     engine.client.stop(stops)
+                if outputs.draining and not engine.client.draining:
+                    engine.client.draining = True
+                    self._on_engines()
+                if engine.client.info.engine_id not in self._engines:
+                    return
         except EngineDiedError as error:
             # Its supervisor tells what was lost; a line to an engine that lives is Discovery's to tell.
             open_requests = f"{len(engine.open_keys)} open requests"
@@ -171,7 +177,29 @@ class Router:
         except Exception as error:
             logger.exception("engine %s: reading its outputs failed", engine.client.info.engine_id)
             lost.__cause__ = error
-        self._lose(engine, lost, crashed=crashed)
+        self._leave(engine, lost, crashed=crashed)
+
+    def _on_engines(self) -> None:
+        """There is one more, one has an adapter more, or one is about to end."""
+        for engine in [engine for engine in self._engines.values() if engine.client.draining]:
+            if any(self._can_replace(other, engine) for other in self._engines.values()):
+                self._hand_over(engine)
+        self._recovery.retry()
+
+    def _can_replace(self, other: RoutedEngine, engine: RoutedEngine) -> bool:
+        mine, its = engine.client.info, other.client.info
+        same = mine.worker.fingerprint == its.worker.fingerprint
+        return same and not other.client.draining and self.adapters.has_all_of(its.engine_id, mine.engine_id)
+
+    def _hand_over(self, engine: RoutedEngine) -> None:
+        """Its requests go on on others; what it still says of them is not heard."""
+        logger.info("engine %s ends; %d open requests move", engine.client.info.engine_id, len(engine.open_keys))
+        if engine.reader is not None and engine.reader is not asyncio.current_task():
+            engine.reader.cancel()
+        self._leave(engine, EngineDiedError("The engine that served this request has ended."), crashed=False)
+
+    def _leave(self, engine: RoutedEngine, error: RayLMError, *, crashed: bool) -> None:
+        self._lose(engine, error, crashed=crashed)
         task = asyncio.create_task(self._close_client(engine.client))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

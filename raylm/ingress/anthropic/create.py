@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raylm.frontend import CompletionDelta
     from raylm.ingress.openai.outputs import Outputs
 
+PING = named_event({"type": "ping"})
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 

@@ -16,6 +16,7 @@ from raylm.errors import DeadlineExceededError, InvalidRequestError
 from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
 from raylm.ingress.http.body import JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
+from raylm.ingress.http.event_stream import EventStream
 from raylm.ingress.openai.fields import Body
 
 Chunks = AsyncGenerator[bytes, None]
@@ -24,11 +25,6 @@ _Callback = Callable[[], None]
 
 _ERROR_EVENT_TIMEOUT_S = 1.0
 _JSON_HEADERS = [(b"content-type", b"application/json")]
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 # Seconds, as OpenAI's and Anthropic's clients announce their own time limits; what is no number is ignored.
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 # Milliseconds, from proxies, or from a client that says more than its library does.
@@ -42,7 +38,8 @@ class JSONEndpoint:
     ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
 
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
-    its true status; what goes wrong later becomes an error event and the end of the stream.
+    its true status; what goes wrong later becomes an error event and the end of the stream. While there is nothing to
+    tell for KEEP_ALIVE_S ``keep_alive`` is sent, an event that clients leave out, at first behind the head.
     """
 
     body: type[Body]
@@ -52,6 +49,7 @@ class JSONEndpoint:
     throttle: Throttle
     admission: Admission
     max_body_bytes: int
+    keep_alive: bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.throttle.enter()
@@ -78,7 +76,7 @@ class JSONEndpoint:
                 await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
             else:
                 async with aclosing(answer):
-                    await _send_stream(answer, ongoing, on_begin, scope, send)
+                    await _send_stream(answer, ongoing, on_begin, scope, send, self.keep_alive)
         finally:
             watch.cancel()
 
@@ -135,22 +133,25 @@ async def _send_whole(pieces: list[bytes], send: Send) -> None:
     await send({"type": "http.response.body", "body": pieces[-1]})
 
 
-async def _send_stream(chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, send: Send) -> None:
-    with ongoing:
-        first = await anext(chunks)
-        on_begin()
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-    try:
-        with ongoing:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-    except ClientDisconnectedError:
-        raise
-    except Exception as error:
-        event = error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"])
-        # A client that does not read may not hold this up for long.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": event})
+async def _send_stream(
+    chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, send: Send, keep_alive: bytes
+) -> None:
+    async with EventStream(send, keep_alive) as events:
+        try:
+            with ongoing:
+                first = await anext(chunks)
+                on_begin()
+                await events.send(first)
+                async for chunk in chunks:
+                    await events.send(chunk)
+                await events.end()
+        except ClientDisconnectedError:
+            raise
+        except Exception as error:
+            if not events.begun:
+                raise
+            event = error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"])
+            # A client that does not read may not hold this up for long.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                    await events.end(event)

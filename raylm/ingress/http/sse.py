@@ -9,6 +9,7 @@ import orjson
 from raylm.ingress.http.answer import pieces_as_list
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"  # a comment, which clients leave out
 
 
 def named_event(event: dict[str, Any]) -> bytes:

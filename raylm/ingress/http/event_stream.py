@@ -1,0 +1,64 @@
+"""EventStream: the body of one streamed answer, kept alive while there is nothing to tell."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+
+from starlette.types import Send
+
+KEEP_ALIVE_S = 5.0
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """Sends the head before the first chunk, and ``keep_alive`` when KEEP_ALIVE_S have passed without one.
+
+    Until then ``begun`` is False, and the answer can still have another status.
+    """
+
+    def __init__(self, send: Send, keep_alive: bytes) -> None:
+        self.begun = False
+        self._send = send
+        self._keep_alive = keep_alive
+        self._sending = asyncio.Lock()
+
+    async def __aenter__(self) -> EventStream:
+        self._time = asyncio.get_running_loop().time
+        self._last = self._time()
+        self._timer = asyncio.create_task(self._keep_alive_when_idle())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+
+    async def send(self, chunk: bytes) -> None:
+        self._last = self._time()
+        await self._put({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self, chunk: bytes = b"") -> None:
+        await self._put({"type": "http.response.body", "body": chunk})
+        self._timer.cancel()
+
+    async def _put(self, message: dict[str, object]) -> None:
+        async with self._sending:
+            if not self.begun:
+                self.begun = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send(message)
+
+    async def _keep_alive_when_idle(self) -> None:
+        with suppress(Exception):  # a connection that is broken is noticed where its disconnection is watched
+            while True:
+                if (wait_s := self._last + KEEP_ALIVE_S - self._time()) > 0:
+                    await asyncio.sleep(wait_s)
+                else:
+                    await self.send(self._keep_alive)

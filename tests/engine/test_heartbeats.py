@@ -1,0 +1,121 @@
+"""Heartbeats of real processes: those that are killed or stopped are found out, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from raylm.engine import heartbeats
+from raylm.engine.heartbeats import HeartbeatMonitor
+
+# Its main thread computes without a pause, as a step does.
+BUSY = "import sys; from raylm.engine.heartbeats import send_heartbeats; send_heartbeats(*sys.argv[1:])\nwhile True: pass"
+
+Begin = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+async def monitor() -> AsyncIterator[HeartbeatMonitor]:
+    monitor = HeartbeatMonitor(["a", "b"])
+    yield monitor
+    monitor.close()
+    await asyncio.gather(monitor._task, return_exceptions=True)
+    assert not Path(monitor.path).parent.exists()
+
+
+@pytest.fixture
+async def begin(monitor: HeartbeatMonitor) -> AsyncIterator[Begin]:
+    begun = []
+
+    def begin(name: str) -> subprocess.Popen[bytes]:
+        begun.append(subprocess.Popen([sys.executable, "-c", BUSY, monitor.path, name]))
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+async def heard(monitor: HeartbeatMonitor, *names: str) -> None:
+    async with asyncio.timeout(60):
+        while not monitor._connections.keys() >= set(names):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_killed_process_is_lost_and_the_first_one_counts(monitor: HeartbeatMonitor, begin: Begin) -> None:
+    a, b = begin("a"), begin("b")
+    await heard(monitor, "a", "b")
+    b.kill()
+    async with asyncio.timeout(60):
+        assert await monitor.lost == ("b", "was lost")
+    a.kill()
+    await asyncio.sleep(0.1)
+    assert monitor.lost.result() == ("b", "was lost")
+
+
+async def test_a_stopped_process_is_lost_and_killed_while_a_busy_one_is_neither(
+    monitor: HeartbeatMonitor, begin: Begin
+) -> None:
+    busy, stopped = begin("a"), begin("b")
+    await heard(monitor, "a", "b")
+    monitor.on_start()
+    os.kill(stopped.pid, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        assert await monitor.lost == ("b", "has given no sign of life for 3 s")
+    monitor.kill("b")
+    assert await asyncio.to_thread(stopped.wait, 30) == -signal.SIGKILL
+    assert busy.poll() is None
+
+
+async def test_while_a_process_starts_it_may_be_silent(
+    monitor: HeartbeatMonitor, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "SILENCE_LIMIT_S", 0.5)
+    monkeypatch.setattr(heartbeats, "PERIOD_S", 0.05)
+    process = begin("a")
+    await heard(monitor, "a")
+    os.kill(process.pid, signal.SIGSTOP)
+    await asyncio.sleep(1)
+    assert not monitor.lost.done()
+    monitor.on_start()
+    async with asyncio.timeout(60):
+        assert (await monitor.lost)[0] == "a"
+
+
+async def test_what_is_stopped_at_the_end_is_killed_too(monitor: HeartbeatMonitor, begin: Begin) -> None:
+    stopped = begin("a")
+    await heard(monitor, "a")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    await asyncio.sleep(3 * heartbeats.PERIOD_S + 0.5)
+    monitor.close()
+    assert await asyncio.to_thread(stopped.wait, 30) == -signal.SIGKILL
+
+
+async def test_a_monitor_that_was_stopped_itself_blames_nobody(monitor: HeartbeatMonitor, begin: Begin) -> None:
+    process = begin("a")
+    await heard(monitor, "a")
+    monitor.on_start()
+    os.kill(process.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.3)
+    time.sleep(4)  # noqa: ASYNC251 - the event loop stands still, as if this process had been stopped
+    await asyncio.sleep(1)
+    assert not monitor.lost.done()
+    os.kill(process.pid, signal.SIGCONT)
+
+
+async def test_nobody_is_killed_who_is_not_there(monitor: HeartbeatMonitor, begin: Begin) -> None:
+    monitor.kill("a")
+    process = begin("a")
+    await heard(monitor, "a")
+    process.kill()
+    await monitor.lost
+    monitor.kill("a")
