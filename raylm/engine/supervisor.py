@@ -82,7 +82,7 @@ class EngineProcesses:
                 await asyncio.wait([run], timeout=LAST_WORDS_S)
         if not (reason := _reason(run)):
             await asyncio.wait([lost], timeout=LAST_WORDS_S)
-            reason = f"The {' '.join(lost.result())}." if lost.done() else "A worker was lost."
+            reason = f"The {' '.join(lost.result())}." if lost.done() else "A process was lost."
         run.cancel()
         return f"{reason} It held {self._held} open requests."
 

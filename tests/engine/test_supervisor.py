@@ -12,6 +12,7 @@ import pytest
 
 from raylm.config import Config
 from raylm.engine.load_report import LoadReport
+from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import Counters, EngineInfo, EngineStats, WorkerInfo
 from raylm.stages import parse
 
@@ -94,27 +95,42 @@ def test_the_load_is_told_by_its_change_and_idle_engines_say_nothing() -> None:
     assert load.line(done, 10) is None
 
 
-def processes(workers: list[Callable[[], Any]], run: Callable[[], Any], load: Callable[[], Any]) -> Any:
-    """EngineProcesses over actors whose methods are these coroutine functions."""
+class Watched:
+    """A HeartbeatMonitor that finds out what the test says."""
+
+    def __init__(self, lost: tuple[str, str] | None) -> None:
+        self.lost = asyncio.get_running_loop().create_future()
+        self.killed: list[str] = []
+        if lost is not None:
+            self.lost.set_result(lost)
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+
+def processes(lost: tuple[str, str] | None, run: Callable[[], Any], load: Callable[[], Any]) -> Any:
+    """EngineProcesses over an EngineCore whose methods are these coroutine functions."""
     from raylm.engine.supervisor import EngineProcesses
 
-    def actor(**methods: Callable[[], Any]) -> SimpleNamespace:
-        return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
-
+    methods = {"run": run, "load": load}
     made = object.__new__(EngineProcesses)
     made._title, made._held = "app/e.0", 5
-    made._workers = [actor(ping=ping) for ping in workers]
-    made._core = actor(run=run, load=load)
+    made._monitor = Watched(lost)  # type: ignore[assignment]
+    made._core = SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
     return made
-
-
-async def lives() -> None:
-    pass
 
 
 async def never() -> str:
     await asyncio.Event().wait()
     return ""
+
+
+async def says_nothing() -> str:
+    return ""
+
+
+async def crashed() -> str:
+    return "RuntimeError: out of everything"
 
 
 async def lost() -> Any:
@@ -127,20 +143,81 @@ async def three_requests() -> tuple[EngineStats, int]:
     return stats(running=4, generation_tokens=8), 3
 
 
+async def no_request() -> tuple[EngineStats, int]:
+    return stats(), 0
+
+
+SILENT = ("worker", "has given no sign of life for 3 s")
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("workers", "run", "load", "told"),
+    ("found", "run", "load", "told"),
     [
-        ([lost], never, three_requests, "The worker was lost. It held 3 open requests."),
-        ([lives, lost], never, three_requests, "The worker of rank 1 was lost. It held 3 open requests."),
-        ([lives], lost, lost, "The EngineCore was lost. It held 5 open requests."),
+        (("worker", "was lost"), never, three_requests, "The worker was lost. It held 3 open requests."),
+        (("worker", "was lost"), never, no_request, "The worker was lost. It held 0 open requests."),
+        (("worker", "was lost"), crashed, three_requests, "RuntimeError: out of everything It held 3 open requests."),
+        (("worker of rank 1", "was lost"), says_nothing, three_requests, "The worker of rank 1 was lost. It held 3"),
+        (SILENT, says_nothing, three_requests, "The worker has given no sign of life for 3 s. It held 3 open requests"),
+        (("EngineCore", "was lost"), lost, lost, "The EngineCore was lost. It held 5 open requests."),
+        (None, crashed, three_requests, "RuntimeError: out of everything It held 3 open requests."),
+        (None, says_nothing, no_request, "A process was lost. It held 0 open requests."),
     ],
 )
 async def test_a_loss_is_told_with_the_requests_that_it_held(
-    workers: list[Callable[[], Any]], run: Callable[[], Any], load: Callable[[], Any], told: str
+    found: tuple[str, str] | None, run: Callable[[], Any], load: Callable[[], Any], told: str
 ) -> None:
+    engine = processes(found, run, load)
     async with asyncio.timeout(30):
-        assert await processes(workers, run, load).run() == told
+        assert (await engine.run()).startswith(told)
+    assert engine._monitor.killed == [found[0] if found else ""], "who is declared dead is killed"
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_process_that_is_lost_ends_the_start_of_its_engine() -> None:
+    engine = processes(("worker", "was lost"), never, no_request)
+    engine._core.start = SimpleNamespace(remote=never)
+    with pytest.raises(EngineDiedError, match="The worker was lost while the engine started"):
+        async with asyncio.timeout(30):
+            await engine.start()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ends", "starts"),
+    [
+        ([None], 1),
+        ([EngineDiedError("lost"), None], 2),
+        ([EngineDiedError("lost")] * 3, 3),
+        ([EngineCrashedError("crashed")], 1),
+        ([ConfigError("wrong")], 1),
+    ],
+)
+async def test_a_replacement_that_is_lost_while_it_starts_is_replaced_and_a_failed_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, ends: list[RayLMError | None], starts: int
+) -> None:
+    from raylm.engine.supervisor import Engine
+
+    begun = 0
+
+    async def launch(engine: Engine) -> tuple[str, None]:
+        nonlocal begun
+        begun += 1
+        if (error := ends[begun - 1]) is not None:
+            raise error
+        return "processes", None
+
+    monkeypatch.setattr(Engine, "_launch", launch)
+    engine = object.__new__(Engine)
+    engine._incarnation = 7
+    if ends[-1] is None:
+        await engine._replace()
+        assert engine._processes == "processes"  # type: ignore[comparison-overlap]
+    else:
+        with pytest.raises(type(ends[-1])):
+            await engine._replace()
+    assert begun == starts
+    assert engine._incarnation == 7 + starts
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -159,7 +236,7 @@ async def test_a_busy_engine_tells_its_load_in_one_line_a_period(
 
     monkeypatch.setattr(supervisor, "LOAD_PERIOD_S", 0.001)
     monkeypatch.setattr(supervisor, "PERIOD_S", 0.0)
-    running = asyncio.create_task(processes([lives], never, load).run())
+    running = asyncio.create_task(processes(None, never, load).run())
     async with asyncio.timeout(30):
         await asked.wait()
     running.cancel()

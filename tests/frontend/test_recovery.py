@@ -15,6 +15,7 @@ from raylm.config import Config
 from raylm.engine.sequence import sequence_seed
 from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.frontend import AsyncLLM, RequestHead
+from raylm.messages import LoRAAdapter
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import PlayedEngine
 from tests.frontend.test_with_engine_core import House, until
@@ -167,3 +168,85 @@ async def test_a_request_that_brings_engines_down_is_given_up_and_its_neighbours
             engine.say((request.key, 0, [5], "length"))
         await asyncio.sleep(0.01)
     assert [await call for call in calls[1:]] == [{0: [5]}] * 3
+
+
+async def test_a_draining_engine_hands_over_what_is_open_and_is_not_heard_any_more(lasting: AsyncLLM) -> None:
+    """At once where another engine has its tokens and adapters; without one it goes on, and gets new requests too."""
+    first, other, second = PlayedEngine("first"), PlayedEngine("other", fingerprint="fp_2"), PlayedEngine("second")
+    lasting.add_engine(first)
+    begun = asyncio.create_task(read(lasting, [5], SamplingParams(max_tokens=4, ignore_eos=True)))
+    await until(lambda: len(first.added) == 1)
+    key = first.added[0].key
+    first.say((key, 0, [7], None), draining=True)
+    await until(lambda: first.draining)
+    late = asyncio.create_task(read(lasting, [6], SamplingParams(max_tokens=1, ignore_eos=True)))
+    await until(lambda: len(first.added) == 2)
+    first.say((first.added[1].key, 0, [6], "length"))
+    assert await late == {0: [6]}, "there is no other"
+    lasting.add_engine(other)
+    new = asyncio.create_task(read(lasting, [8], SamplingParams(max_tokens=1, ignore_eos=True)))
+    await until(lambda: len(other.added) == 1)
+    other.say((other.added[0].key, 0, [8], "length"))
+    assert await new == {0: [8]}, "new requests go to those that stay"
+    first.say((key, 0, [9], None))
+    await asyncio.sleep(0.01)
+    assert not first.closed, "its tokens would not be those of the other one"
+    lasting.add_engine(second)
+    await until(lambda: bool(second.added))
+    await until(lambda: first.closed)
+    assert second.added[0].drawn == ((7, 9),)
+    first.say((key, 0, [1, 1], "length"))
+    await asyncio.sleep(0.01)
+    second.say((second.added[0].key, 0, [10, 11], "length"))
+    assert await begun == {0: [7, 9, 10, 11]}
+
+
+async def test_an_engine_with_an_adapter_is_replaced_by_one_that_has_it(lasting: AsyncLLM) -> None:
+    adapter = LoRAAdapter("tuned", "/adapters/tuned")
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    lasting.add_engine(first)
+    first.say(adapters=(adapter,))
+    await until(lambda: "tuned" in lasting.adapters.known)
+    lasting.add_engine(second)
+    second.say(adapters=())
+    await until(lambda: bool(second.loaded))
+    first.say(draining=True)
+    await asyncio.sleep(0.01)
+    assert not first.closed
+    second.say(adapters=(adapter,))
+    await until(lambda: first.closed)
+
+
+async def test_of_two_that_drain_together_one_goes_on(lasting: AsyncLLM) -> None:
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    for engine in (first, second):
+        lasting.add_engine(engine)
+    begun = asyncio.create_task(read(lasting, [5], SamplingParams(max_tokens=2, ignore_eos=True)))
+    await until(lambda: bool(first.added or second.added))
+    used, other = (first, second) if first.added else (second, first)
+    used.say((used.added[0].key, 0, [7], None), draining=True)
+    await until(lambda: bool(other.added))
+    other.say(draining=True)
+    await until(lambda: other.draining)
+    assert not other.closed
+    other.say((other.added[0].key, 0, [8], "length"))
+    assert await begun == {0: [7, 8]}
+
+
+async def test_engines_drain_one_after_the_other_with_the_answers_of_an_undisturbed_run(lasting: AsyncLLM) -> None:
+    houses = [House(lasting, f"e{at}") for at in range(5)]
+    await houses[0].open()
+    params = SamplingParams(n=2, max_tokens=60, ignore_eos=True, seed=3)
+    calls = [asyncio.create_task(read(lasting, [5, number], params)) for number in range(12)]
+    for old, new in pairwise(houses):
+        await asyncio.sleep(0.01)
+        await new.open()
+        old.core.drain()
+        await until(lambda old=old: not old.core.scheduler.has_work)  # type: ignore[misc]
+    want = [
+        {i: houses[0].model.continuation([5, number], sequence_seed(3, i), 60) for i in range(2)}
+        for number in range(12)
+    ]
+    assert await asyncio.gather(*calls) == want
+    for house in houses:
+        await house.close()

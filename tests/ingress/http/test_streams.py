@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import orjson
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 from starlette.applications import Starlette
 
 from raylm.config import Config
@@ -15,6 +18,7 @@ from raylm.errors import EngineDiedError
 from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
 from raylm.frontend.outputs import CompletionDelta
 from raylm.ingress import build_asgi_app
+from raylm.ingress.http import event_stream
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, events, served, until
 from tests.ingress.refused import error_of
@@ -121,6 +125,86 @@ async def test_tokens_are_sent_as_they_come(app: Starlette, llm: FakeAsyncLLM) -
             llm.gate.set()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "waiting"),
+    [
+        *((path, body, ": waiting") for path, body in PATHS),
+        ("/v1/responses", {"model": "org/fake-model", "input": "Hi"}, ": waiting"),
+        ("/v1/messages", CHAT | {"max_tokens": 9}, 'event: ping\ndata: {"type":"ping"}'),
+    ],
+)
+@pytest.mark.parametrize("open_outputs", [0, 1])
+async def test_a_stream_with_nothing_to_tell_is_kept_alive_and_says_the_same(
+    app: Starlette,
+    llm: FakeAsyncLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    waiting: str,
+    open_outputs: int,
+) -> None:
+    """While it waits for an engine as well as between two tokens."""
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+    llm.gate, llm.open_outputs = asyncio.Event(), open_outputs
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        found = ""
+        async with client.stream("POST", path, json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200
+            async for text in answer.aiter_text():
+                found += text
+                if found.count(waiting) >= 4:
+                    llm.gate.set()
+        monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 100.0)
+        calm = (await client.post(path, json=body | {"stream": True})).text
+    blocks = [block for block in found.split("\n\n") if block != waiting]
+    assert len(blocks) == len([block for block in calm.split("\n\n") if block != waiting])
+    assert llm.calls[0].ended == "finished"
+
+
+async def test_what_goes_wrong_after_a_sign_of_life_is_an_error_event(
+    app: Starlette, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+    llm.gate, llm.open_outputs = asyncio.Event(), 0
+    headers = {"request-timeout-ms": "300"}
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers=headers)
+    assert answer.status_code == 200
+    assert answer.text.startswith(": waiting\n\n")
+    assert '"deadline_exceeded"' in answer.text
+    assert "[DONE]" not in answer.text
+    await until(lambda: held(app) == 0)
+    assert llm.calls[0].ended == "aborted"
+
+
+async def test_clients_of_openai_and_anthropic_leave_signs_of_life_out(
+    app: Starlette, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+    opener = asyncio.create_task(open_when_told(llm))
+    async with served(app) as url, AsyncExitStack() as clients:
+        openai = await clients.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key="-"))
+        anthropic = await clients.enter_async_context(AsyncAnthropic(base_url=url, api_key="-"))
+        llm.gate, llm.open_outputs = asyncio.Event(), 0
+        stream = await openai.chat.completions.create(**CHAT, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == llm.reply
+        llm.gate = asyncio.Event()
+        events = [event async for event in await openai.responses.create(model=CHAT["model"], input="Hi", stream=True)]
+        assert events[-1].response.output_text == llm.reply
+        llm.gate = asyncio.Event()
+        async with anthropic.messages.stream(**CHAT, max_tokens=99) as messages:
+            assert await messages.get_final_text() == llm.reply
+    opener.cancel()
+
+
+async def open_when_told(llm: FakeAsyncLLM) -> None:
+    """Open each gate some signs of life after it was shut."""
+    while True:
+        await asyncio.sleep(0.1)
+        if llm.gate is not None:
+            llm.gate.set()
 
 
 async def test_too_many_at_once_are_told_so_before_anything_is_done(llm: FakeAsyncLLM) -> None:
