@@ -89,10 +89,10 @@ class Server:
         """Ids of the server's processes, of all or of the actors of a class."""
         return [pid for pid in session_members(self._session) if _title(pid).startswith(f"ray::{name}" if name else "")]
 
-    def kill_actor(self, name: str) -> None:
-        """kill -9 of the one actor of a class."""
+    def kill_actor(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the one actor of a class."""
         (pid,) = self.processes(name)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     def wait_ready(self) -> None:
         """Wait until requests are served again."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -153,7 +156,7 @@ async def test_the_death_of_the_worker_ends_the_engine_and_every_stream(start: S
     outputs = client.outputs()
     await anext(outputs)
     ray.kill(engine.worker)
-    assert "lost" in await run
+    assert await run == "", "its supervisor says which one"
     with pytest.raises(EngineDiedError):
         await read(outputs, {1})
 
@@ -168,6 +171,76 @@ async def test_the_death_of_the_engine_core_ends_its_streams_and_raises_nowhere_
     client.add(request(1, 5))
     client.abort([1])
     await client.close()
+
+
+class SlowWorker(FakeWorker):
+    """A worker whose steps take their time."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Wait first."""
+        time.sleep(0.02)
+        return super().execute(plan)
+
+
+class Caller:
+    """A client in a process of its own."""
+
+    async def call(self, core: ActorHandle) -> int:
+        """Open a request that takes a minute; returns the process's id when it is under way."""
+        self._client = await RayEngineClient.connect(core)
+        self._client.add(request(1, 3900))
+        outputs = self._client.outputs()
+        while not (await anext(outputs)).keys:
+            pass
+        return os.getpid()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_what_a_client_had_open_ends_with_its_process_and_nobody_else_s_does(start: Start, number: int) -> None:
+    engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
+    await running(engine)
+    stayer = await RayEngineClient.connect(engine.core)
+    stayer.add(request(1, 250))
+    caller = ray.remote(Caller).options(num_cpus=0.1).remote()
+    pid = await caller.call.remote(engine.core)
+    assert (await engine.core.load.remote())[1] == 2
+    os.kill(pid, number)
+    try:
+        async with asyncio.timeout(30):
+            tokens, _ = await read(stayer.outputs(), {1})
+            while (await engine.core.load.remote())[1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 250)
+
+
+async def test_a_client_without_anything_to_send_keeps_its_lease(start: Start) -> None:
+    engine = start(worker_class=SlowWorker)
+    await running(engine)
+    client = await RayEngineClient.connect(engine.core)
+    client.add(request(1, 200))
+    tokens, _ = await read(client.outputs(), {1})
+    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 200)
+
+
+async def test_an_engine_that_drains_says_so_to_its_clients_and_to_those_who_come(start: Start) -> None:
+    engine = start(worker_class=SlowWorker)
+    await running(engine)
+    client = await RayEngineClient.connect(engine.core)
+    client.add(request(1, 200))
+    outputs = client.outputs()
+    while not (await anext(outputs)).keys:
+        pass
+    drained = asyncio.ensure_future(engine.core.drain.remote())
+    async with asyncio.timeout(30):
+        while not (await anext(outputs)).draining:
+            pass
+        assert (await anext((await RayEngineClient.connect(engine.core)).outputs())).draining
+        assert not drained.done()
+        await client.close()
+        await drained
 
 
 class FailingWorker(FakeWorker):
@@ -257,4 +330,8 @@ async def test_a_line_that_an_engine_cannot_read_is_given_up_and_opened_again(st
         again = await found.get()
         again.add(request(1, 5))
         await read(again.outputs(), {1})
+    again.draining = True
+    await again.close()
+    await asyncio.sleep(1.5)
+    assert found.empty(), "an engine that drains is left for good"
     discovery.stop()

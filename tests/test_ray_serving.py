@@ -140,8 +140,19 @@ def run_example(script: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("victim", ["WorkerActor", "EngineCoreActor", "ServeReplica:default:Engine"])
-def test_a_stream_outlives_a_killed_process_with_the_text_of_an_undisturbed_one(server: Server, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("WorkerActor", signal.SIGKILL),
+        ("EngineCoreActor", signal.SIGKILL),
+        ("ServeReplica:default:Engine", signal.SIGKILL),
+        ("WorkerActor", signal.SIGSTOP),
+        ("EngineCoreActor", signal.SIGSTOP),
+    ],
+)
+def test_a_stream_outlives_a_killed_or_stopped_process_with_the_text_of_an_undisturbed_one(
+    server: Server, victim: str, number: int
+) -> None:
     body = chat(QUESTION, stream=True, ignore_eos=True, max_tokens=3000, temperature=0.8, seed=7, n=2)
     begun = threading.Event()
 
@@ -163,16 +174,21 @@ def test_a_stream_outlives_a_killed_process_with_the_text_of_an_undisturbed_one(
         reader = pool.submit(read_stream)
         assert begun.wait(60)
         assert not reader.done()
-        server.kill_actor(victim)
+        server.kill_actor(victim, number)
         assert reader.result(120) == undisturbed
     server.wait_ready()
     assert len(server.processes("WorkerActor")) == len(server.processes("EngineCoreActor")) == 1
 
 
-@pytest.mark.parametrize("victim", ["WorkerActor", "EngineCoreActor"])
-def test_a_process_that_dies_idle_is_replaced_before_a_request_needs_it(server: Server, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [("WorkerActor", signal.SIGKILL), ("EngineCoreActor", signal.SIGKILL), ("WorkerActor", signal.SIGSTOP)],
+)
+def test_a_process_that_is_lost_idle_is_replaced_before_a_request_needs_it(
+    server: Server, victim: str, number: int
+) -> None:
     (before,) = server.processes(victim)
-    server.kill_actor(victim)
+    server.kill_actor(victim, number)
     server.wait_until(lambda: server.processes(victim) not in ([], [before]), "has no new process")
     server.wait_ready()
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat(QUESTION, max_tokens=40), timeout=60)

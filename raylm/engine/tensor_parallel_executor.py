@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -44,17 +45,23 @@ async def _first(refs: Sequence[Awaitable[T]]) -> T:
 
 
 async def _raise_cause(futures: Sequence[asyncio.Future[Any]]) -> NoReturn:
-    await asyncio.wait(futures, timeout=_LAST_WORDS_S)
-    failed = {
-        rank: error
-        for rank, future in enumerate(futures)
-        if future.done() and not future.cancelled() and (error := future.exception())
-    }
-    rank, error = min(failed.items(), key=lambda item: _distance(item[1]))
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while True:
+        rank, error = min(_failed(futures).items(), key=lambda item: _distance(item[1]))
+        pending, left_s = [future for future in futures if not future.done()], deadline - time.monotonic()
+        if not _distance(error) or not pending or left_s <= 0:
+            break
+        await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
     if isinstance(error, RayActorError):
         raise EngineDiedError(f"The worker of rank {rank} was lost.") from error
     assert isinstance(error, RayError)
     raise as_raylm_error(error) from error
+
+
+def _failed(futures: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
+    """The errors there are so far, by rank."""
+    done = [(rank, future) for rank, future in enumerate(futures) if future.done() and not future.cancelled()]
+    return {rank: error for rank, future in done if (error := future.exception())}
 
 
 def _distance(error: BaseException) -> int:

@@ -17,9 +17,13 @@ from raylm.engine import heartbeats
 from raylm.engine.heartbeats import HeartbeatMonitor
 
 # Its main thread computes without a pause, as a step does.
-BUSY = (
-    "import sys; from raylm.engine.heartbeats import send_heartbeats; send_heartbeats(*sys.argv[1:])\nwhile True: pass"
-)
+BUSY = """
+import sys
+from raylm.engine.heartbeats import send_heartbeats
+send_heartbeats(*sys.argv[1:])
+while True:
+    pass
+"""
 
 Begin = Callable[[str], subprocess.Popen[bytes]]
 

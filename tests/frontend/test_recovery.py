@@ -243,10 +243,8 @@ async def test_engines_drain_one_after_the_other_with_the_answers_of_an_undistur
         await new.open()
         old.core.drain()
         await until(lambda old=old: not old.core.scheduler.has_work)  # type: ignore[misc]
-    want = [
-        {i: houses[0].model.continuation([5, number], sequence_seed(3, i), 60) for i in range(2)}
-        for number in range(12)
-    ]
-    assert await asyncio.gather(*calls) == want
+    model, seeds = houses[0].model, [sequence_seed(3, index) for index in range(2)]
+    for number, tokens in enumerate(await asyncio.gather(*calls)):
+        assert tokens == {index: model.continuation([5, number], seed, 60) for index, seed in enumerate(seeds)}
     for house in houses:
         await house.close()
