@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -98,7 +99,7 @@ def _mask(matcher: LLMatcher) -> tuple[bytes, float]:
 def _any_of(mask: bytes, draw: random.Random) -> int | None:
     """One of the tokens in a mask, None if there is none."""
     start = draw.randrange(len(mask)) if mask else 0
-    for at in (*range(start, len(mask)), *range(start)):
+    for at in chain(range(start, len(mask)), range(start)):
         if mask[at]:
             return 8 * at + draw.choice([bit for bit in range(8) if mask[at] >> bit & 1])
     return None

@@ -26,7 +26,7 @@ FINITE: list[tuple[dict[str, Any], Any]] = [
     ({"properties": {"a": SELF}, "required": ["a"]}, 1),
     ({"type": "array", "items": SELF}, []),
     ({"type": "array", "prefixItems": [{"type": "null"}], "items": SELF, "minItems": 1}, [None]),
-    (node({"type": "object", "properties": {"left": NODE, "right": NODE, "v": {"const": 1}}, "required": ["v"]}), {"v": 1}),
+    (node({"type": "object", "properties": {"next": NODE, "v": {"const": 1}}, "required": ["v"]}), {"v": 1}),
     ({"enum": [1], "$defs": {"a": {"type": "array", "items": SELF, "minItems": 1}}}, 1),
     ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"oneOf": [ENDLESS_ITEM, {"type": "null"}]}}}, None),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from raylm.config import Config
 from raylm.engine.adapter_table import AdapterTable
+from raylm.engine.grammar_preparation import GrammarPreparation
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
@@ -41,6 +42,7 @@ class EngineCore:
         self._work = asyncio.Event()
         self._died_of: EngineDiedError | None = None
         self._adapters = AdapterTable(config.lora)
+        self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit, self._refuse)
 
     async def start(self) -> WorkerInfo:
         """Start the workers and make the scheduler for what they found.
@@ -70,6 +72,7 @@ class EngineCore:
         current = self._outboxes.get(client_id)
         if current is None or (outbox is not None and outbox is not current):
             return
+        self._grammars.abort(client_id)
         self.abort(client_id, [key for _, key in self.scheduler.open_requests(client_id)])
         self._outboxes.pop(client_id).close(EngineUnavailableError("The client has left the engine."))
 
@@ -78,22 +81,32 @@ class EngineCore:
         self._check_alive()
         if client_id not in self._outboxes:
             return
-        errors: list[tuple[int, RayLMError]] = []
         for request in requests:
-            try:
-                self.scheduler.add(client_id, request, self._adapters.number(request.adapter))
-            except RayLMError as error:
-                errors.append((request.key, error))
-            except Exception as error:  # it ends its request alone, whatever it is
-                message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
-                errors.append((request.key, RayLMError(message)))
-        if errors:
-            self._outboxes[client_id].put(self._outputs(errors))
+            if not self._grammars.holds_back(client_id, request):
+                self._admit(client_id, request)
+
+    def _admit(self, client_id: str, request: EngineCoreRequest) -> None:
+        try:
+            self.scheduler.add(client_id, request, self._adapters.number(request.adapter))
+        except RayLMError as error:
+            self._refuse(client_id, request.key, error)
+        except Exception as error:  # it ends its request alone, whatever it is
+            message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
+            self._refuse(client_id, request.key, RayLMError(message))
         self._work.set()
+
+    def _refuse(self, client_id: str, key: int, error: RayLMError) -> None:
+        self._outboxes[client_id].put(self._outputs([(key, error)]))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is open."""
+        return self.scheduler.has_work or bool(self._grammars)
 
     def abort(self, client_id: str, keys: list[int]) -> None:
         """Give up requests; unknown and finished keys are ignored. The answer is the new stats alone."""
         for key in keys:
+            self._grammars.abort(client_id, key)
             self.scheduler.abort(client_id, key)
         if keys:
             self._put_stats(client_id)
@@ -216,6 +229,7 @@ class EngineCore:
         self._close(error)
 
     def _close(self, error: RayLMError) -> None:
+        self._grammars.close()
         for outbox in self._outboxes.values():
             outbox.close(error)
         for _, result in self._in_flight:

@@ -21,7 +21,8 @@ from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 T = TypeVar("T")
 
-WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one answers pings, one loads adapters
+# One computes, one waits its turn, one packs its result, one answers pings, one loads adapters, one compiles grammars.
+WORKER_THREADS = 6
 
 
 def prepare_process() -> None:
@@ -86,6 +87,9 @@ class WorkerActor:
     def ping(self) -> None:
         """Answered between two steps."""
 
+    def prepare_grammar(self, grammar: str) -> None:
+        self._worker.prepare_grammar(grammar)
+
     def load_adapter(self, adapter: int, path: str) -> None:
         self._worker.load_adapter(adapter, path)
 
@@ -122,6 +126,9 @@ class RayExecutor(ModelExecutor):
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         return answer(self._senders[0](plan))
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        await answer(asyncio.gather(*(worker.prepare_grammar.remote(grammar) for worker in self._workers)))
 
     async def load_adapter(self, adapter: int, path: str) -> None:
         """On the one worker there is: with several, adapters are refused at the start."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,7 @@ async def test_the_process_of_a_cancelled_form_ends(compiler: GrammarCompiler) -
     server = compiler._process._server
     assert server is not None
     await _busy(compiler, server.pid)
-    while _children(server.pid):
-        await asyncio.sleep(0.001)
+    await until(lambda: not _children(server.pid))
     assert not compiler._jobs
     assert await compiler.compile(StructuredOutputs(regex="b"))
 
@@ -145,11 +144,16 @@ async def _busy(compiler: GrammarCompiler, server: int) -> None:
     """Wait until a large form is being compiled, and cancel it."""
     rules = "\n".join(f"r{i} ::= [a] r{i + 1}" for i in range(1950))
     task = asyncio.create_task(compiler.compile(StructuredOutputs(grammar=f"root ::= r0\n{rules}\nr1950 ::= [b]")))
-    while not _children(server):
-        await asyncio.sleep(0.001)
+    await until(lambda: bool(_children(server)))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - what is waited for sets no event
+            await asyncio.sleep(0.001)
 
 
 def _children(pid: int) -> list[str]:

@@ -16,8 +16,8 @@ from raylm.messages import NewSequence, Thinking
 from raylm.params import SamplingParams
 from raylm.params import StructuredOutputs as Spec
 from raylm.worker.input_batch import InputBatch
+from raylm.worker.sampling.grammars import Grammars
 from raylm.worker.sampling.sampler import Sampler, process_logits
-from raylm.worker.sampling.structured_outputs import Grammars
 
 VOCAB, EOS = 6142, (2, 0)
 WORDS = ("yes", "yesterday", "no", "a b", "a bc", '"q"', "é")
@@ -173,6 +173,75 @@ def test_a_grammar_too_complex_to_follow_fails_the_row_with_its_reason() -> None
             break
         push(batch, 0, TOKENIZER.token_to_id("a"))
     assert drawn.failed == [(0, "the form asked of the answer became too complex to follow")]
+
+
+class Broken:
+    """A matcher of which any call panics, as llguidance does: by what is no Exception."""
+
+    def deep_copy(self) -> Broken:
+        return self
+
+    def is_stopped(self) -> bool:
+        raise Panic("index out of bounds")
+
+    def unsafe_compute_mask_ptr(self, *_: int) -> None:
+        raise Panic("index out of bounds")
+
+
+class Panic(BaseException):
+    pass
+
+
+def test_a_panic_fails_the_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Spec(choice=("broken",))
+    made = Grammars(EMBEDDED, EOS, VOCAB)
+    fresh = made._fresh
+    monkeypatch.setattr(made, "_fresh", lambda text: Broken() if text == grammar_of(broken) else fresh(text))
+    made.prepare(grammar_of(broken))
+    batch = InputBatch(4, 128, 16, VOCAB, made)
+    batch.add(sequence(0, broken))
+    batch.add(sequence(1, Spec(choice=("yes",))))
+    for _ in range(2):
+        drawn = Sampler().sample(torch.randn(2, VOCAB), batch.rows([0, 1]), batch)
+        assert drawn.failed == [(0, "the form asked of the answer became too complex to follow")]
+        assert drawn.token_ids[1] in (TOKENIZER.token_to_id("yes"), EOS[0])
+        batch.append_tokens(batch.rows([0, 1]), drawn.token_ids)
+
+
+def test_a_grammar_that_does_not_compile_fails_the_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Grammars(EMBEDDED, EOS, VOCAB)
+
+    def compiled(text: str) -> Any:
+        raise Panic("out of memory")
+
+    monkeypatch.setattr(made, "_fresh", compiled)
+    batch = InputBatch(4, 128, 16, VOCAB, made)
+    batch.add(sequence(0, Spec(regex="a")))
+    batch.add(sequence(1, None))
+    drawn = Sampler().sample(torch.randn(2, VOCAB), batch.rows([0, 1]), batch)
+    assert [position for position, _ in drawn.failed] == [0]
+
+
+def test_a_prepared_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rows take is a copy, while the thread that compiles has something else to do."""
+    batch = InputBatch(4, 128, 16, VOCAB, made := Grammars(EMBEDDED, EOS, VOCAB))
+    grammar = grammar_of(Spec(choice=("prepared",)))
+    batch.prepare_grammar(grammar)
+    assert made._fresh.cache_info().currsize == 1
+    batch.add(sequence(0, Spec(choice=("prepared",))))
+    assert allowed(batch, 0)
+    assert made._fresh.cache_info().misses == 1
+
+
+def test_masks_are_computed_beside_the_step() -> None:
+    """Once a token is appended the mask behind it is on its way; the step that needs it waits."""
+    batch = new_batch()
+    batch.add(sequence(0, Spec(regex="ab+")))
+    state = batch.processors[-1].states[batch.rows([0])[0]]
+    push(batch, 0, TOKENIZER.token_to_id("a"))
+    state.answer.coming.result()
+    bits = np.unpackbits(state.answer.mask.view(np.uint8), bitorder="little")[:VOCAB]
+    assert allowed(batch, 0) == [set(np.flatnonzero(bits).tolist())]
 
 
 def test_rows_of_a_form_are_not_guessed() -> None:
