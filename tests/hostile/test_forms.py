@@ -14,7 +14,7 @@ from tests.serving import chat
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="session")]
 
-SMALL = {"type": "object", "properties": {"city": {"const": "Paris"}}, "additionalProperties": False, "required": ["city"]}
+SMALL = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris"]}},
     "required": ["city"],
@@ -125,7 +125,7 @@ async def test_small_forms_pass_large_ones(client: httpx.AsyncClient, beside: Be
              for i in range(60)]  # fmt: skip
     await asyncio.sleep(0.5)
     answer = await client.post("/v1/chat/completions", json=schema(SMALL))
-    assert json.loads(answer.json()["choices"][0]["message"]["content"])["city"] == "Paris"
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"city": "Paris"}
     assert sum(task.done() for task in heavy) < 60
     told = [task.result() for task in heavy if task.done()]
     assert {found.status_code for found in told} <= {400, 429}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from raylm.params import MAX_GRAMMAR_CHARS, StructuredOutputs
@@ -68,33 +70,28 @@ def _bounded_json(given: Any) -> str:
 
 def _check_values(schema: Any) -> None:
     """Walk through ``schema`` up to the bounds."""
-    seen, chars = 0, 0
-    level: list[Any] = [schema]
+    seen, level = 0, [schema]
     for _ in range(MAX_DEPTH):
         seen += len(level)
         _at_most(seen, MAX_VALUES, "values")
-        below: list[Any] = []
-        for node in level:
-            if isinstance(node, dict):
-                _at_most(max(map(len, node), default=0), MAX_LITERAL_CHARS, "characters in a name")
-                chars += sum(map(len, node))
-                _at_most(
-                    max((len(v) for k, v in node.items() if isinstance(v, str) and k not in _NOT_LITERALS), default=0),
-                    MAX_LITERAL_CHARS,
-                    "characters in a string",
-                )
-                below.extend(node.values())
-            elif isinstance(node, list | tuple):
-                _at_most(
-                    max((len(v) for v in node if isinstance(v, str)), default=0),
-                    MAX_LITERAL_CHARS,
-                    "characters in a string",
-                )
-                below.extend(node)
-        level = below
+        longest = max(map(len, chain.from_iterable(map(_texts, level))), default=0)
+        _at_most(longest, MAX_LITERAL_CHARS, "characters in a text")
+        level = list(chain.from_iterable(map(_parts, level)))
         if not level:
             return
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep.")
+
+
+def _parts(node: Any) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+
+
+def _texts(node: Any) -> Iterable[str]:
+    """What an answer may be compared with, of one value."""
+    if isinstance(node, dict):
+        said = (value for key, value in node.items() if key not in _NOT_LITERALS)
+        return chain(node, (value for value in said if isinstance(value, str)))
+    return (part for part in _parts(node) if isinstance(part, str))
 
 
 def _at_most(count: int, most: int, what: str) -> None:

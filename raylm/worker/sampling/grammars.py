@@ -1,12 +1,12 @@
-"""Grammars: makes the matchers of a worker's rows and computes their masks, on threads beside the forward pass."""
+"""Grammars: makes the matchers of a worker's rows beside its steps, and computes there the masks that take long."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("raylm.worker")
 
 MAX_KEPT = 256
+SLOW_S = 1e-3
+"""What takes longer is computed beside the next step; for less than that waking a thread takes too long."""
 
 
 class Grammars:
-    """Compiles on one thread and computes masks on another, so that neither stands in the other's way.
+    """Compiles on one thread and computes slow masks on another, so that neither stands in the other's way.
 
-    The tokens are read beforehand, in the background; the matchers of the last ``MAX_KEPT`` grammars are kept before
-    their first token, and copied in microseconds. What is compiled here was proved by the grammar server.
+    The tokens are read beforehand, in the background; the matchers of the last ``MAX_KEPT`` grammars are kept with
+    their first mask, and copied in microseconds. What is compiled here was proved by the grammar server.
     """
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
-        self._fresh = lru_cache(MAX_KEPT)(self._compile)
+        self._kept: OrderedDict[str, Answer] = OrderedDict()
         self._compiling = ThreadPoolExecutor(1, "raylm-grammar")
         self._masking = ThreadPoolExecutor(1, "raylm-masks")
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -40,18 +42,36 @@ class Grammars:
 
     def prepare(self, grammar: str) -> None:
         """Compile it, and return when that is done; a failure is that of the rows that use it."""
-        with suppress(Exception):
-            self._compiling.submit(self._fresh, grammar).result()
+        self._compiling.submit(self._fresh, grammar).result()
 
-    def start(self, grammar: str, answer: list[int]) -> Answer:
-        """The answer of a row, behind the tokens that it has; its first mask is on its way."""
-        started = Answer(self._compiling.submit(lambda: self._fresh(grammar).deep_copy()), self.vocab_size)
-        started.coming = self.submit(lambda: started.advance(answer))
-        return started
+    def start(self, grammar: str, tokens: list[int]) -> Answer:
+        """The answer of a row, behind the ``tokens`` that it has; compiled now only if nobody prepared it."""
+        if (fresh := self._kept.get(grammar)) is not None and not tokens:
+            return fresh.copy()
+        answer = Answer(self.vocab_size)
+        if fresh is None:
+            answer.coming = self._compiling.submit(lambda: answer.resume(self._fresh(grammar), tokens))
+        else:
+            answer.coming = self._masking.submit(answer.resume, fresh, tokens)
+        return answer
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Run ``work`` on the thread of masks, in turn."""
-        return self._masking.submit(work)
+    def advance(self, answer: Answer, token: int) -> None:
+        """Hand over the next token; the mask behind it is computed when it is asked for, or, if slow, from now on."""
+        answer.settle()
+        answer.tokens.append(token)
+        if answer.slow:
+            answer.coming = self._masking.submit(answer.follow)
+
+    def _fresh(self, grammar: str) -> Answer:
+        """On the thread that compiles, which alone changes what is kept."""
+        if grammar not in self._kept:
+            fresh = Answer(self.vocab_size)
+            fresh.begin(lambda: self._compile(grammar))
+            self._kept[grammar] = fresh
+        self._kept.move_to_end(grammar)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[grammar]
 
     def _compile(self, grammar: str) -> LLMatcher:
         from raylm.grammar import matcher
@@ -67,37 +87,78 @@ def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLToke
 
 
 class Answer:
-    """One row's matcher and the mask of its next token, a bit for each: [V / 32] int32.
+    """One answer's matcher and the mask of its next token, a bit for each: [V / 32] int32.
 
-    ``coming`` ends when ``mask`` is that of all tokens handed over. A failure is the row's alone: its mask is empty.
+    ``tokens`` are those that the matcher has not seen; ``coming`` ends when another thread is done with them. A failure
+    is this answer's alone: its mask is empty.
     """
 
-    coming: Future[None]
+    def __init__(self, vocab_size: int) -> None:
+        self.failed = self.over = self.slow = False
+        self.tokens: list[int] = []
+        self.coming: Future[None] | None = None
+        self._matcher: LLMatcher | None = None
+        self._mask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
 
-    def __init__(self, made: Future[LLMatcher], vocab_size: int) -> None:
-        self.mask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
-        self.failed = self.over = False
-        self._made = made
+    def copy(self) -> Answer:
+        copied = Answer(0)
+        copied.take(self)
+        return copied
 
-    def advance(self, tokens: list[int]) -> None:
-        """Take in more tokens and compute the next mask; on the thread of masks."""
-        if self.failed:
-            return
+    def take(self, other: Answer) -> None:
+        """Become what ``other`` is, which has seen all its tokens."""
+        self.failed, self.over, self.slow, self._mask = other.failed, other.over, other.slow, other._mask.copy()
+        self._matcher = other._matcher.deep_copy() if other._matcher is not None else None
+
+    def begin(self, compiled: Callable[[], LLMatcher]) -> None:
+        """Take the matcher and compute the first mask."""
         try:
-            self._follow(self._made.result(), tokens)
+            self._matcher = compiled()
+        except BaseException as error:
+            self._fail(repr(error))
+        self.follow()
+
+    def resume(self, fresh: Answer, tokens: list[int]) -> None:
+        """Begin as ``fresh``, and see ``tokens``."""
+        self.take(fresh)
+        self.tokens = list(tokens)
+        self.follow()
+
+    def mask(self) -> NDArray[np.int32]:
+        """The mask behind all tokens; waits for it, or computes it."""
+        self.settle()
+        if self.tokens:
+            self.follow()
+        return self._mask
+
+    def settle(self) -> None:
+        """Wait for the other thread; one at a time may use the matcher."""
+        if self.coming is not None:
+            self.coming.result()
+            self.coming = None
+
+    def follow(self) -> None:
+        """See the tokens and compute the mask behind them."""
+        tokens, self.tokens = self.tokens, []
+        if self.failed or self._matcher is None:
+            return
+        started = time.thread_time()
+        try:
+            self._step(self._matcher, tokens)
         except BaseException as error:  # a panic of llguidance is no Exception
             self._fail(repr(error))
+        self.slow = time.thread_time() - started > SLOW_S
 
-    def _follow(self, matcher: LLMatcher, tokens: list[int]) -> None:
+    def _step(self, matcher: LLMatcher, tokens: list[int]) -> None:
         for token in tokens:
             if not matcher.is_stopped():
                 matcher.consume_token(token)
-        matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self.over = matcher.is_stopped()
         if matcher.is_error():
             self._fail(matcher.get_error())
 
     def _fail(self, reason: str) -> None:
         logger.warning("a grammar cannot go on: %s", reason[:200])
-        self.failed, self.over = True, False
-        self.mask[:] = 0
+        self.failed, self.over, self._matcher = True, False, None
+        self._mask[:] = 0

@@ -57,25 +57,19 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
         return self._grammars
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """The masks behind these tokens are computed while the next step runs."""
-        moved: dict[Answer, list[int]] = {}
         for row, token in self._owned_tokens(rows, token_ids):
             state = self.states[row]
             if state.progress.push(token) and state.answer is not None:
-                moved.setdefault(state.answer, []).append(token)
+                self._used_grammars.advance(state.answer, token)
             if state.is_free:
                 self.remove(row)
-        if moved:
-            coming = self._used_grammars.submit(lambda: _advance(moved))
-            for answer in moved:
-                answer.coming = coming
 
     def reason(self, row: int) -> str | None:
         answer = self.states[row].answer if row in self.states else None
         return "the form asked of the answer became too complex to follow" if answer and answer.failed else None
 
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
-        """Waits for the masks of rows that answer; to apply one to 152,000 logits takes up to 80 µs."""
+        """For rows that answer 10 to 40 µs a row for the mask, up to 80 µs to apply it to 152,000 logits."""
         answering: list[tuple[int, Progress, Answer]] = []
         for position, row in zip(positions.tolist(), rows.tolist(), strict=True):
             state = self.states[row]
@@ -96,17 +90,12 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
                 _leave(self._used_grammars.eos_token_ids[0], logits[position])
 
 
-def _advance(moved: dict[Answer, list[int]]) -> None:
-    for answer, tokens in moved.items():
-        answer.advance(tokens)
-
-
 def _mask(progress: Progress, answer: Answer) -> NDArray[np.int32]:
     """The mask of the next token, with that which begins the reasoning where it may begin."""
-    answer.coming.result()
+    mask = answer.mask()
     if progress.phase is not Phase.BEGINNING or answer.failed:
-        return answer.mask
-    mask, start = answer.mask.copy(), progress.start_token_id
+        return mask
+    mask, start = mask.copy(), progress.start_token_id
     mask.view(np.uint32)[start // 32] |= np.uint32(1 << start % 32)
     return mask
 
