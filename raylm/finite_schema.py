@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
-Schema = dict[str, Any] | bool
 
-
-def has_finite_value(schema: Schema) -> bool:
+def has_finite_value(schema: Any) -> bool:
     """False only if every value that fits ``schema`` would contain itself; what is not understood is taken as finite.
 
     The references that have finite values are found as a least fixed point, from those that need no other one.
     """
-    known: dict[str, bool] = {}
-    targets = {"#": schema} | {ref: _resolved(schema, ref) for ref in _references(schema)}
-    changed = True
-    while changed:
-        changed = False
-        for ref, target in targets.items():
-            if ref not in known and _ends(target, known):
-                known[ref] = changed = True
+    left = {"#": schema} | {ref: _resolved(schema, ref) for ref in _references(schema)}
+    known: set[str] = set()
+    while found := {ref for ref, target in left.items() if _ends(target, known)}:
+        known |= found
+        left = {ref: target for ref, target in left.items() if ref not in found}
     return "#" in known
 
 
@@ -50,41 +46,27 @@ def _resolved(schema: Any, ref: str) -> Any:
     return node
 
 
-def _ends(schema: Any, known: dict[str, bool]) -> bool:
+def _ends(schema: Any, known: set[str]) -> bool:
     """Whether ``schema`` has a finite value, if the references ``known`` have one and the others have none."""
     if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
         return True
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and ref not in known:
+    if isinstance(ref := schema.get("$ref"), str) and ref not in known:
         return False
-    alternatives = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) and schema[key]]
-    if not all(any(_ends(option, known) for option in options) for options in alternatives):
-        return False
-    every = schema.get("allOf")
-    if isinstance(every, list) and not all(_ends(part, known) for part in every):
-        return False
-    return _scalar_fits(schema) or all(_ends(part, known) for part in _required_parts(schema))
-
-
-def _scalar_fits(schema: dict[str, Any]) -> bool:
-    """Whether a value without parts may fit: one that is neither an object nor an array."""
-    kinds = schema.get("type")
-    if kinds is None:
-        return not any(key in schema for key in ("properties", "required", "prefixItems", "items", "minItems"))
-    return bool(set([kinds] if isinstance(kinds, str) else kinds) - {"object", "array"})
+    options = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) and schema[key]]
+    needed = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    return all(any(_ends(option, known) for option in some) for some in options) and all(
+        _ends(part, known) for part in chain(needed, _required_parts(schema))
+    )
 
 
 def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:
-    """What an object or an array of this schema cannot do without; nothing where it may be either."""
+    """What an object or an array of this schema cannot do without; nothing where it may be anything else."""
     kind = schema.get("type")
-    kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
     properties, names = schema.get("properties"), schema.get("required")
-    if kind == "object" and isinstance(properties, dict) and isinstance(names, list):
+    if kind in ("object", ["object"]) and isinstance(properties, dict) and isinstance(names, list):
         yield from (properties[name] for name in names if isinstance(name, str) and name in properties)
-    least = schema.get("minItems")
-    if kind == "array" and isinstance(least, int) and least > 0:
-        first = schema.get("prefixItems")
+    least, first = schema.get("minItems"), schema.get("prefixItems")
+    if kind in ("array", ["array"]) and isinstance(least, int) and least > 0:
         leading = first[:least] if isinstance(first, list) else []
         yield from leading
-        if len(leading) < least and "items" in schema:
-            yield schema["items"]
+        yield from [schema["items"]] if len(leading) < least and "items" in schema else []

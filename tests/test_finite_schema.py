@@ -20,6 +20,7 @@ def node(schema: dict[str, Any]) -> dict[str, Any]:
 
 FINITE: list[tuple[dict[str, Any], Any]] = [
     ({}, 1),
+    ({"type": ["array", "null"], "items": SELF, "minItems": 1}, None),
     ({"type": "object", "properties": {"a": SELF}}, {}),
     ({"type": "object", "properties": {"a": {"anyOf": [SELF, {"type": "null"}]}}, "required": ["a"]}, {"a": None}),
     ({"type": ["object", "null"], "properties": {"a": SELF}, "required": ["a"]}, None),

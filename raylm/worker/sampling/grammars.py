@@ -46,13 +46,13 @@ class Grammars:
 
     def start(self, grammar: str, tokens: list[int]) -> Answer:
         """The answer of a row, behind the ``tokens`` that it has; compiled now only if nobody prepared it."""
-        if (fresh := self._kept.get(grammar)) is not None and not tokens:
-            return fresh.copy()
         answer = Answer(self.vocab_size)
-        if fresh is None:
+        if (fresh := self._kept.get(grammar)) is None:
             answer.coming = self._compiling.submit(lambda: answer.resume(self._fresh(grammar), tokens))
-        else:
+        elif tokens:
             answer.coming = self._masking.submit(answer.resume, fresh, tokens)
+        else:
+            answer.take(fresh)
         return answer
 
     def advance(self, answer: Answer, token: int) -> None:
@@ -100,14 +100,9 @@ class Answer:
         self._matcher: LLMatcher | None = None
         self._mask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
 
-    def copy(self) -> Answer:
-        copied = Answer(0)
-        copied.take(self)
-        return copied
-
     def take(self, other: Answer) -> None:
         """Become what ``other`` is, which has seen all its tokens."""
-        self.failed, self.over, self.slow, self._mask = other.failed, other.over, other.slow, other._mask.copy()
+        self.failed, self.over, self._mask = other.failed, other.over, other._mask.copy()
         self._matcher = other._matcher.deep_copy() if other._matcher is not None else None
 
     def begin(self, compiled: Callable[[], LLMatcher]) -> None:

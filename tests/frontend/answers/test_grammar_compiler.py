@@ -29,6 +29,7 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 WRONG: list[dict[str, Any]] = [
     {"regex": "(a"}, {"regex": "(?=a)b"}, {"json": "{"}, {"json": {"type": "nope"}}, {"json": False},
+    {"json": {"type": 5}}, {"json": {"type": {"a": 1}, "required": 3}},
     {"json": {"type": "array", "uniqueItems": True}}, {"json": {"$ref": "#/nowhere"}}, {"json": {"$ref": "#"}},
     {"json": {"$ref": "http://localhost/x"}}, {"json": {"pattern": "(", "type": "string"}}, {"grammar": "xx"},
     {"json": {"type": "string", "format": "nonsense"}}, {"grammar": "start: missing"}, {"grammar": 'root ::= "a'},
