@@ -2,7 +2,7 @@
 
 import sys
 
-from raylm import LLM, SamplingParams
+from raylm import LLM
 
 QUESTIONS = ["What is 12 + 30?", "What is a KV cache?", "What is continuous batching?", "Count from 3 to 9."]
 
@@ -10,8 +10,7 @@ QUESTIONS = ["What is 12 + 30?", "What is a KV cache?", "What is continuous batc
 def main() -> None:
     """Ask everything at once; the engine batches."""
     with LLM(sys.argv[1] if len(sys.argv) > 1 else "embedded") as llm:
-        conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        results = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=64))
+        results = llm.chat(QUESTIONS, temperature=0.0, max_tokens=64)
     for question, result in zip(QUESTIONS, results, strict=True):
         print(f"{question}\n    {result.text}")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from raylm.errors import ConfigError
 
 
 class Frozen(BaseModel):
@@ -31,7 +34,8 @@ class CacheConfig(Frozen):
     block_size: Literal[16, 32, 64] = 16
     """Tokens per KV block."""
     memory_gib: float | None = Field(None, gt=0)
-    """GiB of each worker for the KV pool; by default a share of what is free after a profile run."""
+    """GiB of each worker for the KV pool; by default what `max_num_seqs` of the longest sequences and 16 in the prefix
+    cache can use, at most a share of what is free after a profile run."""
     num_blocks: int | None = Field(None, ge=2)
     """Number of KV blocks, instead of sizing the pool by memory; for tests and experiments."""
     prefix_caching: bool = True
@@ -167,3 +171,51 @@ def knobs(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
             yield from knobs(info.annotation, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", " ".join((info.description or "").split()), info.get_default()
+
+
+def flat_knobs() -> dict[str, str]:
+    """Dotted names of the knobs whose last part is unique, by that part."""
+    names = [name for name, *_ in knobs()]
+    counts = Counter(name.rpartition(".")[2] for name in names)
+    return {last: name for name in names if counts[last := name.rpartition(".")[2]] == 1}
+
+
+# What vLLM calls by another name, and what it has where there is something else here.
+VLLM_KNOBS = {
+    "enable_prefix_caching": "cache.prefix_caching",
+    "num_gpu_blocks_override": "cache.num_blocks",
+    "scheduling_policy": "scheduler.policy",
+    "max_loras": "lora.max_adapters",
+    "max_lora_rank": "lora.max_rank",
+}
+_ELSEWHERE = {
+    "gpu_memory_utilization": "the KV pool's size is cache.memory_gib, in GiB.",
+    "kv_cache_memory_bytes": "the KV pool's size is cache.memory_gib, in GiB.",
+    "seed": "each request has its own, in its sampling parameters.",
+    "enforce_eager": "it is engine.cuda_graphs, the other way round.",
+    "enable_lora": "adapters are loaded from lora.root, where it is set.",
+    "speculative_config": "it is scheduler.speculative_tokens, a number.",
+    "trust_remote_code": "code that comes with a checkpoint is never run.",
+}
+
+
+def knob_named(name: str) -> str:
+    """The dotted name of a knob called by it, by its last part, or as vLLM does.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest name, or what serves instead.
+    """
+    known = {dotted: dotted for dotted, *_ in knobs()} | VLLM_KNOBS | flat_knobs()
+    if name in known:
+        return known[name]
+    near, *_ = [name] if name in _ELSEWHERE else difflib.get_close_matches(name, [*known, *_ELSEWHERE], 1, 0.5) or [""]
+    usual = f"did you mean {near!r}?" if near else "`raylm config` prints the known ones."
+    raise ConfigError(f"unknown key {name!r}; {_ELSEWHERE.get(near, usual)}")
+
+
+def faults(error: ValidationError) -> str:
+    """What is wrong, in one line: each fault behind the dotted name of its knob."""
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".lstrip(": ")
+        for fault in error.errors()
+    )

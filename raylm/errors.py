@@ -1,24 +1,5 @@
 """The exception tree of RayLM; every class carries its HTTP status and its OpenAI type and code.
 
-    RayLMError                      500 server_error
-    ├── ConfigError                 start-up only: a configuration or checkpoint that cannot be served
-    ├── InvalidRequestError         400 invalid_request_error, ``param`` names the field
-    │   ├── ContextLengthError      400 context_length_exceeded, prompt and requested tokens do not fit
-    │   ├── UnsupportedFieldError   400 unsupported_field, never dropped silently
-    │   ├── AuthenticationError     401 invalid_api_key, no key or a wrong one
-    │   ├── NotFoundError           404 not_found, no such route or object
-    │   │   └── ModelNotFoundError  404 model_not_found
-    │   ├── MethodNotAllowedError   405 method_not_allowed
-    │   ├── BodyTooLargeError       413 body_too_large
-    │   ├── MediaTypeError          415 unsupported_media_type, the body is not JSON
-    │   └── HeadersTooLargeError    431 headers_too_large, too many headers or bytes of them
-    ├── OverloadedError             429 rate_limit_error, the queue is full; carries Retry-After
-    ├── DeadlineExceededError       504 deadline_exceeded, waited longer than the client does; dropped unanswered
-    └── EngineUnavailableError      503 service_unavailable, none is ready, one is being started; carries Retry-After
-        ├── EngineDiedError         503 the engine was lost while it served this request; sending it again is safe
-        │   └── PeerLostError       503 a rank waited in vain for another one, whose end is the cause to report instead
-        └── ShuttingDownError       503 shutting_down, this replica is about to end; another one may serve the request
-
 Ingress maps them once, along the class's MRO; everything else becomes a neutral 500.
 """
 
@@ -36,10 +17,11 @@ class RayLMError(Exception):
     code: ClassVar[str | None] = None
     retry_after_s: int | None = None
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s or self.retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), param=self.param), (self.message,), self.__dict__
@@ -50,15 +32,21 @@ class ConfigError(RayLMError):
 
 
 class InvalidRequestError(RayLMError):
+    """``param`` names the field."""
+
     status = 400
     type = "invalid_request_error"
 
 
 class ContextLengthError(InvalidRequestError):
+    """Prompt and requested tokens do not fit."""
+
     code = "context_length_exceeded"
 
 
 class UnsupportedFieldError(InvalidRequestError):
+    """A field that this server does not serve; it is never dropped silently."""
+
     code = "unsupported_field"
 
 
@@ -97,22 +85,25 @@ class HeadersTooLargeError(InvalidRequestError):
 
 
 class OverloadedError(RayLMError):
+    """The queue is full."""
+
     status = 429
     type = "rate_limit_error"
     code = "overloaded"
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_s = retry_after_s
+    retry_after_s = 1
 
 
 class DeadlineExceededError(RayLMError):
+    """It waited longer than the client does, and is dropped unanswered."""
+
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
 
 
 class EngineUnavailableError(RayLMError):
+    """No engine is ready; one is being started."""
+
     status = 503
     type = "service_unavailable"
     code = "engine_unavailable"
@@ -120,6 +111,8 @@ class EngineUnavailableError(RayLMError):
 
 
 class EngineDiedError(EngineUnavailableError):
+    """The engine was lost while it served this request; sending it again is safe."""
+
     code = "engine_died"
 
 
@@ -128,4 +121,6 @@ class PeerLostError(EngineDiedError):
 
 
 class ShuttingDownError(EngineUnavailableError):
+    """This replica is about to end; another one may serve the request."""
+
     code = "shutting_down"

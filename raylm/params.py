@@ -24,6 +24,8 @@ _OPTIONAL_INTEGERS = ("seed", "max_tokens", "thinking_token_budget", "logprobs",
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _LISTS = {"stop": str, "bad_words": str, "stop_token_ids": int, "allowed_token_ids": int}
 
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
 PoolingType = Literal["last", "mean", "cls"]
 
 
@@ -45,12 +47,32 @@ class StructuredOutputs:
     param: str = "structured_outputs"
 
     def __post_init__(self) -> None:
+        self._check_types()
         given = sum(form is not None for form in (self.json, self.regex, self.choice, self.grammar)) + self.json_object
         _check(given == 1, self.param, "takes exactly one of json, regex, choice, grammar and json_object")
         choices = self.choice is None or (0 < len(self.choice) <= MAX_CHOICES and all(self.choice))
         _check(choices, self.param, f"takes 1 to {MAX_CHOICES} choices, none of them empty")
         longest = max(len(text) for text in (self.regex or "", self.grammar or "", *(self.choice or ())))
         _check(longest <= MAX_GRAMMAR_CHARS, self.param, f"takes at most {MAX_GRAMMAR_CHARS} characters")
+
+    def _check_types(self) -> None:
+        for name in ("regex", "grammar"):
+            _check(isinstance(getattr(self, name), str | None), self.param, f"takes {name} as a str")
+        schema = isinstance(self.json, Mapping | bool | str | None)
+        _check(schema, self.param, "takes json as a schema, an object or its text")
+        _check(isinstance(self.json_object, bool), self.param, "takes json_object as a bool")
+        choice: Any = self.choice
+        if choice is not None:
+            texts = isinstance(choice, list | tuple) and all(isinstance(text, str) for text in choice)
+            _check(texts, self.param, "takes choice as a list of str")
+            object.__setattr__(self, "choice", tuple(choice))
+
+    @classmethod
+    def of(cls, form: Mapping[str, Any]) -> StructuredOutputs:
+        """Made of its fields by name, but ``param``."""
+        unknown = [key for key in form if key not in _FORMS]
+        _check(not unknown, "structured_outputs", f"takes one of {', '.join(_FORMS)}, and no {unknown[:1]}")
+        return cls(**form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +82,8 @@ class SamplingParams:
     Units: ``max_tokens`` and ``min_tokens`` count generated tokens; ``logit_bias`` adds to logits (clamped to ±100);
     penalties follow OpenAI (presence, frequency: subtracted from logits, counted over generated tokens) and
     CTRL (repetition: divides positive and multiplies negative logits, over prompt and generated tokens).
-    ``structured_outputs`` hold for the answer, behind any reasoning; ``thinking_token_budget`` is the most tokens that
-    a model may think before it is made to answer.
+    ``structured_outputs``, also as a dict of their fields, hold for the answer, behind any reasoning;
+    ``thinking_token_budget`` is the most tokens that a model may think before it is made to answer.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -125,8 +147,10 @@ class SamplingParams:
         bias: Any = self.logit_bias
         keys_fit = isinstance(bias, Mapping) and all(type(key) is int for key in bias)
         _check(keys_fit and all(map(_is_number, bias.values())), "logit_bias", "must be a dict of numbers by int")
-        form = self.structured_outputs
-        _check(isinstance(form, StructuredOutputs | None), "structured_outputs", "must be StructuredOutputs or None")
+        form: Any = self.structured_outputs
+        if isinstance(form, Mapping):
+            object.__setattr__(self, "structured_outputs", form := StructuredOutputs.of(form))
+        _check(isinstance(form, StructuredOutputs | None), "structured_outputs", "must be StructuredOutputs or a dict")
 
     def _make_tuple(self, name: str, kind: type) -> None:
         given = getattr(self, name)
@@ -167,6 +191,8 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         _check(self.pooling in ("last", "mean", "cls"), "pooling", "must be last, mean or cls")
+        _check(isinstance(self.normalize, bool), "normalize", "must be a bool")
+        _check(type(self.dimensions) in (int, NoneType), "dimensions", "must be an int or None")
         _check(self.dimensions is None or self.dimensions >= 1, "dimensions", "must be at least 1")
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import deque
 from itertools import accumulate
 from math import log2
@@ -66,15 +66,14 @@ class StepCost:
             self._curve = [*below, *sizes, *above], [*outside[0], *times, *outside[1]]
         return self._curve
 
-    def predict(self, tokens: int) -> float:
-        return _interpolate(*self.curve(), tokens)
-
     def tokens_within(self, seconds: float) -> int:
         """The most tokens of a step that takes no longer, at least 0."""
         sizes, times = self.curve()
-        if times[0] > seconds:
-            return 0
-        return int(_interpolate(times, sizes, seconds))
+        right = bisect_right(times, seconds)
+        if right in (0, len(times)):
+            return sizes[-1] if right else 0
+        share = (seconds - times[right - 1]) / (times[right] - times[right - 1])
+        return int(sizes[right - 1] + share * (sizes[right] - sizes[right - 1]))
 
     def _forget(self) -> None:
         if self._lifetime is None:
@@ -88,14 +87,3 @@ class StepCost:
 
 def _size(tokens: int) -> int:
     return round(_KNOTS_AN_OCTAVE * log2(tokens))
-
-
-def _interpolate(xs: list[int] | list[float], ys: list[int] | list[float], x: float) -> float:
-    """The line through the points at ``x``; where several have the same x, the last one's y."""
-    right = bisect_left(xs, x)
-    while right + 1 < len(xs) and xs[right + 1] <= x:
-        right += 1
-    if right == len(xs) or xs[right] == x or right == 0:
-        return ys[min(right, len(xs) - 1)]
-    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
-    return ys[right - 1] + share * (ys[right] - ys[right - 1])

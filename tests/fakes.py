@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from raylm.config import Config
-from raylm.engine import ModelExecutor
+from raylm.engine.model_executor import ModelExecutor
 from raylm.errors import EngineDiedError, InvalidRequestError
 from raylm.messages import Logprobs, ModelRunnerOutput, NewSequence, SchedulerOutput, WorkerInfo
 from raylm.params import SamplingParams

@@ -36,7 +36,7 @@ ONLY_IN = {  # package -> prefixes of the files that may import it
 # ModelRunner with sampling, the decoder of the Llama families, chat and plain completions.
 BESIDE_THE_CORE = {
     "command line": ("cli/",),
-    "offline engine": ("llm.py",),
+    "offline engine": ("llm",),
     "Anthropic's API": ("ingress/anthropic/",),
     "Responses API": ("ingress/responses/",),
     "API description": ("ingress/http/openapi.py",),
@@ -115,7 +115,7 @@ def _inner_faults(file: str, target: list[str]) -> list[str]:
         return [f"{file}: the floor imports nothing above it, yet it imports raylm.{goal}"]
     if room is not None and goal in ROOMS and ROOMS.index(goal) > ROOMS.index(room):
         return [f"{file}: imports go down only, yet it imports raylm.{'.'.join(target)}"]
-    if room is not None and goal in {"app", "cli", "llm"}:
+    if room is not None and goal in {"app", "cli", "llm", "llm_arguments", "llm_engine"}:
         return [f"{file}: imports go down only, yet it imports raylm.{goal}"]
     if goal in ROOMS and goal != room and len(target) > 1:
         return [f"{file}: raylm.{goal} is entered by its front door only, not by raylm.{'.'.join(target)}"]

@@ -15,9 +15,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from raylm.config import Config
-from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error, create_engine_core, engine_core_prefix
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error, engine_core_prefix
+from raylm.engine.actor import create_engine_core
 from raylm.errors import ConfigError, EngineDiedError
-from raylm.frontend import Discovery, EngineClient, RayEngineClient
+from raylm.frontend import Discovery
+from raylm.frontend.engines.engine_client import EngineClient
+from raylm.frontend.engines.ray_engine_client import RayEngineClient
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,

@@ -21,9 +21,11 @@ from raylm import LLM, SamplingParams
 from raylm.checkpoint import EMBEDDED
 from raylm.cli.serve_process import port_is_free
 from raylm.config import Config
-from raylm.engine import as_raylm_error, create_engine_core, create_worker
+from raylm.engine import as_raylm_error
+from raylm.engine.actor import create_engine_core
+from raylm.engine.ray_executor import create_worker
 from raylm.errors import ConfigError, EngineDiedError, PeerLostError
-from raylm.frontend import RayEngineClient
+from raylm.frontend.engines.ray_engine_client import RayEngineClient
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from tests.checkpoints import make_checkpoint
 from tests.fakes import FakeWorker

@@ -23,6 +23,7 @@ FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", 
 BEFORE = {"raylm.ingress.http.middleware"}
 # The answer's side, which is opened before the engine knows of the request and sees nothing of the body.
 ANSWER = {
+    "raylm.ingress.openai.choices",
     "raylm.ingress.openai.outputs",
     "raylm.frontend.outputs",
     "raylm.frontend.output_processor",

@@ -25,8 +25,8 @@ import ray
 from benchmarks.compare.engines import meter
 from benchmarks.engine.overhead import Note, note_results
 from raylm import Config
-from raylm.engine import EngineCore, RayExecutor
-from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor
+from raylm.engine import EngineCore
+from raylm.engine.ray_executor import WORKER_THREADS, RayExecutor, WorkerActor
 from raylm.errors import RayLMError
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.params import SamplingParams
@@ -57,8 +57,7 @@ class ProfiledWorker(WorkerActor):
 
     def start(self, port: int = 0) -> WorkerInfo:
         info = super().start(port)
-        worker: Any = self._worker
-        runner = worker._runner
+        runner: Any = self._runner
         self._sampling, self._steps = Clock(), dict[int, dict[str, float]]()
         runner.sampler.sample = self._sampling.around(runner.sampler.sample)
 

@@ -18,10 +18,12 @@ import ray
 
 from benchmarks.rows import Report, parser
 from raylm import Config
-from raylm.engine import EngineCore, LocalExecutor, ModelExecutor, RayExecutor, create_worker, prepare_process
-from raylm.engine.ray_executor import WORKER_THREADS, WorkerActor
+from raylm.engine import EngineCore, LocalExecutor
+from raylm.engine.model_executor import ModelExecutor
+from raylm.engine.ray_executor import WORKER_THREADS, RayExecutor, WorkerActor, create_worker, prepare_process
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.params import SamplingParams
+from raylm.worker import Worker
 
 WARM_UP_STEPS = 20
 PROMPT_TOKENS = 32
@@ -44,37 +46,29 @@ def note_results(executor: ModelExecutor) -> list[Note]:
     return notes
 
 
-class FixedTimeWorker:
+class FixedTimeWorker(Worker):
     """Draws the token 7 for every sequence, after a sleep."""
 
-    def __init__(self, forward_s: float) -> None:
-        self._forward_s = forward_s
+    forward_s = 0.0
 
     def start(self, port: int = 0) -> WorkerInfo:
         return WorkerInfo(4096, 16, 65_536, 1000, "cpu", "none", "none", 1, 0, 0)
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         began = time.perf_counter()
-        time.sleep(self._forward_s)
+        time.sleep(self.forward_s)
         drawn = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
         took = time.perf_counter() - began
-        return ModelRunnerOutput(plan.step, drawn, [1] * len(drawn), [7] * len(drawn), forward_s=took, step_s=took)
-
-    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        output = self.execute(plan)
+        output = ModelRunnerOutput(plan.step, drawn, [1] * len(drawn), [7] * len(drawn), forward_s=took, step_s=took)
         return lambda: output
 
-    def shutdown(self) -> None:
-        """It holds nothing."""
 
-
-class FixedTimeActor(WorkerActor):
+class FixedTimeActor(WorkerActor, FixedTimeWorker):
     """The shell of every worker around one of fixed time."""
 
     def __init__(self, config: Config, forward_s: float) -> None:
         super().__init__(config)
-        worker: Any = FixedTimeWorker(forward_s)
-        self._worker = worker
+        self.forward_s = forward_s
 
 
 @ray.remote(num_cpus=0.1)
@@ -107,7 +101,11 @@ def _executor(config: Config, forward_s: float | None, worker: Any) -> ModelExec
     if worker is not None:
         return RayExecutor([worker])
     prepare_process()
-    return LocalExecutor(config) if forward_s is None else LocalExecutor(config, lambda _: FixedTimeWorker(forward_s))
+    if forward_s is None:
+        return LocalExecutor(config)
+    worker = FixedTimeWorker(config)
+    worker.forward_s = forward_s
+    return LocalExecutor(config, lambda _: worker)
 
 
 def measure(executor: str, in_flight: int, forward_s: float | None, batch: int, steps: int) -> tuple[float, float]:

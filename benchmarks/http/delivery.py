@@ -44,16 +44,13 @@ class NotingWorker(ray_executor.WorkerActor):
     """Writes down when each step was over."""
 
     def start(self, port: int = 0) -> WorkerInfo:
-        worker: Any = self._worker
-        launch, notes = worker.launch, os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND)
-
-        def noted(plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-            output: Callable[[], ModelRunnerOutput] = launch(plan)
-            os.write(notes, array.array("d", [time.time()]).tobytes())
-            return output
-
-        worker.launch = noted
+        self._notes = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND)
         return super().start(port)
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        output = super().launch(plan)
+        os.write(self._notes, array.array("d", [time.time()]).tobytes())
+        return output
 
 
 class NotingEngine(Engine):

@@ -28,7 +28,8 @@ from benchmarks.http.event_loop_cases import Body, chosen
 from benchmarks.rows import Report, parser
 from raylm.checkpoint import resolve
 from raylm.config import Config
-from raylm.frontend import AsyncLLM, EngineClient
+from raylm.frontend import AsyncLLM
+from raylm.frontend.engines.engine_client import EngineClient
 from raylm.ingress import build_asgi_app
 from raylm.messages import (
     EngineCoreOutputs,

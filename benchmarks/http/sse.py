@@ -25,15 +25,8 @@ from starlette.routing import Route
 
 from benchmarks.rows import Report, parser
 from raylm.config import Config
-from raylm.frontend import (
-    AdapterDirectory,
-    Admission,
-    ChatPrompt,
-    ChatRequest,
-    CompletionDelta,
-    RequestHead,
-    RequestOutput,
-)
+from raylm.frontend import Admission, ChatPrompt, ChatRequest, CompletionDelta, RequestHead, RequestOutput
+from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http.sse import ChunkTemplate
 from raylm.params import SamplingParams

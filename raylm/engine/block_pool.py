@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 
 class BlockPool:
     """A fixed number of KV blocks, each free (no reference) or held (one reference per sequence that uses it).
 
-    A free block may still be *published*: found by its hash until it is handed out again. The free list is doubly
-    linked through two columns, so that a published block is taken out of its middle in O(1) when it is shared again.
-    Its head is evicted first. ``num_blocks`` is the sentinel that closes the ring.
+    A free block may still be *published*: found by its hash until it is handed out again. The free list is evicted
+    from its head, and a published block is taken out of its middle, in O(1), when it is shared again.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
         self.refs = [0] * num_blocks
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [num_blocks, *range(num_blocks)]
+        self._free = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
         """Hand out ``count <= num_free`` blocks, the longest unused first, with one reference each."""
         blocks = []
         for _ in range(count):
-            block = self._next[self.num_blocks]
-            self._unlink(block)
+            block, _ = self._free.popitem(last=False)
             self._forget(block)
             self.refs[block] = 1
             blocks.append(block)
@@ -37,7 +38,7 @@ class BlockPool:
         """Add one reference to each block, taking free ones out of the free list."""
         for block in blocks:
             if self.refs[block] == 0:
-                self._unlink(block)
+                del self._free[block]
             self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -45,14 +46,12 @@ class BlockPool:
 
         A block that cannot be found again goes to the head of the free list: handing it out costs no cached token.
         """
-        end = self.num_blocks
         for block in blocks:
             self.refs[block] -= 1
             if self.refs[block] == 0:
+                self._free[block] = None
                 if self._hash_of[block] is None:
-                    self._link(block, end, self._next[end])
-                else:
-                    self._link(block, self._prev[end], end)
+                    self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Let a held block be found by its hash; the first block published under a hash stays."""
@@ -77,14 +76,3 @@ class BlockPool:
         if block_hash is not None:
             self._hash_of[block] = None
             del self._by_hash[block_hash]
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-        self.num_free -= 1
-
-    def _link(self, block: int, before: int, after: int) -> None:
-        self._prev[block], self._next[block] = before, after
-        self._next[before] = self._prev[after] = block
-        self.num_free += 1

@@ -40,7 +40,7 @@ class EngineCore:
         self._outboxes: dict[str, Outbox] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._work = asyncio.Event()
-        self._died_of: EngineDiedError | None = None
+        self._ended_by: RayLMError | None = None
         self._adapters = AdapterTable(config.lora)
         self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit, self._refuse)
 
@@ -190,11 +190,11 @@ class EngineCore:
                 await self.step()
                 await asyncio.sleep(0)  # clients get their turn even if the worker is faster than this loop
         except EngineDiedError as error:
-            self._die(error)
+            self._close(error)
             raise
         except Exception as error:
             died = EngineDiedError(f"The engine failed: {type(error).__name__}: {error}")
-            self._die(died)
+            self._close(died)
             raise died from error
 
     async def shutdown(self) -> None:
@@ -221,14 +221,11 @@ class EngineCore:
         return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], adapters=adapters, created=now)
 
     def _check_alive(self) -> None:
-        if self._died_of is not None:
-            raise self._died_of
-
-    def _die(self, error: EngineDiedError) -> None:
-        self._died_of = error
-        self._close(error)
+        if self._ended_by is not None:
+            raise self._ended_by
 
     def _close(self, error: RayLMError) -> None:
+        self._ended_by = error
         self._grammars.close()
         for outbox in self._outboxes.values():
             outbox.close(error)

@@ -191,6 +191,8 @@ class Lookahead:
     def tokens_to_reserve(self, seq: Sequence, num_running: int) -> int:
         """Tokens that the block table of ``seq`` should hold in the next step; the one at its limit is not computed."""
         drafts, kv = self._drafts, self._kv
+        if drafts == 0:
+            return seq.num_tokens
         abundant = kv.pool.num_free > num_running + drafts // kv.block_size + 1
         longest = min(self._longest(seq), kv.capacity(seq) + 1)
         return min(longest + drafts * abundant, seq.limit - 1)

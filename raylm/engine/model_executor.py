@@ -6,11 +6,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.worker import Worker
 
 T = TypeVar("T")
 
@@ -47,31 +48,14 @@ class ModelExecutor(ABC):
         """End the workers; safe to call twice and after a failed start."""
 
 
-class WorkerInterface(Protocol):
-    """What an executor needs of a worker; every call blocks, and all but ``prepare_grammar`` come from one thread."""
-
-    def start(self) -> WorkerInfo: ...
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
-    def prepare_grammar(self, grammar: str) -> None: ...
-    def load_adapter(self, adapter: int, path: str) -> None: ...
-    def unload_adapter(self, adapter: int) -> None: ...
-    def shutdown(self) -> None: ...
-
-
-def _create_worker(config: Config) -> WorkerInterface:
-    from raylm.worker import Worker
-
-    return Worker(config)
-
-
 class LocalExecutor(ModelExecutor):
     """One worker on one thread of this process; a single thread is what keeps the steps in order."""
 
-    def __init__(self, config: Config, worker_factory: Callable[[Config], WorkerInterface] = _create_worker) -> None:
+    def __init__(self, config: Config, worker_factory: Callable[[Config], Worker] = Worker) -> None:
         self._config = config
         self._worker_factory = worker_factory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raylm-worker")
-        self._worker: WorkerInterface | None = None
+        self._worker: Worker | None = None
         self._died_of: Exception | None = None
 
     async def start(self) -> WorkerInfo:
@@ -90,7 +74,7 @@ class LocalExecutor(ModelExecutor):
         await self._on_thread(self._live_worker.unload_adapter, adapter)
 
     @property
-    def _live_worker(self) -> WorkerInterface:
+    def _live_worker(self) -> Worker:
         if self._died_of is not None or self._worker is None:
             raise EngineDiedError("The worker is gone.") from self._died_of
         return self._worker

@@ -18,6 +18,7 @@ from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.worker import Worker
 
 T = TypeVar("T")
 
@@ -54,8 +55,8 @@ class Turns:
                 self._changed.notify_all()
 
 
-class WorkerActor:
-    """One rank: a Worker in a process of its own.
+class WorkerActor(Worker):
+    """One rank in a process of its own.
 
     An EngineCore on the same node hands it steps over a StepChannel. Otherwise they are Ray's calls on several
     threads: while one step computes, the next one waits unpacked, and the result of the last one is being packed.
@@ -63,18 +64,11 @@ class WorkerActor:
 
     def __init__(self, config: Config, rank: int = 0) -> None:
         prepare_process()
-        from raylm.worker import Worker
-
-        self._worker = Worker(config, rank)
+        super().__init__(config, rank)
         self._turns = Turns()
 
-    def open_rendezvous(self) -> int:
-        """Called on rank 0 before any rank starts."""
-        return self._worker.open_rendezvous()
-
     def start(self, port: int = 0) -> WorkerInfo:
-        """Several ranks meet at ``port``."""
-        info = self._worker.start(port)
+        info = super().start(port)
         self._overlapped = info.device != "cpu"
         return info
 
@@ -82,24 +76,15 @@ class WorkerActor:
         """Where this worker takes steps from an EngineCore on that node; None if it is another node than its own."""
         if node_id != ray.get_runtime_context().get_node_id():
             return None
-        return StepServer(self._worker.launch, overlapped=self._overlapped).path
+        return StepServer(self.launch, overlapped=self._overlapped).path
 
     def ping(self) -> None:
         """Answered between two steps."""
 
-    def prepare_grammar(self, grammar: str) -> None:
-        self._worker.prepare_grammar(grammar)
-
-    def load_adapter(self, adapter: int, path: str) -> None:
-        self._worker.load_adapter(adapter, path)
-
-    def unload_adapter(self, adapter: int) -> None:
-        self._worker.unload_adapter(adapter)
-
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; the next one has its turn once this one is on its way."""
         with self._turns.wait_for(plan.step):
-            output = self._worker.launch(plan)
+            output = self.launch(plan)
         return output()
 
 
@@ -117,9 +102,9 @@ class RayExecutor(ModelExecutor):
         self._senders: list[SendStep] = []
 
     async def start(self) -> WorkerInfo:
-        infos: list[WorkerInfo] = await answer(asyncio.gather(*(worker.start.remote() for worker in self._workers)))
+        info: WorkerInfo = await answer(self._workers[0].start.remote())
         await self._open_channels()
-        return infos[0]
+        return info
 
     async def _open_channels(self) -> None:
         self._senders = [await answer(step_sender(worker)) for worker in self._workers]

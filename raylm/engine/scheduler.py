@@ -204,16 +204,16 @@ class Scheduler:
 
     def _append_tokens(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
         """Append each token to the sequence that drew it; what was drawn behind a sequence's end is dropped."""
-        sequences = self._sequences
-        for position, (seq_id, token) in enumerate(zip(self._drawn_by(result), result.token_ids, strict=True)):
-            seq = sequences.get(seq_id)
+        drawn_by = map(self._sequences.get, self._drawn_by(result))
+        for position, seq, token in zip(range(len(result.token_ids)), drawn_by, result.token_ids, strict=True):
             if seq is None:
                 continue
-            seq.token_ids.append(token)
+            token_ids = seq.token_ids
+            token_ids.append(token)
             entry = outputs[seq.client_id]
             entry.sequences.append(seq)
             entry.positions.append(position)
-            if token in seq.stop_ids or len(seq.token_ids) >= seq.next_check:
+            if token in seq.stop_ids or len(token_ids) >= seq.next_check:
                 self._check_token(seq, token, entry)
         self.counters.generation_tokens += sum(len(entry.positions) for entry in outputs.values())
 

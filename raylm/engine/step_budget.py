@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 from raylm.config import SchedulerConfig
 from raylm.engine.sequence import Sequence
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
@@ -13,21 +11,18 @@ MIN_PREFILL_TOKENS = 64  # prompts get as many in every step, so that they come 
 _LIFETIME = 512  # after so many steps a size is tried anew: it may have been slow for reasons that are gone
 
 
-class StepBudget(ABC):
-    @abstractmethod
-    def tokens(self, running: list[Sequence]) -> int:
-        """Most tokens of the next step, when these sequences run."""
+class StepBudget:
+    """The same for every step."""
 
-    def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:  # noqa: B027 - a fixed one learns nothing
-        """A step was run."""
-
-
-class FixedBudget(StepBudget):
     def __init__(self, most: int) -> None:
         self._most = most
 
     def tokens(self, running: list[Sequence]) -> int:
+        """Most tokens of the next step, when these sequences run."""
         return self._most
+
+    def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """A step was run."""
 
 
 class LatencyBudget(StepBudget):
@@ -38,7 +33,7 @@ class LatencyBudget(StepBudget):
     """
 
     def __init__(self, most: int, target_s: float) -> None:
-        self._most = most
+        super().__init__(most)
         self._target_s = target_s
         self._cost = StepCost(_LIFETIME)
 
@@ -56,5 +51,5 @@ class LatencyBudget(StepBudget):
 
 def create_budget(config: SchedulerConfig) -> StepBudget:
     if config.target_itl_ms is None:
-        return FixedBudget(config.max_num_batched_tokens)
+        return StepBudget(config.max_num_batched_tokens)
     return LatencyBudget(config.max_num_batched_tokens, config.target_itl_ms / 1000)

@@ -16,10 +16,9 @@ import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
 from threading import Thread
 from typing import Any, BinaryIO, cast
 
@@ -64,22 +63,12 @@ class StepServer:
 
     def _serve(self, connection: socket.socket, steps: BinaryIO) -> None:
         while (plan := _read(steps)) is not None:
-            connection.sendall(_frame(_outcome(self._start(plan))))
+            _send(connection, self._start(plan))
 
     def _serve_overlapped(self, connection: socket.socket, steps: BinaryIO) -> None:
-        outputs: SimpleQueue[Output | None] = SimpleQueue()
-
-        def send() -> None:
-            with suppress(ConnectionError):
-                while output := outputs.get():
-                    connection.sendall(_frame(_outcome(output)))
-
-        sender = Thread(target=send, name="raylm-results", daemon=True)
-        sender.start()
-        while (plan := _read(steps)) is not None:
-            outputs.put(self._start(plan))
-        outputs.put(None)
-        sender.join()
+        with ThreadPoolExecutor(1, thread_name_prefix="raylm-results") as sender:
+            while (plan := _read(steps)) is not None:
+                sender.submit(_send, connection, self._start(plan))
 
     def _start(self, plan: SchedulerOutput) -> Output:
         try:
@@ -93,8 +82,9 @@ class StepServer:
 class StepClient(asyncio.Protocol):
     """The EngineCore's end, on its event loop."""
 
+    _transport: asyncio.WriteTransport
+
     def __init__(self) -> None:
-        self._transport: asyncio.WriteTransport | None = None
         self._waiting: deque[asyncio.Future[Outcome]] = deque()
         self._received = bytearray()
 
@@ -107,16 +97,12 @@ class StepClient(asyncio.Protocol):
     def send(self, plan: SchedulerOutput) -> asyncio.Future[Outcome]:
         """Hand over a step at once; the future gives its outcome, or ConnectionError when the worker has gone."""
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        if self._transport is None or self._transport.is_closing():
+        if self._transport.is_closing():
             outcome.set_exception(ConnectionError("the worker has hung up"))
             return outcome
         self._waiting.append(outcome)
         self._transport.write(_frame(plan))
         return outcome
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's has no class of asyncio's
@@ -138,6 +124,10 @@ class StepClient(asyncio.Protocol):
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(ConnectionError("the worker has hung up"))
+
+
+def _send(connection: socket.socket, output: Output) -> None:
+    connection.sendall(_frame(_outcome(output)))
 
 
 def _outcome(output: Output) -> Outcome:

@@ -149,6 +149,6 @@ def _report(info: EngineInfo) -> None:
     model = f"{worker.dtype}{quantization} on {worker.device}, CPU threads {worker.threads}"
     weights = f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}"
     report("stage", "model", f"{model}, attention {worker.attention_backend}, {weights}")
-    blocks = f"{worker.num_blocks:,} blocks of {worker.block_size} tokens"
-    size = f"{worker.kv_cache_bytes / 2**30:.2f} GiB{each}"
-    report("stage", "kv", f"{blocks} ({size}), longest context {info.max_model_len:,} tokens")
+    tokens = f"{worker.num_blocks * worker.block_size:,} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB{each})"
+    fitting = worker.num_blocks // -(-info.max_model_len // worker.block_size)
+    report("stage", "kv", f"{tokens}, room for {fitting:,} of the longest context, {info.max_model_len:,} tokens")

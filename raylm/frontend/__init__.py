@@ -12,14 +12,10 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.lifecycle import OngoingRequest as OngoingRequest
     from raylm.frontend.admission.lifecycle import Throttle as Throttle
     from raylm.frontend.admission.queue import Admission as Admission
-    from raylm.frontend.answers.answer_format import AnswerFormat as AnswerFormat
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
-    from raylm.frontend.engines.adapters import AdapterDirectory as AdapterDirectory
     from raylm.frontend.engines.discovery import Discovery as Discovery
-    from raylm.frontend.engines.engine_client import EngineClient as EngineClient
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
-    from raylm.frontend.engines.ray_engine_client import RayEngineClient as RayEngineClient
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
     from raylm.frontend.outputs import RequestOutput as RequestOutput
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
@@ -34,13 +30,10 @@ if TYPE_CHECKING:
 _MODULES = {
     "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
     "admission.queue": ("Admission",),
-    "answers.answer_format": ("AnswerFormat",),
     "answers.chat_processor": ("ChatPrompt",),
     "async_llm": ("AsyncLLM",),
-    "engines.adapters": ("AdapterDirectory",),
     "engines.discovery": ("Discovery",),
-    "engines.engine_client": ("EngineClient", "LocalEngineClient"),
-    "engines.ray_engine_client": ("RayEngineClient",),
+    "engines.engine_client": ("LocalEngineClient",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "threads": ("LARGE", "offload"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),

@@ -16,7 +16,7 @@ from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampli
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits
-from raylm.frontend.output_processor import OutputProcessor, OutputQueue
+from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
@@ -37,7 +37,7 @@ class AsyncLLM:
         ConfigError: the checkpoint cannot be served.
     """
 
-    def __init__(self, config: Config, router: Router | None = None, admission: Admission | None = None) -> None:
+    def __init__(self, config: Config, admission: Admission | None = None) -> None:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
         self.admission = admission or Admission()
@@ -50,12 +50,11 @@ class AsyncLLM:
         self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.eos_token_ids)
         self._chat = ChatProcessor(config, self._tokenizer, self._template, self._grammars)
-        self._router = router or Router()
-        self.adapters = self._router.adapters
-        self._telemetry = Telemetry(self.model_name, self._router.stats)
+        self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
-        self._router.bind(self._outputs.process, self._outputs.fail)
+        self._router = Router(self._outputs.process, self._outputs.fail)
+        self.adapters = self._router.adapters
 
     def add_engine(self, client: EngineClient) -> None:
         """Take in a ready engine; call it from a task that outlives every request. One that dies leaves by itself."""
@@ -108,9 +107,9 @@ class AsyncLLM:
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        with self._sent(request, answer_format) as (queue, reservation):
+        with self._sent(request, answer_format) as (opened, reservation):
             while True:
-                output = await queue.get()
+                output = await opened.get()
                 if reservation.requests:
                     reservation.begin(delta.index for delta in output.deltas)
                 yield output
@@ -125,8 +124,8 @@ class AsyncLLM:
         self.pooling_defaults.check(params)
         token_ids = await self._token_ids(prompt, limits, head.param)
         request = self._input.build_pooling(token_ids, params, limits, head)
-        with self._sent(request) as (queue, _):
-            yield await queue.get()
+        with self._sent(request) as (opened, _):
+            yield await opened.get()
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, param: str) -> list[int]:
         if isinstance(prompt, list):
@@ -138,15 +137,15 @@ class AsyncLLM:
     @contextmanager
     def _sent(
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
-    ) -> Iterator[tuple[OutputQueue, Reservation]]:
+    ) -> Iterator[tuple[OpenRequest, Reservation]]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then."""
         engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
-        queue = self._outputs.open(request, form)
+        opened = self._outputs.open(request, form)
         engine.open_keys.add(request.key)
         engine.client.add(request)
         try:
-            yield queue, reservation
+            yield opened, reservation
         finally:  # no await may stand here: a cancelled task must not lose the abort
             reservation.release()
             engine.open_keys.discard(request.key)

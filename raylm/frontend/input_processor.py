@@ -108,15 +108,15 @@ class InputProcessor:
         )
 
     async def bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
-        """The tokens of ``words``; many of them, or long ones, are tokenized in a thread."""
-        return await offload(lambda: self._bad_words(words, limits), sum(map(len, words)) // 2) if words else ()
-
-    def _bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and after a space: banned in both places."""
-        texts = chain.from_iterable((word.lstrip(), f" {word.lstrip()}") for word in words)
-        found = [self._tokenizer.encode_now(text, add_special_tokens=False, param="bad_words") for text in texts]
-        _check_ids("bad_words", chain.from_iterable(found), limits)
-        return tuple(dict.fromkeys(map(tuple, found)))
+
+        def work() -> tuple[tuple[int, ...], ...]:
+            texts = chain.from_iterable((word.lstrip(), f" {word.lstrip()}") for word in words)
+            found = [self._tokenizer.encode_now(text, add_special_tokens=False, param="bad_words") for text in texts]
+            _check_ids("bad_words", chain.from_iterable(found), limits)
+            return tuple(dict.fromkeys(map(tuple, found)))
+
+        return await offload(work, sum(map(len, words)) // 2)
 
 
 def _check_prompt(token_ids: list[int], limits: Limits, param: str) -> None:

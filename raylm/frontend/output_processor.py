@@ -20,41 +20,47 @@ from raylm.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, L
 
 logger = logging.getLogger("raylm.frontend")
 
-PromptLogprobs = list[TokenLogprob | None]
 
+class OpenRequest:
+    """One open request: its sequences, and what its caller has not read yet, at most one output: deltas merge.
 
-class OutputQueue:
-    """What one caller has not read yet, at most one output: a slow caller's deltas merge.
-
-    One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop.
+    One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop. Of ``texts``,
+    ``readers`` and ``last_token_times`` each of the sequences has one.
     """
 
-    def __init__(self, request: EngineCoreRequest) -> None:
+    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer, form: AnswerFormat | None = None) -> None:
+        self.request = request
+        self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
+        self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
+        self.last_token_times = [0.0] * request.params.n
         self.num_cached_tokens = 0
-        self._prompt_logprobs: PromptLogprobs | None = None
         self.unread_logprobs: Logprobs | None = None  # of the prompt, until the caller takes them
-        self._request = request
+        self._num_finished = 0
+        self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._deltas: dict[int, CompletionDelta] = {}
         self._error: RayLMError | None = None
-        self._finished = False
         self._vector: bytes | None = None
         self._wake = asyncio.Event()
 
-    def put(self, delta: CompletionDelta, *, finished: bool) -> None:
-        """Add what is new of one sequence; ``finished`` if nothing else of the request will come."""
+    @property
+    def finished(self) -> bool:
+        return self._num_finished == len(self.texts)
+
+    def put(self, delta: CompletionDelta) -> None:
+        """Add what is new of one sequence."""
+        self._num_finished += delta.finish_reason is not None
         waiting = self._deltas.setdefault(delta.index, delta)
         if waiting is not delta:
             waiting.add(delta)
-        self._finished = finished
         self._wake.set()
 
     def finish(self, vector: bytes) -> None:
-        self._vector, self._finished = vector, True
+        self._vector, self._num_finished = vector, len(self.texts)
         self._wake.set()
 
     def fail(self, error: RayLMError) -> None:
         """End the request: the reader gets ``error`` at once, in place of what it has not read."""
-        self._error = error
+        self._error, self._num_finished = error, len(self.texts)
         self._wake.set()
 
     async def get(self) -> RequestOutput:
@@ -68,37 +74,19 @@ class OutputQueue:
             self.unread_logprobs = None
         deltas, self._deltas = list(self._deltas.values()), {}
         return RequestOutput(
-            request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt_token_ids,
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
             deltas=deltas,
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
-            finished=self._finished,
+            finished=self.finished,
             vector=self._vector,
         )
 
-    def _read_prompt(self, columns: Logprobs) -> PromptLogprobs:
+    def _read_prompt(self, columns: Logprobs) -> list[TokenLogprob | None]:
         """One entry a token; nothing comes before the prompt's first token, so it has none."""
-        missing = len(self._request.prompt_token_ids) - len(columns.counts)
+        missing = len(self.request.prompt_token_ids) - len(columns.counts)
         return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(columns))]
-
-
-class OpenRequest:
-    """One open request; of ``texts``, ``readers`` and ``last_token_times`` each of its sequences has one."""
-
-    __slots__ = ("last_token_times", "num_finished", "queue", "readers", "request", "texts")
-
-    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer, form: AnswerFormat | None = None) -> None:
-        self.request = request
-        self.queue = OutputQueue(request)
-        self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
-        self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
-        self.last_token_times = [0.0] * request.params.n
-        self.num_finished = 0
-
-    @property
-    def finished(self) -> bool:
-        return self.num_finished == len(self.texts)
 
 
 class OutputProcessor:
@@ -112,10 +100,10 @@ class OutputProcessor:
         self._telemetry = telemetry
         self._open: dict[int, OpenRequest] = {}
 
-    def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OutputQueue:
-        """Expect outputs of ``request``, to be read as ``form`` describes; its caller reads the queue."""
-        self._open[request.key] = OpenRequest(request, self._tokenizer, form)
-        return self._open[request.key].queue
+    def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OpenRequest:
+        """Expect outputs of ``request``, to be read as ``form`` describes."""
+        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form)
+        return opened
 
     def close(self, key: int) -> bool:
         """The caller wants no more; returns whether the engine may still be at work on it."""
@@ -128,7 +116,7 @@ class OutputProcessor:
         """End requests with an error that their callers see at once."""
         for key in keys:
             if (opened := self._open.pop(key, None)) is not None:
-                opened.queue.fail(error)
+                opened.fail(error)
                 self._count_unfinished(opened, "error")
 
     def _count_unfinished(self, opened: OpenRequest, reason: str) -> None:
@@ -145,7 +133,7 @@ class OutputProcessor:
         stops: list[tuple[int, int]] = []
         for key, columns in outputs.prompt_logprobs:
             if key in self._open:
-                self._open[key].queue.unread_logprobs = columns
+                self._open[key].unread_logprobs = columns
         logprobs = None if outputs.logprobs is None else read_logprobs(outputs.logprobs)
         start = 0
         for entry, key in enumerate(outputs.keys):
@@ -156,7 +144,7 @@ class OutputProcessor:
                 delta = CompletionDelta(index, "", outputs.token_ids[start:end], described)
                 delta.stop_reason = outputs.stop_reasons[entry]
                 if index == 0:  # the others find the prompt that this one has computed
-                    opened.queue.num_cached_tokens = max(opened.queue.num_cached_tokens, outputs.cached_tokens[entry])
+                    opened.num_cached_tokens = max(opened.num_cached_tokens, outputs.cached_tokens[entry])
                 ended = self._advance(opened, delta, outputs.finish_reasons[entry], now)
                 stops += [(key, index) for index in ended]
                 if opened.finished:
@@ -165,7 +153,7 @@ class OutputProcessor:
         for key, vector in outputs.pooled:
             if (pooled := self._open.pop(key, None)) is not None:
                 self._telemetry.finished("stop", now - pooled.request.arrival_time)
-                pooled.queue.finish(vector)
+                pooled.finish(vector)
         for key, error in outputs.errors:
             self.fail([key], error)
         return stops
@@ -178,13 +166,11 @@ class OutputProcessor:
             self._read(opened, delta, ended)
         except Exception:
             logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
-            opened.num_finished = len(opened.texts)
-            opened.queue.fail(RayLMError("The answer could not be decoded."))
+            opened.fail(RayLMError("The answer could not be decoded."))
             self._count_unfinished(opened, "error")
             return range(len(opened.texts))
         self._measure(opened, delta, now)
-        opened.num_finished += delta.finish_reason is not None
-        opened.queue.put(delta, finished=opened.finished)
+        opened.put(delta)
         return (delta.index,) if delta.finish_reason is not None and ended is None else ()
 
     def _read(self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None) -> None:

@@ -110,7 +110,8 @@ class RequestOutput:
 
     ``prompt_logprobs`` (None if not asked for) has one entry a prompt token, None for the first; it is complete in
     the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served. ``vector`` is what a
-    prompt was pooled to, float32 bytes in the machine's order: the only output then, without deltas.
+    prompt was pooled to, float32 bytes in the machine's order: the only output then, without deltas. ``place`` is the
+    request's among those that are read together.
     """
 
     request_id: str
@@ -120,3 +121,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finished: bool = False
     vector: bytes | None = None
+    place: int = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -57,8 +57,6 @@ class Telemetry(Collector):
         self._engines = engines
         self._ttft, self._itl, self._e2e = _Histogram(), _Histogram(), _Histogram()
         self._success: Counter[str] = Counter()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """``count`` tokens of a sequence came together, ``seconds`` after the last one, or, ``first``, the arrival."""
@@ -75,7 +73,7 @@ class Telemetry(Collector):
             self._e2e.observe(max(seconds, 0.0))
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         engines = self._engines()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -12,18 +12,21 @@ from starlette.types import ASGIApp
 
 from raylm.config import Config
 from raylm.frontend import Admission, Lifecycle, Throttle
+from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
-from raylm.ingress.http.endpoint import Handler, JSONEndpoint
+from raylm.ingress.http.endpoint import Answer, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
-from raylm.ingress.openai.chat import ChatCompletions, Conversations
-from raylm.ingress.openai.completions import Completions
-from raylm.ingress.openai.embeddings import Embeddings
-from raylm.ingress.openai.models import LoadAdapter, UnloadAdapter, model_routes
-from raylm.ingress.openai.scores import Rerank, Score
-from raylm.ingress.openai.tokenize import Detokenize, Tokenize
+from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
+from raylm.ingress.openai.completions import CompletionRequest, Completions
+from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
+from raylm.ingress.openai.fields import Body
+from raylm.ingress.openai.models import Adapters, LoadAdapterRequest, UnloadAdapterRequest, model_routes
+from raylm.ingress.openai.scores import Rerank, RerankRequest, Score, ScoreRequest
+from raylm.ingress.openai.tokenize import Detokenize, DetokenizeRequest, Tokenize, TokenizeRequest
+from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
 from raylm.ingress.responses.store import open_store
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
     from raylm.frontend import AsyncLLM
+
+B = TypeVar("B", bound=Body)
 
 
 class _App(Starlette):
@@ -53,27 +58,30 @@ def build_asgi_app(
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, throttle = Admission(), Throttle()
-    conversations = Conversations(async_llm, config)
+    chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
 
-    def post(path: str, handler: Handler, admission: Admission = async_llm.admission) -> Route:
-        return Route(path, JSONEndpoint(handler, lifecycle, throttle, admission, max_body_bytes), methods=["POST"])
+    def post(
+        path: str, body: type[B], handler: Callable[[B, str], Awaitable[Answer]], admission: Admission | None = None
+    ) -> Route:
+        queue = async_llm.admission if admission is None else admission
+        return Route(path, JSONEndpoint(body, handler, lifecycle, throttle, queue, max_body_bytes), methods=["POST"])
 
     routes = [
-        post("/v1/chat/completions", ChatCompletions(async_llm, conversations)),
-        post("/v1/completions", Completions(async_llm, config)),
-        post("/v1/responses", CreateResponse(async_llm, conversations, store, lifecycle)),
+        post("/v1/chat/completions", ChatCompletionRequest, chat),
+        post("/v1/completions", CompletionRequest, Completions(async_llm, config)),
+        post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle)),
         *response_routes(store),
-        post("/v1/messages", CreateMessage(conversations)),
-        post("/v1/messages/count_tokens", CountTokens(conversations), unqueued),
-        post("/v1/embeddings", Embeddings(async_llm, config)),
-        *(post(path, Score(async_llm, config)) for path in ("/score", "/v1/score")),
-        *(post(path, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        post("/tokenize", Tokenize(async_llm), unqueued),
-        post("/detokenize", Detokenize(async_llm), unqueued),
-        post("/v1/load_lora_adapter", LoadAdapter(async_llm), unqueued),
-        post("/v1/unload_lora_adapter", UnloadAdapter(async_llm), unqueued),
+        post("/v1/messages", MessagesRequest, CreateMessage(chat)),
+        post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat), unqueued),
+        post("/v1/embeddings", EmbeddingRequest, Embeddings(async_llm, config)),
+        *(post(path, ScoreRequest, Score(async_llm, config)) for path in ("/score", "/v1/score")),
+        *(post(path, RerankRequest, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        post("/tokenize", TokenizeRequest, Tokenize(async_llm), unqueued),
+        post("/detokenize", DetokenizeRequest, Detokenize(async_llm), unqueued),
+        post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued),
+        post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued),
         *model_routes(async_llm),
         *ops_routes(async_llm, lifecycle, http_metrics),
         openapi_route(),

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def native_decoder(
 ) -> NativeDecoder | None:
     """A loaded ``decoder`` with native linear layers as one call; None, and a warning, where the kernels cannot."""
     dtype, embedding = decoder.norm.weight.dtype, decoder.embed_tokens.weight
-    if reasons := list(_refusals(config, dtype)):
+    if reasons := list(_refusals(config)):
         logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
         return None
     kept = [config.rope.inv_freq.float().contiguous(), _floats(decoder.norm.weight)]
@@ -49,14 +48,12 @@ def native_decoder(
     return NativeDecoder(struct, kv_caches, dtype, config.vocab_size)
 
 
-def _refusals(config: DecoderConfig, dtype: torch.dtype) -> Iterator[str]:
-    if dtype not in (torch.float32, torch.bfloat16):
-        yield f"its dtype is {dtype}"
+def _refusals(config: DecoderConfig) -> Iterator[str]:
+    """Beyond what the kernels of attention refuse."""
     if config.activation is not F.silu:
         yield "its activation is not silu"
-    for name, size in (("head_dim", config.head_dim), ("intermediate_size", config.intermediate_size)):
-        if size % layout.LANES:
-            yield f"its {name} of {size} is no multiple of {layout.LANES}"
+    if config.intermediate_size % layout.LANES:
+        yield f"its intermediate_size of {config.intermediate_size} is no multiple of {layout.LANES}"
     if config.head_dim > 512:
         yield f"its head_dim of {config.head_dim} exceeds 512"
 

@@ -22,11 +22,9 @@ ARCHITECTURES = {
     **TRANSFORMERS_ARCHITECTURES,
 }
 # What chooses the formats of quantized weights: those of a checkpoint, or those that ``quantization`` asks for.
-QUANTIZATION: Family[Callable[[Checkpoint, str | None, torch.device, Ranks], Quantization]] = Family(
-    {
-        "select": "raylm.models.quantization.select:select_quantization",
-    }
-)
+QUANTIZATION = Family[Callable[[Checkpoint, str | None, torch.device, Ranks], Quantization]]({
+    "select": "raylm.models.quantization.select:select_quantization",
+})  # fmt: skip
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:

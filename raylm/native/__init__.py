@@ -2,9 +2,9 @@
 
 from raylm.native import library as library
 from raylm.native.build import NativeError as NativeError
-from raylm.native.decoder import NativeAttention as NativeAttention
 from raylm.native.decoder import NativeDecoder as NativeDecoder
 from raylm.native.decoder import batch_struct as batch_struct
+from raylm.native.decoder import paged_attention as paged_attention
 from raylm.native.kernels import kernels as kernels
 from raylm.native.kernels import use_threads as use_threads
 from raylm.native.linear import Int4Weight as Int4Weight

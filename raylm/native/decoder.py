@@ -31,26 +31,21 @@ def batch_struct(
     return struct
 
 
-class NativeAttention:
-    """Paged attention by itself, for models that call it layer by layer."""
+def paged_attention(
+    native: Kernels, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, batch: lib.Batch, heads: lib.Heads
+) -> Tensor:
+    """Write ``k`` and ``v`` (tokens, kv_heads, head_dim) to ``pool``, as in src/attention.h, then attend.
 
-    def __init__(self, native: Kernels) -> None:
-        self._native = native
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, batch: lib.Batch, heads: lib.Heads) -> Tensor:
-        """Write ``k`` and ``v`` (tokens, kv_heads, head_dim) to ``pool``, as in src/attention.h, then attend.
-
-        ``q`` (tokens, heads, head_dim) -> as ``q``; of all three the last two dimensions are contiguous.
-        """
-        out = torch.empty(q.shape, dtype=q.dtype)
-        native = self._native
-        with native.lock:
-            native.library.raylm_attention(
-                native.team.handle, KINDS[q.dtype], byref(batch), byref(heads),
-                q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
-                pool.data_ptr(), pool.shape[1], out.data_ptr(),
-            )  # fmt: skip
-        return out
+    ``q`` (tokens, heads, head_dim) -> as ``q``; of all three the last two dimensions are contiguous.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype)
+    with native.lock:
+        native.library.raylm_attention(
+            native.team.handle, KINDS[q.dtype], byref(batch), byref(heads),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+            pool.data_ptr(), pool.shape[1], out.data_ptr(),
+        )  # fmt: skip
+    return out
 
 
 class NativeDecoder:

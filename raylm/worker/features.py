@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raylm.errors import InvalidRequestError
 from raylm.messages import ModelRunnerOutput, NewSequence
 from raylm.models import AdapterRun
 from raylm.worker.forward import Forward
@@ -62,9 +61,7 @@ class Adapters:
         Raises:
             InvalidRequestError: it cannot be served; says why.
         """
-        raise InvalidRequestError(
-            "This server serves no LoRA adapters; lora.root names no directory.", param="lora_path"
-        )
+        raise AssertionError("the engine loads no adapters without lora.root")
 
     def unload(self, adapter: int) -> None:
         """Let go of an adapter that no step will use any more."""

@@ -19,6 +19,7 @@ from raylm.worker.cgroup import available_memory
 GIB = 1 << 30
 _CPU_SHARE, _CPU_MOST = 0.4, 4 * GIB
 _CUDA_SHARE = 0.9
+_CACHED_SEQS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,31 @@ def allocate(
     return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
 
-def size_pool(config: Config, block_bytes: int, free: int, default: int, model_limit: int | None) -> KVCacheSize:
-    """Decide blocks and longest sequence from ``free`` bytes, of which the pool takes ``default`` unless configured.
+def useful_blocks(config: Config, longest: int) -> int:
+    """The most blocks that sequences of at most ``longest`` tokens have a use for.
 
-    ``model_limit`` is the number of positions the model was made for, None if unknown.
+    All ``max_num_seqs`` of them at full length, each with the block to grow by that the scheduler keeps free; beside
+    them, where prefixes are cached, 16 that have ended, as what runs at full length leaves no room for the others' next
+    turns. A fixed number: how many prefixes come back does not depend on how many sequences share a step.
+    """
+    each = -(-longest // config.cache.block_size)
+    return config.scheduler.max_num_seqs * (each + 1) + _CACHED_SEQS * each * config.cache.prefix_caching
+
+
+def size_pool(config: Config, block_bytes: int, free: int, default: int, model_limit: int | None) -> KVCacheSize:
+    """Decide blocks and longest sequence from ``free`` bytes.
+
+    Unless configured the pool has the ``useful_blocks`` that fit into ``default`` bytes. ``model_limit`` is the number
+    of positions the model was made for, None if unknown.
     """
     asked, size = config.max_model_len, config.cache.block_size
     if asked is not None and model_limit is not None and asked > model_limit:
         raise ConfigError(f"max_model_len: {asked} exceeds the {model_limit} positions that the model was made for.")
-    num_blocks = _num_blocks(config.cache, block_bytes, free, default)
+    longest = asked or model_limit
+    default_blocks = max(0, default) // block_bytes
+    if longest is not None:
+        default_blocks = min(default_blocks, useful_blocks(config, longest))
+    num_blocks = _num_blocks(config.cache, block_bytes, free, default_blocks)
     if num_blocks < 2:
         raise ConfigError(
             f"cache: {free / GIB:.2f} GiB are free, {num_blocks * block_bytes / GIB:.2f} GiB would go to the KV cache; "
@@ -68,10 +85,11 @@ def size_pool(config: Config, block_bytes: int, free: int, default: int, model_l
             f"max_model_len: {asked} tokens take {-(-asked // size) * block_bytes / GIB:.2f} GiB of KV cache, but it "
             f"has {num_blocks * block_bytes / GIB:.2f} GiB, which fit {num_blocks * size} tokens."
         )
-    return KVCacheSize(num_blocks, block_bytes, min(asked or model_limit or num_blocks * size, num_blocks * size))
+    return KVCacheSize(num_blocks, block_bytes, min(longest or num_blocks * size, num_blocks * size))
 
 
 def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -> int:
+    """Of ``free`` bytes; ``default`` blocks if nothing is configured."""
     if cache.num_blocks is not None and cache.memory_gib is not None:
         raise ConfigError("cache: num_blocks and memory_gib exclude each other.")
     if cache.num_blocks is not None:
@@ -79,7 +97,7 @@ def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -
     elif cache.memory_gib is not None:
         named, asked = "cache.memory_gib", int(cache.memory_gib * GIB) // block_bytes
     else:
-        return max(0, default) // block_bytes
+        return default
     if asked * block_bytes > free:
         raise ConfigError(
             f"{named}: a pool of {asked * block_bytes / GIB:.2f} GiB is asked for, {free / GIB:.2f} GiB are free."
@@ -88,7 +106,7 @@ def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -
 
 
 def free_memory(device: torch.device, activations: int, ranks: int) -> list[int]:
-    """Bytes that a pool may take beside ``activations`` bytes of a step, and the share it takes by default.
+    """Bytes that a pool may take beside ``activations`` bytes of a step, and the most it takes by default.
 
     Each rank has a GPU of its own; on CPUs all ``ranks`` share the machine's memory.
     """

@@ -49,19 +49,11 @@ _WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    """Where this rank computes, and with whom."""
+class _Loaded:
+    """The model with its weights, where this rank computes it and with whom, and what attends for it."""
 
     device: torch.device
     ranks: Ranks
-    sampler: Sampler
-    most_threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """The model with its weights, and what attends for it."""
-
     checkpoint: Checkpoint
     model: CausalLM
     dtype: torch.dtype
@@ -69,6 +61,7 @@ class _Loaded:
     threads: int
     backend: type[AnyBackend]
     grammars: Grammars
+    sampler: Sampler
 
 
 @torch.inference_mode()
@@ -82,23 +75,22 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         yield
         stages.append((name, time.perf_counter() - started))
 
-    torch.set_num_threads(most_threads := available_threads(config.engine))
+    torch.set_num_threads(available_threads(config.engine))
     device = resolve_device(config.device)
     check_extras(config, device)
     ranks = join_ranks(rendezvous or Rendezvous(), config.engine.tensor_parallel_size, device)
-    rank = _Rank(device, ranks, Sampler(ranks=ranks), most_threads)
-    if rank.device.type == "cpu":
+    if device.type == "cpu":
         with stage("native kernels"):
-            use_threads(rank.most_threads)
+            use_threads(available_threads(config.engine))
     with stage("load weights"):
-        loaded = _load(config, rank)
+        loaded = _load(config, device, ranks)
     with stage("profile run"):
-        activations = _profile(config, rank, loaded)
+        activations = _profile(config, loaded)
     with stage("allocate KV cache"):
         bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
-        free, default = rank.ranks.all_reduce_min(free_memory(rank.device, activations, rank.ranks.world_size))
+        free, default = ranks.all_reduce_min(free_memory(device, activations, ranks.world_size))
         pool = size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
-        runner = _runner(config, rank, loaded, pool)
+        runner = _runner(config, loaded, pool)
     if runner.forward.captures:
         with stage("capture CUDA graphs"):
             runner.forward.capture_at_start()
@@ -107,7 +99,7 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         block_size=config.cache.block_size,
         max_model_len=pool.max_model_len,
         vocab_size=loaded.model.vocab_size,
-        device=str(rank.device),
+        device=str(device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention_backend=loaded.backend.name,
         threads=loaded.threads,
@@ -115,42 +107,43 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         kv_cache_bytes=pool.num_blocks * pool.block_bytes,
         stages=stages,
         quantization=loaded.model.quantization,
-        tensor_parallel_size=rank.ranks.world_size,
+        tensor_parallel_size=ranks.world_size,
     )
 
 
-def _load(config: Config, rank: _Rank) -> _Loaded:
+def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     checkpoint = resolve(config.model, config.revision)
-    dtype = resolve_dtype(checkpoint, config.dtype, rank.device)
-    on_gpu = rank.device.type == "cuda"
-    free = torch.cuda.mem_get_info(rank.device)[0] if on_gpu else available_memory()
+    dtype = resolve_dtype(checkpoint, config.dtype, device)
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
     try:
-        model, weights_bytes = load_model(checkpoint, dtype, rank.device, config.quantization, rank.ranks)
+        model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization, ranks)
     except torch.OutOfMemoryError as error:
         files = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
         raise ConfigError(
-            f"model: its weights take {files / GIB:.1f} GiB as they lie in {checkpoint.path}, and {rank.device} had "
+            f"model: its weights take {files / GIB:.1f} GiB as they lie in {checkpoint.path}, and {device} had "
             f"{free / GIB:.1f} GiB free. A smaller model, or a quantized one, would fit."
         ) from error
-    threads = config.engine.threads or useful_threads(rank.most_threads, weights_bytes)
+    threads = config.engine.threads or useful_threads(available_threads(config.engine), weights_bytes)
     torch.set_num_threads(threads)
     if not on_gpu:
         use_threads(threads)
-    backend = select_backend(model.attention_specs, dtype, rank.device, config.cache.block_size)
+    backend = select_backend(model.attention_specs, dtype, device, config.cache.block_size)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
-    return _Loaded(checkpoint, model, dtype, weights_bytes, threads, backend, grammars)
+    sampler = Sampler(ranks=ranks)
+    return _Loaded(device, ranks, checkpoint, model, dtype, weights_bytes, threads, backend, grammars, sampler)
 
 
-def _profile(config: Config, rank: _Rank, loaded: _Loaded) -> int:
+def _profile(config: Config, loaded: _Loaded) -> int:
     """Bytes that the largest step takes beside weights and KV cache."""
     limits = _limits(config, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
-    model, backend, dtype = loaded.model, loaded.backend, loaded.dtype
-    return largest_step(lambda at: profile_run(model, backend, at, longest, dtype, rank.device, rank.sampler), limits)
+    model, backend, where = loaded.model, loaded.backend, (loaded.dtype, loaded.device)
+    return largest_step(lambda at: profile_run(model, backend, at, longest, *where, loaded.sampler), limits)
 
 
-def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
-    model, backend, device, longest = loaded.model, loaded.backend, rank.device, pool.max_model_len
+def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
+    model, backend, device, longest = loaded.model, loaded.backend, loaded.device, pool.max_model_len
     drafts, limits = config.scheduler.speculative_tokens, _limits(config, longest)
     batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, loaded.grammars)
     capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
@@ -168,8 +161,8 @@ def _runner(config: Config, rank: _Rank, loaded: _Loaded, pool: KVCacheSize) -> 
         batch,
         InputBuffers(limits, device),
         create_speculator(limits, longest, drafts),
-        rank.sampler,
-        create_async_decode(limits, device, alone=rank.ranks.world_size == 1 and not drafts),
+        loaded.sampler,
+        create_async_decode(limits, device, alone=loaded.ranks.world_size == 1 and not drafts),
         create_adapters(config.lora, model, forward, limits.max_num_seqs),
     )
 

@@ -221,12 +221,12 @@ class Run:
         return (priority, seq.key, seq.index)  # keys are given in the order of arrival
 
     def _sequences(self) -> list[Sequence]:
-        return [*self.scheduler.running, *self.scheduler.waiting._waiting.values()]
+        return [*self.scheduler.running, *self.scheduler.waiting._waiting]
 
     def _check_order(self, plan: SchedulerOutput, ready: list[Sequence], preempted: list[Sequence]) -> None:
         """Running first, then strict head of line; and who is preempted is of the lowest class there is."""
         running = {seq.id: seq for seq in self.scheduler.running}
-        waiting = [self._rank(seq) for seq in self.scheduler.waiting._waiting.values()]
+        waiting = [self._rank(seq) for seq in self.scheduler.waiting._waiting]
         if plan.new:
             assert all(seq.id in plan.seq_ids for seq in ready), "a new sequence runs, and a running one must wait"
             last = max(self._rank(running[new.seq_id]) for new in plan.new)

@@ -85,19 +85,11 @@ def hold_a_free_block(pool: BlockPool) -> None:
     pool.refs[2] = 1
 
 
-def miscount(pool: BlockPool) -> None:
-    pool.num_free += 1
-
-
-def tear_the_list(pool: BlockPool) -> None:
-    pool._prev[3] = 0
-
-
 def misplace_a_hash(pool: BlockPool) -> None:
     pool._by_hash[b"0"] = 1
 
 
-@pytest.mark.parametrize("damage", [lose_a_block, hold_a_free_block, miscount, tear_the_list, misplace_a_hash])
+@pytest.mark.parametrize("damage", [lose_a_block, hold_a_free_block, misplace_a_hash])
 def test_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(4)
     pool.allocate(2)
@@ -111,7 +103,7 @@ def test_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["allocate", "release", "publish", "share"]), st.integers(0, 7)), max_size=60)
 )
-def test_the_linked_list_is_a_list(actions: list[tuple[str, int]]) -> None:
+def test_equals_a_plain_list(actions: list[tuple[str, int]]) -> None:
     """Against a plain Python list in eviction order, and plain dictionaries."""
     pool, free, refs, hashes = BlockPool(8), list(range(8)), dict.fromkeys(range(8), 0), dict[int, bytes]()
     for step, (action, block) in enumerate(actions):

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from raylm.config import CacheConfig, Config, SchedulerConfig
-from raylm.engine import EngineCore, LocalExecutor, ModelExecutor
+from raylm.engine import EngineCore, LocalExecutor
+from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.sequence import sequence_seed
 from raylm.errors import ConfigError, ContextLengthError, EngineDiedError, EngineUnavailableError

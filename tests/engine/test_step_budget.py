@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from raylm.engine.sequence import Sequence
-from raylm.engine.step_budget import MIN_PREFILL_TOKENS, FixedBudget, LatencyBudget
+from raylm.engine.step_budget import MIN_PREFILL_TOKENS, LatencyBudget, StepBudget
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 from tests.engine.build import CLIENT, Engine, sequence
 
@@ -44,7 +44,7 @@ def shown(budget: LatencyBudget, *sizes: int, cost: Cost = line) -> LatencyBudge
 
 
 def test_fixed_is_fixed() -> None:
-    assert FixedBudget(MOST).tokens([]) == FixedBudget(MOST).tokens([*decoding(3), prefilling()]) == MOST
+    assert StepBudget(MOST).tokens([]) == StepBudget(MOST).tokens([*decoding(3), prefilling()]) == MOST
 
 
 def test_a_step_is_whole_while_nobody_decodes_or_nothing_was_seen() -> None:

@@ -33,7 +33,7 @@ def launch(plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
 async def connected(server: StepServer) -> AsyncIterator[StepClient]:
     client = await StepClient.connect(server.path)
     yield client
-    client.close()
+    client._transport.close()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -108,7 +108,7 @@ async def test_a_worker_that_hangs_up_fails_what_waits_and_what_comes(tmp_path: 
                 await outcome
         with pytest.raises(ConnectionError):
             await client.send(plan(3))
-        client.close()
+        client._transport.close()
 
 
 async def test_who_is_not_awaited_any_more_disturbs_nobody() -> None:

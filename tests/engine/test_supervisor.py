@@ -20,7 +20,18 @@ def test_several_ranks_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     said = "".join(capfd.readouterr())
     assert "2 workers share every layer (tensor parallel)" in said
     assert "weights 5 MiB each" in said
-    assert "(1.00 GiB each)" in said
+    assert "kv       1,024 tokens (1.00 GiB each), room for 1 of the longest context, 1,024 tokens" in said
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("longest", "fitting"), [(1024, 1), (1008, 1), (512, 2), (500, 2), (17, 32), (1, 64)])
+def test_the_kv_line_tells_how_many_of_the_longest_fit(
+    capfd: pytest.CaptureFixture[str], longest: int, fitting: int
+) -> None:
+    from raylm.engine.supervisor import _report
+
+    _report(EngineInfo("engine", longest, WORKER))
+    assert f"(1.00 GiB), room for {fitting} of the longest context, {longest:,} tokens" in "".join(capfd.readouterr())
 
 
 @pytest.mark.filterwarnings("ignore")

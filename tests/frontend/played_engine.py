@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from raylm.errors import EngineDiedError
-from raylm.frontend import EngineClient
+from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,

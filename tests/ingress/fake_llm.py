@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
-from raylm.frontend import AdapterDirectory, Admission, AnswerFormat, ChatPrompt, ChatRequest, RequestHead
-from raylm.frontend.answers.answer_format import AnswerReader
+from raylm.frontend import Admission, ChatPrompt, ChatRequest, RequestHead
+from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.frontend.defaults import PoolingDefaults
+from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
 from raylm.frontend.text.chat_template import prepare_messages
 from raylm.messages import Thinking

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
-from raylm.native import NativeAttention, kernels
+from raylm.native import kernels
 from raylm.native.build import INSTRUCTION_SETS, offered
 from raylm.worker.attention import BACKENDS, AttentionMetadata, StepLimits, select_backend
 from raylm.worker.attention.sdpa import group_by_length
@@ -171,7 +171,7 @@ def test_every_instruction_set_and_team_equals_brute_force(instructions: str, th
     pool = Pool(case, "cpu")
     native = kernels(instructions)
     native.use_threads(threads)
-    pool.backend._attention = NativeAttention(native)
+    pool.backend._native = native
     assert worst_error(pool) < TOLERANCE[case.dtype]
 
 

@@ -70,10 +70,16 @@ def test_steps_need_a_running_worker(path: Path) -> None:
         worker.execute(first_step())
 
 
-def test_the_default_pool_is_a_modest_share_of_what_is_free(path: Path) -> None:
+def test_the_default_pool_holds_the_sequences_and_a_cache(path: Path) -> None:
     info = Worker(config(path, cache={}, scheduler={"max_num_seqs": 4})).start()
     assert info.max_model_len == 256
-    assert 0 < info.kv_cache_bytes <= min(4 << 30, 0.4 * available_memory() + (1 << 30))
+    assert info.num_blocks == (4 + 16) * 256 // 16 + 4
+
+
+def test_the_default_pool_is_a_modest_share_of_what_is_free(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylm.worker.kv_cache.available_memory", lambda: 1 << 20)
+    info = Worker(config(path, cache={}, scheduler={"max_num_seqs": 64})).start()
+    assert 0.39 * (1 << 20) < info.kv_cache_bytes <= 0.4 * (1 << 20)
 
 
 def test_threads_default_to_what_the_weights_are_worth(path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.worker.kv_cache import GIB, size_pool
+from tests.engine.build import Engine
 
 BLOCK = GIB // 1024
 
@@ -19,8 +22,56 @@ def size(free_gib: float = 8, limit: int | None = 4096, **config: Any) -> tuple[
     return found.num_blocks, found.max_model_len
 
 
-def test_the_share_of_the_free_memory_is_the_default() -> None:
+def test_the_share_of_the_free_memory_is_the_most_by_default() -> None:
     assert size() == (2048, 4096)
+
+
+def test_a_pool_is_by_default_no_larger_than_sequences_have_a_use_for() -> None:
+    assert size(scheduler={"max_num_seqs": 2}, max_model_len=320) == ((2 + 16) * 20 + 2, 320)
+    assert size(scheduler={"max_num_seqs": 2}, limit=320, cache={"block_size": 32}) == ((2 + 16) * 10 + 2, 320)
+    assert size(scheduler={"max_num_seqs": 2}, limit=320, cache={"prefix_caching": False}) == (2 * 20 + 2, 320)
+    assert size(scheduler={"max_num_seqs": 2}, limit=320, cache={"memory_gib": 3}) == (3072, 320)
+    assert size(scheduler={"max_num_seqs": 1}, limit=1, cache={"prefix_caching": False}) == (2, 1)
+
+
+@given(
+    block=st.integers(1, GIB), free=st.integers(0, 1 << 40), limit=st.integers(1, 1 << 20) | st.none(),
+    seqs=st.integers(1, 4096), caching=st.booleans(), size=st.sampled_from([16, 32, 64]),
+)  # fmt: skip
+def test_of_any_model_the_pool_fits_its_sequences_or_the_memory(
+    block: int, free: int, limit: int | None, seqs: int, caching: bool, size: int
+) -> None:
+    cache = {"block_size": size, "prefix_caching": caching}
+    config = Config.model_validate({"scheduler": {"max_num_seqs": seqs}, "cache": cache})
+    if free // 2 < 2 * block:
+        with pytest.raises(ConfigError, match="smallest pool"):
+            size_pool(config, block, free, free // 2, limit)
+        return
+    found = size_pool(config, block, free, free // 2, limit)
+    taken = found.num_blocks * block
+    assert taken <= free // 2
+    if limit is None:
+        assert taken + block > free // 2
+        return
+    running, cached = seqs * limit, 16 * limit * caching  # in tokens
+    rounded = 2 * size * seqs + 16 * size
+    assert found.num_blocks * size <= running + cached + rounded
+    assert found.num_blocks * size >= running + cached or taken + block > free // 2
+
+
+@given(seqs=st.integers(1, 6), longest=st.integers(2, 60), data=st.data())
+def test_without_a_cache_all_sequences_grow_to_the_longest_and_none_is_preempted(
+    seqs: int, longest: int, data: st.DataObject
+) -> None:
+    config = {"scheduler": {"max_num_seqs": seqs}, "cache": {"prefix_caching": False}}
+    pool = size_pool(Config.model_validate(config), 1, 2000, 2000, longest * 4)  # blocks of 16 tokens; below, of 4
+    engine = Engine(pool.num_blocks, 4, longest, max_num_seqs=seqs, max_num_batched_tokens=seqs * longest)
+    for key in range(seqs):
+        engine.add([5 + key] * data.draw(st.integers(1, longest - 1)), key)
+    while engine.scheduler.has_work:
+        engine.step()
+        assert not engine.scheduler.waiting
+    assert engine.scheduler.counters.preemptions == 0
 
 
 def test_memory_or_blocks_may_be_asked_for() -> None:
@@ -32,7 +83,7 @@ def test_memory_or_blocks_may_be_asked_for() -> None:
 def test_the_longest_sequence_is_the_least_of_all_limits() -> None:
     assert size(max_model_len=1000) == (2048, 1000)
     assert size(limit=None) == (2048, 2048 * 16)
-    assert size(limit=None, max_model_len=77) == (2048, 77)
+    assert size(limit=None, max_model_len=7777) == (2048, 7777)
     assert size(free_gib=0.5) == (128, 2048)
 
 

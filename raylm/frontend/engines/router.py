@@ -43,17 +43,13 @@ class RoutedEngine:
 class Router:
     """``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests whose engine is lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, deliver: Deliver, fail: Fail) -> None:
         self._engines: dict[str, RoutedEngine] = {}
         self._prefixes: OrderedDict[int, str] = OrderedDict()
-        self._deliver: Deliver | None = None
-        self._fail: Fail | None = None
+        self._deliver = deliver
+        self._fail = fail
         self._closing: set[asyncio.Task[None]] = set()
         self.adapters = AdapterDirectory()
-
-    def bind(self, deliver: Deliver, fail: Fail) -> None:
-        """Say where outputs go; called once, before the first engine is added."""
-        self._deliver, self._fail = deliver, fail
 
     @property
     def is_ready(self) -> bool:
@@ -71,23 +67,17 @@ class Router:
 
     def add(self, client: EngineClient) -> None:
         """Take in a ready engine and start reading from it; call it from a task that outlives every request."""
-        assert self._deliver is not None, "bind first"
         engine = self._engines[client.info.engine_id] = RoutedEngine(client)
-        engine.reader = asyncio.create_task(self._read(engine, self._deliver), name=f"read {client.info.engine_id}")
-
-    async def remove(self, engine_id: str) -> None:
-        """Leave an engine; its open requests end with EngineUnavailableError. Unknown ids are ignored."""
-        engine = self._engines.get(engine_id)
-        if engine is None:
-            return
-        if engine.reader is not None:
-            engine.reader.cancel()
-        self._lose(engine, EngineUnavailableError("The engine that served this request was taken out of service."))
-        await self._close_client(engine.client)
+        engine.reader = asyncio.create_task(self._read(engine), name=f"read {client.info.engine_id}")
 
     async def close(self) -> None:
-        for engine_id in list(self._engines):
-            await self.remove(engine_id)
+        """Leave all engines; open requests end with EngineUnavailableError."""
+        out_of_service = EngineUnavailableError("The engine that served this request was taken out of service.")
+        for engine in list(self._engines.values()):
+            if engine.reader is not None:
+                engine.reader.cancel()
+            self._lose(engine, out_of_service)
+            await self._close_client(engine.client)
         await asyncio.gather(*self._closing)
 
     def pick(self, prompt_token_ids: list[int], cache_salt: str | None, adapter: str | None = None) -> RoutedEngine:
@@ -114,15 +104,15 @@ class Router:
         while len(self._prefixes) > MAX_REMEMBERED:
             self._prefixes.popitem(last=False)
 
-    async def _read(self, engine: RoutedEngine, deliver: Deliver) -> None:
-        """Read until the engine is lost; nothing else ends this task but ``remove``."""
+    async def _read(self, engine: RoutedEngine) -> None:
+        """Read until the engine is lost; nothing else ends this task but ``close``."""
         lost = EngineDiedError("The engine that served this request was lost; sending it again is safe.")
         try:
             async for outputs in engine.client.outputs():
                 engine.stats = outputs.stats
                 if outputs.adapters is not None:
                     self.adapters.on_report(engine.client, outputs.adapters)
-                if stops := deliver(outputs):
+                if stops := self._deliver(outputs):
                     engine.client.stop(stops)
         except EngineDiedError as error:
             logger.warning("engine %s was lost: %s", engine.client.info.engine_id, error)
@@ -140,7 +130,6 @@ class Router:
         if self._engines.get(engine_id) is engine:
             del self._engines[engine_id]
             self.adapters.leave(engine_id)
-        assert self._fail is not None
         self._fail(list(engine.open_keys), error)
 
     async def _close_client(self, client: EngineClient) -> None:

@@ -16,9 +16,9 @@ from raylm.ingress.anthropic.body import PARAM_NAMES, CountTokensRequest, Messag
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.sse import named_event
-from raylm.ingress.openai.chat import Conversations
+from raylm.ingress.openai.chat import ChatCompletions
 from raylm.ingress.openai.fields import renamed
-from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
+from raylm.ingress.openai.outputs import Usage
 
 if TYPE_CHECKING:
     from raylm.frontend import CompletionDelta
@@ -28,13 +28,10 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class CreateMessage:
-    body = MessagesRequest
-
-    def __init__(self, conversations: Conversations) -> None:
+    def __init__(self, conversations: ChatCompletions) -> None:
         self._conversations = conversations
 
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        body = await self.body.read(data)
+    async def __call__(self, body: MessagesRequest, request_id: str) -> Answer:
         message_id = f"msg_{uuid.uuid4().hex}"
         with renamed(PARAM_NAMES):
             chat = await offload(body.as_chat, len(body.messages))
@@ -49,13 +46,10 @@ class CreateMessage:
 
 
 class CountTokens:
-    body = CountTokensRequest
-
-    def __init__(self, conversations: Conversations) -> None:
+    def __init__(self, conversations: ChatCompletions) -> None:
         self._conversations = conversations
 
-    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        body = await self.body.read(data)
+    async def __call__(self, body: CountTokensRequest, request_id: str) -> bytes:
         with renamed(PARAM_NAMES):
             chat = await offload(body.as_chat, len(body.messages))
             return orjson.dumps({"input_tokens": await self._conversations.count(chat)})
@@ -79,24 +73,22 @@ class Message:
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[Events, None]:
         """Read the one sequence to its end; every item is what happened since the last one."""
-        begun = finished = False
+        begun = False
         async with aclosing(outputs):
             with renamed(PARAM_NAMES):
                 async for output in outputs:
+                    self._usage.count(output)
                     events: Events = []
                     if not begun:
-                        self._usage.count_prompt(output)
-                        events = [{"type": "message_start", "message": self.as_json()}, {"type": "ping"}]
-                    begun, finished = True, output.finished
+                        begun, events = True, [{"type": "message_start", "message": self.as_json()}, {"type": "ping"}]
                     for delta in output.deltas:
                         events += self._take(delta)
                     yield events
-        check_finished(finished)
+        self._usage.check_finished()
 
     def _take(self, delta: CompletionDelta) -> Events:
-        self._usage.count_delta(delta)
         events = self._blocks.add(delta)
-        reason = finish_reason(delta)
+        reason = delta.finish_reason
         if reason is not None:
             self._stop["stop_reason"] = _STOP_REASONS[reason]
             if reason == "stop" and isinstance(delta.stop_reason, str):

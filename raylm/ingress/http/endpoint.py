@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +16,7 @@ from raylm.errors import DeadlineExceededError, InvalidRequestError
 from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
 from raylm.ingress.http.body import JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
+from raylm.ingress.openai.fields import Body
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
@@ -35,24 +35,16 @@ _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 _REQUEST_TIMEOUT = "request-timeout-ms"
 
 
-class Handler(Protocol):
-    """Answers the JSON bodies of one route, which ``body`` describes and checks, or raises a RayLMError."""
-
-    @property
-    def body(self) -> type[BaseModel]: ...
-
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer: ...
-
-
 @dataclass(frozen=True, eq=False)
 class JSONEndpoint:
-    """Calls ``handler`` and sends its Answer.
+    """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
     its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
-    handler: Handler
+    body: type[Body]
+    handler: Callable[[Any, str], Awaitable[Answer]]
     lifecycle: Lifecycle
     throttle: Throttle
     admission: Admission
@@ -75,7 +67,8 @@ class JSONEndpoint:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
-                answer = await self.handler(data, scope["raylm.request_id"])
+                body = await self.body.read(data)
+                answer = await self.handler(body, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):
                 on_begin()
                 await _send_whole([answer] if isinstance(answer, bytes) else answer, send)

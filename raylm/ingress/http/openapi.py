@@ -49,7 +49,7 @@ def endpoints(routes: Sequence[BaseRoute]) -> list[str]:
 def document(routes: Sequence[BaseRoute]) -> bytes:
     """OpenAPI 3.1, as JSON."""
     served = [route for route in routes if isinstance(route, Route)]
-    bodies = {route.endpoint.handler.body for route in served if isinstance(route.endpoint, JSONEndpoint)}
+    bodies = {route.endpoint.body for route in served if isinstance(route.endpoint, JSONEndpoint)}
     ordered: list[Any] = [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)]
     _, schemas = models_json_schema(ordered, ref_template=_REFERENCE)
     paths: dict[str, JSONObject] = {}
@@ -72,7 +72,7 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
 
 def _operation(route: Route, method: str) -> JSONObject:
     path = _path(route)
-    body = route.endpoint.handler.body if isinstance(route.endpoint, JSONEndpoint) else None
+    body = route.endpoint.body if isinstance(route.endpoint, JSONEndpoint) else None
     answers: JSONObject = {"text/plain" if path == "/metrics" else "application/json": {"schema": {}}}
     if body is not None and "stream" in body.model_fields:
         answers["text/event-stream"] = {"schema": {"type": "string"}}

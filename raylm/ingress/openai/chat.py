@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
-from raylm.frontend import ChatRequest, CompletionDelta, NamedTool
+from raylm.frontend import ChatRequest, NamedTool
 from raylm.frontend import ToolChoice as ChosenTool
-from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.errors import clip
-from raylm.ingress.http.sse import ChunkTemplate
+from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import at_most, unsupported, wrong
 from raylm.ingress.openai.generation import GenerationBody, check_model, opens_turn
-from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs, prompt_part
+from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice
-from raylm.ingress.openai.outputs import Usage, extras, gather
-from raylm.ingress.openai.streams import ChatStream, assistant_message
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, ChatPrompt, CompletionDelta
+    from raylm.frontend import AsyncLLM, ChatPrompt, CompletionDelta, RequestOutput, ToolCallDelta
     from raylm.ingress.openai.outputs import Outputs
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
@@ -88,8 +84,7 @@ class ChatCompletionRequest(GenerationBody):
         """As ``sampling``."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        params = self.sampling(defaults, max_tokens=limit, logprobs=num_logprobs)
-        return replace(params, thinking_token_budget=self.thinking_token_budget)
+        return self.sampling(defaults, max_tokens=limit, logprobs=num_logprobs)
 
     def chat_request(self, *, any_length: bool) -> ChatRequest:
         """What the front end makes a prompt of; fields that contradict each other are refused."""
@@ -119,12 +114,78 @@ class ChatCompletionRequest(GenerationBody):
         return NamedTool(name)
 
 
-class Conversations:
+class ChatChoices(Choices):
+    """The role opens a choice of a stream."""
+
+    _text_key = "delta.content"
+    _ending: ClassVar[JSONObject] = {"delta": {}}
+
+    def _shared(self, output: RequestOutput) -> JSONObject:
+        return self._prompt(output)
+
+    def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
+        return {"message": assistant_message(choice), "logprobs": self._logprobs(choice)}
+
+    def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        return [{"delta": opening, "logprobs": None, "finish_reason": None} | self._prompt_token_ids(output)]
+
+    def _news(self, index: int, delta: CompletionDelta) -> JSONObject:
+        return {"delta": _delta_message(delta), "logprobs": self._logprobs(delta)}
+
+    def _logprobs(self, delta: CompletionDelta) -> JSONObject | None:
+        return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._tokens)
+
+
+def assistant_message(choice: CompletionDelta) -> JSONObject:
+    """The message of a finished choice; reasoning goes by both of the names in use."""
+    message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
+    if choice.tool_calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def _delta_message(delta: CompletionDelta) -> JSONObject:
+    """What is new, as the ``delta`` of a chunk's choice."""
+    found: JSONObject = {}
+    if delta.reasoning:
+        found |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+    if delta.text or not (delta.reasoning or delta.tool_calls):
+        found["content"] = delta.text
+    if delta.tool_calls:
+        found["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+    return found
+
+
+def _call_chunk(call: ToolCallDelta) -> JSONObject:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+class ChatCompletions:
     """Hands chat completions, and what other APIs' requests come down to, to an engine; keeps nothing of any."""
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
         self._config = config
+        self._tokens = TokenTexts(llm)
+
+    async def __call__(self, body: ChatCompletionRequest, request_id: str) -> Answer:
+        name, arrival_time = f"chatcmpl-{body.request_id or request_id}", time.time()
+        params, outputs = await self.start(body, name, arrival_time)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        head = {"id": name, "object": kind, "created": int(arrival_time), "model": body.model}
+        if body.service_tier:
+            head["service_tier"] = "default"
+        return await ChatChoices(head, body, params, self._tokens).answer([outputs])
 
     async def start(
         self, body: ChatCompletionRequest, name: str, arrival_time: float
@@ -175,45 +236,3 @@ def _without(body: ChatCompletionRequest, head: int, count: int) -> ChatCompleti
     while len(kept) > 1 and count and kept[0]["role"] == "tool":
         kept = kept[1:]
     return body.model_copy(update={"messages": body.messages[:head] + kept})
-
-
-class ChatCompletions:
-    body = ChatCompletionRequest
-
-    def __init__(self, llm: AsyncLLM, conversations: Conversations) -> None:
-        self._conversations = conversations
-        self._tokens = TokenTexts(llm)
-
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        arrival_time = time.time()
-        body = await self.body.read(data)
-        name = f"chatcmpl-{body.request_id or request_id}"
-        params, outputs = await self._conversations.start(body, name, arrival_time)
-        head = {"id": name, "object": "chat.completion", "created": int(arrival_time), "model": body.model}
-        if body.service_tier:
-            head["service_tier"] = "default"
-        if body.stream:
-            head["object"] = "chat.completion.chunk"
-            template = ChunkTemplate(head, "delta.content", null_usage=bool(body.options.include_usage))
-            stream = ChatStream(body, template, self._tokens, with_logprobs=bool(body.logprobs))
-            return stream.chunks([outputs])
-        return await self._whole(head, body, outputs, params.n)
-
-    async def _whole(self, head: JSONObject, body: ChatCompletionRequest, outputs: Outputs, n: int) -> list[bytes]:
-        usage = Usage()
-        (generation,) = await gather([outputs], n, usage)
-
-        def make() -> JSONObject:
-            choices = Pieces(self._choice(index, choice, body) for index, choice in enumerate(generation.choices))
-            return head | {"choices": choices, "usage": usage.as_json()} | prompt_part(generation, body, self._tokens)
-
-        return await json_answer(make, generation.num_details)
-
-    def _choice(self, index: int, choice: CompletionDelta, body: ChatCompletionRequest) -> JSONObject:
-        shown: JSONObject = {
-            "index": index,
-            "message": assistant_message(choice),
-            "logprobs": chat_logprobs(choice.logprobs or (), self._tokens) if body.logprobs else None,
-            "finish_reason": choice.finish_reason,
-        }
-        return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
@@ -11,19 +11,17 @@ from pydantic import Field
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.frontend import CompletionDelta
-from raylm.ingress.http.answer import Pieces, json_answer
+from raylm.ingress.http.answer import Pieces
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
-from raylm.ingress.http.sse import ChunkTemplate
+from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import Prompt, Prompts, unsupported
-from raylm.ingress.openai.generation import GenerationBody
-from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts, prompt_part
-from raylm.ingress.openai.outputs import Generation, Usage, extras, gather
-from raylm.ingress.openai.streams import CompletionStream
+from raylm.ingress.openai.generation import GenerationBody, truncated
+from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM
+    from raylm.frontend import AsyncLLM, RequestOutput
     from raylm.ingress.openai.outputs import Outputs
 
 MAX_PROMPTS = 1024
@@ -58,53 +56,86 @@ class CompletionRequest(GenerationBody):
     def params(self, defaults: JSONObject, default_max_tokens: int | None) -> SamplingParams:
         """How to draw the answers; ``defaults`` and ``default_max_tokens`` are the checkpoint's.
 
-        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that is not shown.
-
-        Raises:
-            InvalidRequestError: a value lies out of range.
+        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that is not shown. Else as ``sampling``.
         """
         wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
         limit = max(self.max_tokens, 1) if self.max_tokens is not None else None
         if limit is None and default_max_tokens is None:
             limit = DEFAULT_MAX_TOKENS
-        params = self.sampling(defaults, max_tokens=limit, logprobs=self.logprobs)
-        return replace(params, prompt_logprobs=max(wanted, default=None))
+        return self.sampling(
+            defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=max(wanted, default=None)
+        )
+
+
+class CompletionChoices(Choices):
+    """``echoed`` are the texts that stand before the completions of each prompt, None without echo."""
+
+    _text_key = "text"
+    _ending: ClassVar[JSONObject] = {"text": ""}
+
+    def __init__(
+        self,
+        head: JSONObject,
+        body: GenerationBody,
+        params: SamplingParams,
+        tokens: TokenTexts,
+        echoed: list[str] | None,
+    ) -> None:
+        super().__init__(head, body, params, tokens)
+        self._echoed = echoed
+        self._columns: dict[int, CompletionLogprobs] = {}
+
+    def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
+        echo, shown = self._echo(index, output), self._news(index, choice) | self._prompt(output)
+        shown["text"] = echo["text"] + shown["text"]
+        if (columns := shown["logprobs"]) is not None:
+            if echo["logprobs"] is not None:
+                columns = {name: echo["logprobs"][name] + column for name, column in columns.items()}
+            shown["logprobs"] = columns | {"top_logprobs": Pieces(columns["top_logprobs"])}
+        return shown
+
+    def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
+        """Empty unless the prompt is echoed or its token ids are asked for."""
+        echo = self._echo(index, output) | {"finish_reason": None} | self._prompt_token_ids(output)
+        return [] if self._echoed is None and not self._body.return_token_ids else [echo]
+
+    def _echo(self, index: int, output: RequestOutput) -> JSONObject:
+        """What stands before a choice's own text, with its log-probabilities if they are asked for."""
+        text, logprobs = "" if self._echoed is None else self._echoed[output.place], None
+        if self._num_logprobs is not None:
+            columns = self._columns[index] = CompletionLogprobs(self._tokens, self._num_logprobs)
+            if self._echoed is not None:
+                logprobs = columns.prompt(text, output.prompt_token_ids, output.prompt_logprobs or ())
+        return {"text": text, "logprobs": logprobs}
+
+    def _news(self, index: int, delta: CompletionDelta) -> JSONObject:
+        logprobs = None
+        if index in self._columns:
+            logprobs = self._columns[index].generated(delta.token_ids, delta.logprobs or ())
+        return {"text": delta.text, "logprobs": logprobs}
 
 
 class Completions:
-    body = CompletionRequest
-
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
         self._config = config
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        arrival_time = time.time()
-        body = await self.body.read(data)
+    async def __call__(self, body: CompletionRequest, request_id: str) -> Answer:
         body.check(self._config)
-        name = f"cmpl-{body.request_id or request_id}"
+        name, arrival_time = f"cmpl-{body.request_id or request_id}", time.time()
         head = body.head(name, arrival_time, "prompt", self._llm)
         params = body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
         self._llm.admission.expect(len(body.prompt) * params.n)
-        prompts = [await self._truncate(prompt, body.truncate_prompt_tokens) for prompt in body.prompt]
-        echoed = [await self._text(prompt) if body.echo else "" for prompt in prompts]
+        prompts = [await truncated(prompt, body.truncate_prompt_tokens, self._llm) for prompt in body.prompt]
+        echoed = [await self._text(prompt) for prompt in prompts] if body.echo else None
         outputs: list[Outputs] = [
             self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)
         ]
+        if body.max_tokens == 0:
+            outputs = [_unseen(stream) for stream in outputs]
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
-        if body.stream:
-            template = ChunkTemplate(shared, "text", null_usage=bool(body.options.include_usage))
-            return CompletionStream(
-                body, template, self._tokens, num_logprobs=body.logprobs, echoed=echoed if body.echo else None
-            ).chunks(outputs)
-        return await self._whole(shared, body, outputs, params.n, echoed)
-
-    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
-        if limit is None:
-            return prompt
-        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return token_ids[-limit:] if len(token_ids) > limit else prompt
+        return await CompletionChoices(shared, body, params, self._tokens, echoed).answer(outputs)
 
     async def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
@@ -114,48 +145,12 @@ class Completions:
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace("tokens", "prompt", 1), param="prompt") from None
 
-    async def _whole(
-        self, shared: JSONObject, body: CompletionRequest, outputs: list[Outputs], n: int, echoed: list[str]
-    ) -> list[bytes]:
-        usage = Usage()
-        generations = await gather(outputs, n, usage)
-        if body.max_tokens == 0:
-            usage.completion_tokens = 0
 
-        def make() -> JSONObject:
-            choices = Pieces(
-                self._choice(place * n + index, choice, generation, body, echoed[place])
-                for place, generation in enumerate(generations)
-                for index, choice in enumerate(generation.choices)
-            )
-            return shared | {"choices": choices, "usage": usage.as_json()}
-
-        return await json_answer(make, sum(generation.num_details for generation in generations))
-
-    def _choice(
-        self, index: int, choice: CompletionDelta, generation: Generation, body: CompletionRequest, echoed: str
-    ) -> JSONObject:
-        if body.max_tokens == 0:
-            choice = CompletionDelta(index, finish_reason="length")
-        shown: JSONObject = {
-            "index": index,
-            "text": echoed + choice.text,
-            "logprobs": self._logprobs(choice, generation, body, echoed),
-            "finish_reason": choice.finish_reason,
-        }
-        shown |= prompt_part(generation, body, self._tokens)
-        return shown | extras(body.return_token_ids, choice.token_ids, choice.stop_reason)
-
-    def _logprobs(
-        self, choice: CompletionDelta, generation: Generation, body: CompletionRequest, echoed: str
-    ) -> JSONObject | None:
-        if body.logprobs is None:
-            return None
-        columns = CompletionLogprobs(self._tokens, body.logprobs)
-        if not body.echo:
-            shown = columns.generated(choice.token_ids, choice.logprobs or ())
-        else:
-            prompt = columns.prompt(echoed, generation.prompt_token_ids, generation.prompt_logprobs or ())
-            generated = columns.generated(choice.token_ids, choice.logprobs or ())
-            shown = {name: prompt[name] + generated[name] for name in prompt}
-        return shown | {"top_logprobs": Pieces(shown["top_logprobs"])}
+async def _unseen(outputs: Outputs) -> Outputs:
+    """The outputs of prompts alone: of the token that is drawn nothing is left but that its sequence ended."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            for place, delta in enumerate(output.deltas):
+                reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+                output.deltas[place] = CompletionDelta(delta.index, finish_reason=reason)
+            yield output

@@ -20,8 +20,8 @@ from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Prompt, Prompts
-from raylm.ingress.openai.generation import RequestBody
-from raylm.ingress.openai.outputs import interleave
+from raylm.ingress.openai.generation import RequestBody, truncated
+from raylm.ingress.openai.outputs import Usage, merge
 from raylm.params import PoolingParams, PoolingType
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ class PoolingHandler(ABC, Generic[B]):
     ``prefix`` begins the ids of answers.
     """
 
-    body: type[B]
     prefix: str
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
@@ -82,8 +81,7 @@ class PoolingHandler(ABC, Generic[B]):
     def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
         """What the route makes of the vectors, which may stand in it as they are."""
 
-    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        body = await self.body.read(data)
+    async def __call__(self, body: B, request_id: str) -> bytes:
         body.check(self._config)
         name = f"{self.prefix}-{body.request_id or request_id}"
         head = body.head(name, time.time(), "input", self._llm)
@@ -95,22 +93,19 @@ class PoolingHandler(ABC, Generic[B]):
         params = body.pooling_params(self._llm.pooling_defaults.pooling)
         self._llm.admission.expect(len(texts))
         streams = [
-            self._llm.embed(await self._truncate(prompt, body.truncate_prompt_tokens), params, head.nth(place, param))
+            self._llm.embed(
+                await truncated(prompt, body.truncate_prompt_tokens, self._llm), params, head.nth(place, param)
+            )
             for place, (prompt, param) in enumerate(texts)
         ]
-        vectors, num_tokens = [np.empty(0, np.float32)] * len(streams), 0
-        async with aclosing(interleave(streams)) as outputs:
-            async for place, output in outputs:
+        vectors, usage = [np.empty(0, np.float32)] * len(streams), Usage(len(streams))
+        async with aclosing(merge(streams)) as outputs:
+            async for output in outputs:
+                usage.count(output)
                 assert output.vector is not None, "a pooled request was answered without a vector"
-                vectors[place] = np.frombuffer(output.vector, np.float32)
-                num_tokens += len(output.prompt_token_ids)
-        return Embedded(vectors, num_tokens)
-
-    async def _truncate(self, prompt: Prompt, limit: int | None) -> Prompt:
-        if limit is None:
-            return prompt
-        token_ids = await self._llm.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return token_ids[-limit:]
+                vectors[output.place] = np.frombuffer(output.vector, np.float32)
+        usage.check_finished()
+        return Embedded(vectors, usage.prompt_tokens)
 
 
 class EmbeddingRequest(PoolingBody):
@@ -132,7 +127,7 @@ class EmbeddingRequest(PoolingBody):
 
 
 class Embeddings(PoolingHandler[EmbeddingRequest]):
-    body, prefix = EmbeddingRequest, "embd"
+    prefix = "embd"
 
     def texts(self, body: EmbeddingRequest) -> Sequence[Text]:
         return [(prompt, "input") for prompt in body.input]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -17,6 +18,7 @@ from raylm.ingress.openai.fields import (
     Body,
     OneOf,
     Part,
+    Prompt,
     RequestId,
     StringOrStrings,
     Strings,
@@ -30,12 +32,10 @@ from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, Structure
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
 
-_SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "n", "prompt_logprobs",
-)  # fmt: skip
-_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+# Fields that SamplingParams has by the same names; the others have another form in a body.
+_SAME_NAME = {field.name for field in fields(SamplingParams)} - {
+    "max_tokens", "logprobs", "logit_bias", "structured_outputs",
+}  # fmt: skip
 _MAX_BIAS = 100.0
 
 MAX_STOP_TOKEN_IDS = 1024
@@ -90,6 +90,14 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
         why = f"was lost: {lost}" if lost else f"does not exist; this server serves '{llm.model_name}'."
         raise ModelNotFoundError(f"The model '{shown}' {why}", param="model")
     return name
+
+
+async def truncated(prompt: Prompt, limit: int | None, llm: AsyncLLM) -> Prompt:
+    """The last ``limit`` tokens of ``prompt``; a text of no more stays one."""
+    if limit is None:
+        return prompt
+    token_ids = await llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+    return token_ids[-limit:] if len(token_ids) > limit else prompt
 
 
 def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
@@ -238,8 +246,7 @@ class GenerationBody(SamplingBody):
         Raises:
             InvalidRequestError: a value lies out of range.
         """
-        given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
-        given |= {name: tuple(value) for name in _TUPLES if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAME_NAME if (value := getattr(self, name, None)) is not None}
         if self.logit_bias is not None:
             clamped = {int(key): max(-_MAX_BIAS, min(_MAX_BIAS, bias)) for key, bias in self.logit_bias.items()}
             given["logit_bias"] = clamped

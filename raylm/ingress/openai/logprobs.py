@@ -5,16 +5,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raylm.ingress.http.answer import Pieces
+from raylm.ingress.http.body import JSONObject
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, TokenLogprob
-    from raylm.ingress.openai.generation import GenerationBody
-    from raylm.ingress.openai.outputs import Generation
-
-JSONObject = dict[str, Any]
 
 _LOWEST = -9999.0  # OpenAI's value for "very unlikely"; JSON has no -Infinity
 
@@ -117,13 +114,3 @@ def _by_id(entry: TokenLogprob, num_top: int, tokens: TokenTexts) -> JSONObject:
     }
     own = {"logprob": max(entry.logprob, _LOWEST), "rank": entry.rank, "decoded_token": tokens.text_of(entry.token_id)}
     return found | {str(entry.token_id): own}
-
-
-def prompt_part(generation: Generation, body: GenerationBody, tokens: TokenTexts) -> JSONObject:
-    """What an answer says of its prompt if it is asked to."""
-    part: JSONObject = {}
-    if body.return_token_ids:
-        part["prompt_token_ids"] = generation.prompt_token_ids
-    if body.prompt_logprobs is not None:
-        part["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs or (), body.prompt_logprobs, tokens)
-    return part

@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from raylm.errors import EngineUnavailableError, InvalidRequestError
 from raylm.ingress.http.answer import json_response
-from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Body
 from raylm.ingress.openai.generation import check_model
 from raylm.messages import LoRAAdapter
@@ -73,29 +72,20 @@ class UnloadAdapterRequest(Body):
     lora_name: AdapterName
 
 
-class LoadAdapter:
-    body = LoadAdapterRequest
+class Adapters:
+    """The handlers that load and unload LoRA adapters."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
+    async def load(self, body: LoadAdapterRequest, request_id: str) -> bytes:
         """The answer comes when every engine has it and requests may name it; if one refuses, nothing has changed."""
-        body = self.body.parse(data)
         if body.lora_name == self._llm.model_name:
             raise InvalidRequestError("'lora_name' is the name of the base model.", param="lora_name")
         await self._llm.adapters.load(LoRAAdapter(body.lora_name, body.lora_path))
         return orjson.dumps({"lora_name": body.lora_name, "lora_path": body.lora_path, "loaded": True})
 
-
-class UnloadAdapter:
-    body = UnloadAdapterRequest
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-
-    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
+    async def unload(self, body: UnloadAdapterRequest, request_id: str) -> bytes:
         """Requests that still use it end with an error that names it."""
-        body = self.body.parse(data)
         await self._llm.adapters.unload(body.lora_name)
         return orjson.dumps({"lora_name": body.lora_name, "loaded": False})

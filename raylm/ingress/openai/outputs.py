@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raylm.errors import RayLMError
@@ -15,29 +15,48 @@ if TYPE_CHECKING:
     from raylm.frontend import RequestOutput, TokenLogprob
 
     Outputs = AsyncGenerator[RequestOutput, None]
-    _Item = tuple[int, RequestOutput] | Exception | None
-
+    _Item = RequestOutput | Exception | None
 
 _STARTED_AT_ONCE = 32
+_UNFINISHED = "The engine ended this request before it was finished."
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one HTTP request over all its prompts and choices."""
+    """Tokens of one HTTP request over all its prompts and choices; ``unfinished`` of the prompts are still open."""
 
+    unfinished: int = 1
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    _begun: set[int] = field(default_factory=set)
 
-    def count_prompt(self, output: RequestOutput) -> None:
-        """Count the prompt of a request; call it once, with the request's first output."""
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.cached_tokens += output.num_cached_tokens
+    def count(self, output: RequestOutput) -> None:
+        """Count an output, and its prompt with the first one.
 
-    def count_delta(self, delta: CompletionDelta) -> None:
-        self.completion_tokens += len(delta.token_ids)
-        self.reasoning_tokens += delta.reasoning_tokens
+        Raises:
+            RayLMError: a sequence did not end by itself, which no finish_reason may claim.
+        """
+        if output.place not in self._begun:
+            self._begun.add(output.place)
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.num_cached_tokens
+        for delta in output.deltas:
+            if delta.finish_reason in ("abort", "error"):
+                raise RayLMError(_UNFINISHED)
+            self.completion_tokens += len(delta.token_ids)
+            self.reasoning_tokens += delta.reasoning_tokens
+        self.unfinished -= output.finished
+
+    def check_finished(self) -> None:
+        """Streams that end without their last outputs are an error, never a short answer.
+
+        Raises:
+            RayLMError: one did.
+        """
+        if self.unfinished:
+            raise RayLMError(_UNFINISHED)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -49,74 +68,45 @@ class Usage:
         }
 
 
-@dataclass(slots=True)
-class Generation:
-    """Everything that one prompt's request produced."""
-
-    choices: list[CompletionDelta]
-    prompt_token_ids: list[int] = field(default_factory=list)
-    seen: bool = False
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-
-    @property
-    def num_details(self) -> int:
-        """Roughly how many things an answer that shows all of it has."""
-        entries = self.prompt_logprobs or ()
-        first = next((entry for entry in entries if entry is not None), None)
-        shown = len(entries) * (1 + len(first.top)) if first is not None else 0
-        return shown + num_details(self.choices)
-
-
-def num_details(sequences: Sequence[CompletionDelta]) -> int:
+def num_details(deltas: Sequence[CompletionDelta]) -> int:
     """Roughly how many things the JSON of these deltas has: one a token, and one for each alternative to it."""
-    details = 0
-    for delta in sequences:
-        alternatives = len(delta.logprobs[0].top) + 1 if delta.logprobs else 0
-        details += 1 + len(delta.token_ids) * (1 + alternatives)
-    return details
+    return sum(1 + len(delta.token_ids) + _num_shown(delta.logprobs or ()) for delta in deltas)
 
 
-def finish_reason(delta: CompletionDelta) -> str | None:
-    """OpenAI's finish_reason of ``delta``.
-
-    Raises:
-        RayLMError: the sequence did not end by itself, which no finish_reason may claim.
-    """
-    if delta.finish_reason in ("abort", "error"):
-        raise RayLMError("The engine ended this request before it was finished.")
-    return delta.finish_reason
+def num_prompt_details(output: RequestOutput) -> int:
+    """As ``num_details``, of the prompt's log-probabilities."""
+    return _num_shown(output.prompt_logprobs or ())
 
 
-def extras(with_token_ids: bool | None, token_ids: Sequence[int], stop_reason: int | str | None) -> dict[str, Any]:
-    """The fields of a choice beyond OpenAI's: ``token_ids`` if asked for, ``stop_reason`` if there is one."""
-    found: dict[str, Any] = {"token_ids": token_ids} if with_token_ids else {}
-    return found if stop_reason is None else found | {"stop_reason": stop_reason}
+def _num_shown(entries: Sequence[TokenLogprob | None]) -> int:
+    first = next((entry for entry in entries if entry is not None), None)
+    return len(entries) * (1 + len(first.top)) if first is not None else 0
 
 
-async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Generation]:
-    """Read the requests of ``streams``, of ``n`` sequences each, to their end."""
-    found = [Generation([CompletionDelta(index) for index in range(n)]) for _ in streams]
-    async with aclosing(interleave(streams)) as outputs:
-        async for place, output in outputs:
-            generation = found[place]
-            if not generation.seen:
-                usage.count_prompt(output)
-                generation.seen = True
-                generation.prompt_token_ids = output.prompt_token_ids
-                generation.prompt_logprobs = output.prompt_logprobs
+async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[RequestOutput]:
+    """Read the requests of ``streams``, of ``n`` sequences each, to their end; of each comes one output with it all."""
+    choices = [[CompletionDelta(index) for index in range(n)] for _ in streams]
+    last: dict[int, RequestOutput] = {}
+    async with aclosing(merge(streams)) as outputs:
+        async for output in outputs:
+            usage.count(output)
+            last[output.place] = output
             for delta in output.deltas:
-                finish_reason(delta)  # raises where the engine gave up
-                generation.choices[delta.index].add(delta)
-                usage.count_delta(delta)
-    return found
+                choices[output.place][delta.index].add(delta)
+    usage.check_finished()
+    return [replace(last[place], deltas=deltas) for place, deltas in enumerate(choices)]
 
 
-async def interleave(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(place of the stream, output) of all streams as they come; closes them when it is closed.
+def merge(streams: Sequence[Outputs]) -> Outputs:
+    """The outputs of all streams as they come, each with the ``place`` of its stream; who closes it closes them.
 
     Raises:
-        Exception: what the first failing stream raised, or RayLMError if one ended without a last output.
+        Exception: what the first failing stream raised.
     """
+    return streams[0] if len(streams) == 1 else _interleave(streams)
+
+
+async def _interleave(streams: Sequence[Outputs]) -> Outputs:
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -140,24 +130,12 @@ async def interleave(streams: Sequence[Outputs]) -> AsyncGenerator[tuple[int, Re
 
 
 async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item]) -> None:
-    finished = False
+    ended: Exception | None = None
     try:
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                finished = output.finished
-                await queue.put((place, output))
-        check_finished(finished)
+                output.place = place
+                await queue.put(output)
     except Exception as error:
-        await queue.put(error)
-    else:
-        await queue.put(None)
-
-
-def check_finished(finished: bool) -> None:
-    """A stream of outputs that ends without its last one is an error, never a short answer.
-
-    Raises:
-        RayLMError: it did.
-    """
-    if not finished:
-        raise RayLMError("The engine ended this request before it was finished.")
+        ended = error
+    await queue.put(ended)

@@ -66,7 +66,7 @@ def _check_texts(name: str, texts: list[str]) -> None:
 class Score(PoolingHandler[ScoreRequest]):
     """Answers in vLLM's form."""
 
-    body, prefix = ScoreRequest, "score"
+    prefix = "score"
 
     def texts(self, body: ScoreRequest) -> Sequence[Text]:
         return [(text, "text_1") for text in body.text_1] + [(text, "text_2") for text in body.text_2]
@@ -90,7 +90,7 @@ class Score(PoolingHandler[ScoreRequest]):
 class Rerank(PoolingHandler[RerankRequest]):
     """Answers in Jina's and Cohere's form: the nearest document first."""
 
-    body, prefix = RerankRequest, "rerank"
+    prefix = "rerank"
 
     def texts(self, body: RerankRequest) -> Sequence[Text]:
         return [(body.query, "query"), *((text, "documents") for text in body.documents)]

@@ -49,14 +49,11 @@ class DetokenizeRequest(Body):
 
 
 class Tokenize:
-    body = TokenizeRequest
-
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, data: JSONObject, request_id: str) -> list[bytes]:
-        body = await self.body.read(data)
+    async def __call__(self, body: TokenizeRequest, request_id: str) -> list[bytes]:
         body.check()
         if body.model is not None:
             check_model(body.model, self._llm)
@@ -84,13 +81,10 @@ class Tokenize:
 
 
 class Detokenize:
-    body = DetokenizeRequest
-
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    async def __call__(self, data: JSONObject, request_id: str) -> bytes:
-        body = await self.body.read(data)
+    async def __call__(self, body: DetokenizeRequest, request_id: str) -> bytes:
         if body.model is not None:
             check_model(body.model, self._llm)
         return orjson.dumps({"prompt": await self._llm.detokenize(body.tokens)})

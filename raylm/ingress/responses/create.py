@@ -18,7 +18,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.errors import logger
 from raylm.ingress.http.sse import named_event
-from raylm.ingress.openai.chat import Conversations
+from raylm.ingress.openai.chat import ChatCompletions
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
@@ -35,9 +35,9 @@ _BYTES_A_THING = 64  # of JSON, about
 
 
 class CreateResponse:
-    body = ResponsesRequest
-
-    def __init__(self, llm: AsyncLLM, conversations: Conversations, store: ResponseStore, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, llm: AsyncLLM, conversations: ChatCompletions, store: ResponseStore, lifecycle: Lifecycle
+    ) -> None:
         self._llm = llm
         self._conversations = conversations
         self._store = store
@@ -45,8 +45,7 @@ class CreateResponse:
         self._tokens = TokenTexts(llm)
         self._background: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, data: JSONObject, request_id: str) -> Answer:
-        body = await self.body.read(data)
+    async def __call__(self, body: ResponsesRequest, request_id: str) -> Answer:
         check_model(body.model, self._llm)
         items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
         history = await self._history(body.previous_response_id)

@@ -12,7 +12,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import as_known_error
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
-from raylm.ingress.openai.outputs import Usage, check_finished, finish_reason
+from raylm.ingress.openai.outputs import Usage
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import new_id, text_part
 from raylm.params import SamplingParams
@@ -73,14 +73,13 @@ class ResponseJob:
                 with renamed(PARAM_NAMES):
                     output = await anext(outputs)
                 self.status, self._usage = "in_progress", Usage()
-                self._usage.count_prompt(output)
                 events = [
                     {"type": f"response.{kind}", "response": self.response()} for kind in ("created", "in_progress")
                 ]
                 yield events + self._take(output)
                 async for output in outputs:
                     yield self._take(output)
-            check_finished(output.finished)
+            self._usage.check_finished()
         except Exception as error:
             if self.status == "queued":
                 raise
@@ -94,12 +93,11 @@ class ResponseJob:
     def _take(self, output: RequestOutput) -> Events:
         events: Events = []
         assert self._usage is not None
+        self._usage.count(output)
         for delta in output.deltas:
-            self._usage.count_delta(delta)
             events += self.items.add(delta)
-            reason = finish_reason(delta)
-            if reason is not None:
-                self.status = "incomplete" if reason == "length" else "completed"
+            if delta.finish_reason is not None:
+                self.status = "incomplete" if delta.finish_reason == "length" else "completed"
                 events += self.items.finish(self.status)
                 events.append({"type": f"response.{self.status}", "response": self.response()})
         return events

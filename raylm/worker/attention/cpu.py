@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from raylm.models import AttentionSpec, heads_struct
-from raylm.native import NativeAttention, NativeError, batch_struct, kernels
+from raylm.native import NativeError, batch_struct, kernels, paged_attention
 from raylm.native import library as layout
 from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, StepLimits
 
@@ -19,7 +19,7 @@ class CpuBackend(AttentionBackend[layout.Batch]):
 
     def __init__(self, limits: StepLimits) -> None:
         self._block_size = limits.block_size
-        self._attention = NativeAttention(kernels())
+        self._native = kernels()
 
     @classmethod
     def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
@@ -53,4 +53,4 @@ class CpuBackend(AttentionBackend[layout.Batch]):
         return batch_struct(positions, m.slot_mapping, m.block_tables, m.seq_lens, m.query_start_loc, self._block_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: layout.Batch, layer: AttentionSpec) -> Tensor:
-        return self._attention(q, k, v, kv, plan, heads_struct(layer))
+        return paged_attention(self._native, q, k, v, kv, plan, heads_struct(layer))

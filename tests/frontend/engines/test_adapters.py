@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError
-from raylm.frontend import AdapterDirectory
+from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.router import Router
 from raylm.messages import LoRAAdapter
 from tests.frontend.played_engine import PlayedEngine
@@ -101,8 +101,7 @@ async def test_nothing_is_loaded_without_an_engine() -> None:
 
 
 async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
-    router = Router()
-    router.bind(lambda outputs: [], lambda keys, error: None)
+    router = Router(lambda outputs: [], lambda keys, error: None)
     a, b = PlayedEngine("a"), PlayedEngine("b")
     for engine in (a, b):
         router.add(engine)
@@ -111,7 +110,8 @@ async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
     assert {router.pick([n], None, "two").client.info.engine_id for n in range(8)} == {"b"}
     with pytest.raises(ModelNotFoundError):
         router.pick([1], None, "one")
-    await router.remove("b")
+    b.die()
+    await settle()
     with pytest.raises(EngineUnavailableError):
         router.pick([1], None, "two")
     await router.close()

@@ -14,9 +14,7 @@ from tests.frontend.played_engine import PlayedEngine
 
 @pytest.fixture
 def router() -> Router:
-    router = Router()
-    router.bind(lambda outputs: [], lambda keys, error: None)
-    return router
+    return Router(lambda outputs: [], lambda keys, error: None)
 
 
 def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
@@ -75,7 +73,6 @@ async def test_without_engines_there_is_an_error(router: Router) -> None:
     with pytest.raises(EngineUnavailableError):
         router.pick([1], None)
     router.add(PlayedEngine("a"))
-    await router.remove("a")
-    await router.remove("unknown")
+    await router.close()
     with pytest.raises(EngineUnavailableError):
         router.pick([1], None)

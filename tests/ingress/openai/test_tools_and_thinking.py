@@ -10,7 +10,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from raylm.frontend import AnswerFormat
+from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.messages import Thinking

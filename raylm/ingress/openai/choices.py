@@ -1,0 +1,136 @@
+"""The answers of /v1/chat/completions and /v1/completions: whole, or as chunks of JSON, from the engine's outputs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from raylm.frontend import offload
+from raylm.ingress.http.answer import Pieces, json_answer
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.http.endpoint import Answer, Chunks
+from raylm.ingress.http.sse import DONE, ChunkTemplate
+from raylm.ingress.openai.generation import GenerationBody
+from raylm.ingress.openai.logprobs import TokenTexts, prompt_logprobs
+from raylm.ingress.openai.outputs import Usage, gather, merge, num_details, num_prompt_details
+from raylm.params import SamplingParams
+
+if TYPE_CHECKING:
+    from raylm.frontend import CompletionDelta, RequestOutput
+    from raylm.ingress.openai.outputs import Outputs
+
+
+class Choices(ABC):
+    """The answer to one HTTP request. Choice ``place * n + index`` is sequence ``index`` of prompt ``place``.
+
+    In a stream each choice has an opening, what is new, and the finish_reason. ``head`` are the fields that the whole
+    answer, or every chunk, begins with.
+    """
+
+    _text_key: ClassVar[str]
+    _ending: ClassVar[JSONObject]  # what stands in the last chunk of a choice in place of its news
+
+    def __init__(self, head: JSONObject, body: GenerationBody, params: SamplingParams, tokens: TokenTexts) -> None:
+        self._head = head
+        self._body = body
+        self._tokens = tokens
+        self._n = params.n
+        self._num_logprobs = params.logprobs
+        self._options = body.options
+        detailed = params.logprobs is not None or body.return_token_ids or self._options.continuous_usage_stats
+        self._plain = not detailed
+        self._opened: set[int] = set()
+
+    async def answer(self, outputs: Sequence[Outputs]) -> Answer:
+        return self._chunks(outputs) if self._body.stream else await self._whole(outputs)
+
+    async def _whole(self, outputs: Sequence[Outputs]) -> list[bytes]:
+        usage = Usage(len(outputs))
+        whole = await gather(outputs, self._n, usage)
+
+        def make() -> JSONObject:
+            choices = Pieces(self._whole_choice(choice, output) for output in whole for choice in output.deltas)
+            return self._head | self._shared(whole[0]) | {"choices": choices, "usage": usage.as_json()}
+
+        return await json_answer(make, sum(num_details(output.deltas) + num_prompt_details(output) for output in whole))
+
+    def _whole_choice(self, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
+        index = output.place * self._n + choice.index
+        shown = {"index": index, "finish_reason": choice.finish_reason} | self._choice(index, choice, output)
+        return shown | self._token_ids(choice) | _stop_reason(choice)
+
+    async def _chunks(self, outputs: Sequence[Outputs]) -> Chunks:
+        """The stream's events; one item holds all that arrived together."""
+        template = ChunkTemplate(self._head, self._text_key, null_usage=bool(self._options.include_usage))
+        usage = Usage(len(outputs))
+        async with aclosing(merge(outputs)) as items:
+            async for output in items:
+                usage.count(output)
+                shown = usage.as_json() if self._options.continuous_usage_stats else None
+                if self._plain and len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
+                    data = self._delta(template, output, output.deltas[0], shown)
+                else:
+                    work = partial(self._deltas, template, output, shown)
+                    data = await offload(work, num_details(output.deltas))
+                if data:
+                    yield data
+        usage.check_finished()
+        last = template.choices([], usage.as_json()) if self._options.include_usage else b""
+        yield last + DONE
+
+    def _deltas(self, template: ChunkTemplate, output: RequestOutput, usage: JSONObject | None) -> bytes:
+        return b"".join([self._delta(template, output, delta, usage) for delta in output.deltas])
+
+    def _delta(
+        self, template: ChunkTemplate, output: RequestOutput, delta: CompletionDelta, usage: JSONObject | None
+    ) -> bytes:
+        """The chunks of what is new of one choice, which carry ``usage`` if it is given."""
+        index, reason = output.place * self._n + delta.index, delta.finish_reason
+        sorted_out = delta.reasoning or delta.tool_calls
+        if self._plain and reason is None and index in self._opened and not sorted_out:
+            return template.text(index, delta.text) if delta.text else b""
+        choices = []
+        if index not in self._opened:
+            self._opened.add(index)
+            choices += self._opening(index, output)
+        if delta.text or sorted_out or (delta.token_ids and not self._plain):
+            choices.append({"finish_reason": None} | self._news(index, delta) | self._token_ids(delta))
+        if reason is not None:
+            choices.append({"logprobs": None, "finish_reason": reason} | self._ending | _stop_reason(delta))
+        return b"".join([template.choices([{"index": index} | choice], usage) for choice in choices])
+
+    def _token_ids(self, delta: CompletionDelta) -> JSONObject:
+        return {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
+
+    def _prompt_token_ids(self, output: RequestOutput) -> JSONObject:
+        return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
+
+    def _prompt(self, output: RequestOutput) -> JSONObject:
+        """What a whole answer says of a prompt if it is asked to."""
+        part = self._prompt_token_ids(output)
+        if (num_top := self._body.prompt_logprobs) is not None:
+            part["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), num_top, self._tokens)
+        return part
+
+    def _shared(self, output: RequestOutput) -> JSONObject:
+        """The fields of a whole answer beside its head, choices and usage; ``output`` is the first prompt's."""
+        return {}
+
+    @abstractmethod
+    def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
+        """The fields of a choice in a whole answer."""
+
+    @abstractmethod
+    def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
+        """The first chunk of a choice, if it has one of its own."""
+
+    @abstractmethod
+    def _news(self, index: int, delta: CompletionDelta) -> JSONObject:
+        """The fields of a choice in a chunk."""
+
+
+def _stop_reason(delta: CompletionDelta) -> JSONObject:
+    return {} if delta.stop_reason is None else {"stop_reason": delta.stop_reason}
