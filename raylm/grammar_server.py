@@ -38,7 +38,7 @@ MEMORY_BYTES = 1 << 30
 WALL_S = 30.0
 MAX_BUILD_S = 0.4
 """Seconds of a core for what the worker repeats: making the matcher."""
-MAX_MASK_S = 0.025
+MAX_MASK_S = 0.02
 """Seconds of a core for the mask of one token, which stands in the way of every sequence of the step."""
 
 _WALKS, _STEPS = 3, 16

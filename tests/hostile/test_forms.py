@@ -84,7 +84,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "30,000 values": (schema({"enum": list(range(30_000))}), "response_format.json_schema.schema"),
     "nested 300 deep": (form(json='{"not":' * 300 + "{}" + "}" * 300), "structured_outputs.json"),
     "long masks": (
-        form(grammar="start: A\nA: " + " ".join(['"' + "a" * 8000 + '"'] * 30)),
+        form(grammar="start: A\nA: " + " ".join(['"' + "a" * 4000 + '"'] * 60)),
         "structured_outputs.grammar",
     ),
 }

@@ -14,7 +14,7 @@ MAX_VALUES = 20_000
 """Objects, arrays, strings, numbers of a JSON schema."""
 MAX_DEPTH = 100
 """Of a JSON schema, as JSON; llguidance's reader ends at 127."""
-MAX_LITERAL_CHARS = 8_192
+MAX_LITERAL_CHARS = 4_096
 """Of one text that an answer is compared with: a mask takes a millisecond for every 1,000 of them."""
 MAX_RULES = 2_000
 """Of a grammar; reading GBNF takes time in their square."""

@@ -37,8 +37,8 @@ WRONG: list[dict[str, Any]] = [
     {"grammar": 'other ::= "a"'}, {"grammar": "root ::= missing"}, {"grammar": ""}, {"grammar": " \n"},
     {"grammar": 'root ::= "a"\nstart ::= root'}, {"grammar": "root ::= (" * 400}, {"json": "[" * 10**5},
     {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
-    {"json": {"const": "a" * 8193}}, {"regex": "a" * 8193}, {"choice": ("a" * 8193,)}, {"grammar": "\n" * 2001},
-    {"grammar": f'start: "{"a" * 8193}"'}, {"json": {"enum": [0] * 20_001}}, {"choice": ("a" * 8000,) * 33},
+    {"json": {"const": "a" * 4097}}, {"regex": "a" * 4097}, {"choice": ("a" * 4097,)}, {"grammar": "\n" * 2001},
+    {"grammar": f'start: "{"a" * 4097}"'}, {"json": {"enum": [0] * 20_001}}, {"choice": ("a" * 4000,) * 66},
 ]  # fmt: skip
 
 
@@ -108,9 +108,9 @@ async def test_a_form_that_works_for_long_is_ended(compiler: GrammarCompiler) ->
 
 
 async def test_masks_that_take_long_are_refused(compiler: GrammarCompiler) -> None:
-    piece = '"' + "a" * 8000 + '"'
-    with pytest.raises(InvalidRequestError, match="one token of the answer takes more than 25 ms"):
-        await compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {' '.join([piece] * 30)}"))
+    piece = '"' + "a" * 4000 + '"'
+    with pytest.raises(InvalidRequestError, match="one token of the answer takes more than 20 ms"):
+        await compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {' '.join([piece] * 60)}"))
 
 
 async def test_a_server_that_was_lost_is_started_again(compiler: GrammarCompiler) -> None:
@@ -190,7 +190,7 @@ async def played(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def large(number: int) -> StructuredOutputs:
-    return StructuredOutputs(choice=(f"{number}", "x" * 8000, "y" * 8000, "z" * 8000))
+    return StructuredOutputs(choice=(f"{number}", *(x * 4000 for x in "vwxyz")))
 
 
 async def _settle() -> None:
