@@ -118,6 +118,9 @@ def main(descriptor: int, path: Path, eos_token_ids: tuple[int, ...]) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent, which may want to finish something
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    for deadly in (signal.SIGALRM, signal.SIGPROF, signal.SIGIO):
+        signal.signal(deadly, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the thread had blocked that started this
     tokenizer = load_tokenizer(path, eos_token_ids)
     with open(os.devnull, "w") as silence:
         os.dup2(silence.fileno(), sys.stderr.fileno())  # what a dying child says

@@ -41,9 +41,7 @@ class GrammarProcess:
             finally:
                 connection.close()
             if found:
-                answer = found[1:]
-                grammar, fault = json.loads(answer) if answer else (None, None)
-                return None if grammar is None else (grammar, fault)
+                return _verdict(found[1:])
             if self._control is control:
                 self.close()
         raise EngineUnavailableError("The process that compiles the forms of answers cannot be started.")
@@ -64,8 +62,8 @@ class GrammarProcess:
         ours.setblocking(False)
         with theirs:
             for _ in range(_TRIES):
-                control = self._control or self._start()
                 try:
+                    control = self._control or self._start()
                     socket.send_fds(control, [b"\0"], [theirs.fileno()])
                     return ours, control
                 except OSError:
@@ -87,6 +85,14 @@ class GrammarProcess:
             )
         self._control = ours
         return ours
+
+
+def _verdict(answer: bytes) -> Verdict | None:
+    """None if nothing was answered, or not to the end."""
+    with suppress(ValueError):
+        grammar, fault = json.loads(answer)
+        return grammar, fault
+    return None
 
 
 async def _ask(connection: socket.socket, job: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -128,6 +129,32 @@ async def test_a_server_that_cannot_start_is_no_fault_of_the_form(tmp_path: Path
         await compiler.compile(StructuredOutputs(regex="a"))
     assert refused.value.retry_after_s
     compiler.close()
+
+
+@pytest.mark.parametrize("answer", [b"\0", b'\0["gram'])
+async def test_an_answer_that_is_not_whole_is_none(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    async def ask(*_: object) -> bytes:
+        return answer
+
+    monkeypatch.setattr("raylm.frontend.answers.grammar_process._ask", ask)
+    with pytest.raises(InvalidRequestError, match="too complex to compile"):
+        await compiler.compile(StructuredOutputs(regex="a"))
+
+
+async def test_limits_hold_where_signals_are_blocked(compiler: GrammarCompiler) -> None:
+    """A server inherits what the thread that starts it has blocked or ignored."""
+    deadly = {signal.SIGALRM, signal.SIGPROF, signal.SIGIO}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deadly)
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in deadly}
+    try:
+        await compiler.compile(StructuredOutputs(regex="a"))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
+    await test_a_form_that_works_for_long_is_ended(compiler)
 
 
 async def test_the_process_of_a_cancelled_form_ends(compiler: GrammarCompiler) -> None:
