@@ -154,7 +154,9 @@ async def test_limits_hold_where_signals_are_blocked(compiler: GrammarCompiler) 
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, handler in ignored.items():
             signal.signal(number, handler)
-    await test_a_form_that_works_for_long_is_ended(compiler)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
+    assert await compiler._process.prove(("json", json.dumps(wide)), cpu_s=0.005, nice=0) is None
+    assert await compiler._process.prove(("json", json.dumps(wide)), cpu_s=2.0, nice=0) is not None
 
 
 async def test_the_process_of_a_cancelled_form_ends(compiler: GrammarCompiler) -> None:
