@@ -116,6 +116,8 @@ class IngressConfig(Frozen):
     """Paths that need no API key; [] closes these too."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call this server from a browser; '*' is any."""
+    recovery_timeout_s: float = Field(60, ge=0, le=3600)
+    """Seconds that requests whose engine was lost wait for another one, on which they go on; longer than its start."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
     """Seconds that running streams get to end at shutdown."""
 

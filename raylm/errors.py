@@ -116,6 +116,10 @@ class EngineDiedError(EngineUnavailableError):
     code = "engine_died"
 
 
+class EngineCrashedError(EngineDiedError):
+    """The engine failed at what it computed, so that one of its requests may be the cause; it was not killed."""
+
+
 class PeerLostError(EngineDiedError):
     """A rank waited in vain for another one, whose end is the cause to report instead."""
 

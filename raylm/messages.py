@@ -52,6 +52,9 @@ class EngineCoreRequest:
     ``params.structured_outputs`` in llguidance's form, for the answer; ``thinking`` delimits the reasoning before it.
     With ``pooling`` the prompt is answered by a vector; no token is drawn, and of ``params`` only the defaults hold.
     ``adapter`` is the name of a LoRA adapter, None for the base model.
+
+    Of a request that a lost engine began ``drawn`` holds what each sequence has drawn, None for one that has ended; it
+    goes on behind these tokens as if it had been preempted. Else it is ().
     """
 
     key: int
@@ -67,6 +70,7 @@ class EngineCoreRequest:
     thinking: Thinking | None = None
     pooling: PoolingParams | None = None
     adapter: str | None = None
+    drawn: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +239,8 @@ class WorkerInfo:
     ``num_blocks`` KV blocks of ``block_size`` tokens were allocated (``kv_cache_bytes``); ``max_model_len`` is the
     longest sequence in tokens that model and pool allow. ``stages`` are (name, seconds) of the start-up.
     ``quantization`` says in words how linear layers are quantized, None where they are not. Of several ranks
-    (``tensor_parallel_size``) each has so many threads and bytes, and all have the same blocks.
+    (``tensor_parallel_size``) each has so many threads and bytes, and all have the same blocks. Engines of the same
+    ``fingerprint`` give equal requests equal tokens, unless it ends with ``_varies``.
     """
 
     num_blocks: int
@@ -251,6 +256,7 @@ class WorkerInfo:
     stages: list[tuple[str, float]] = field(default_factory=list)
     quantization: str | None = None
     tensor_parallel_size: int = 1
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

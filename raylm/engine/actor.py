@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -18,7 +17,7 @@ from raylm.engine.engine_core import EngineCore
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
-from raylm.errors import EngineDiedError
+from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, LoRAAdapter
 
 logger = logging.getLogger("raylm.engine")
@@ -72,14 +71,19 @@ class EngineCoreActor:
     async def stream(self, client_id: str) -> AsyncIterator[EngineCoreOutputs]:
         """All outputs for one client, until the engine is lost; the first item says that its batches may come now.
 
+        It ends with EngineCrashedError where what was computed brought the engine down.
+
         Ray holds back the next item while MAX_OUTPUTS_IN_FLIGHT are not taken; meanwhile the outbox merges. When the
         client ends the stream or its process dies, Ray closes this generator, which ends the client's requests.
         """
         outbox = self._core.connect(client_id)
         try:
-            with suppress(EngineDiedError):
-                while (outputs := await outbox.get()) and not self._lost:
-                    yield outputs
+            while (outputs := await outbox.get()) and not self._lost:
+                yield outputs
+        except EngineCrashedError:
+            raise
+        except EngineDiedError:
+            return
         finally:
             self._core.drop_client(client_id, outbox)
 

@@ -14,7 +14,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.scheduler import Scheduler
-from raylm.errors import EngineDiedError, EngineUnavailableError, ModelNotFoundError, RayLMError
+from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, ModelNotFoundError, RayLMError
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -193,7 +193,7 @@ class EngineCore:
             self._close(error)
             raise
         except Exception as error:
-            died = EngineDiedError(f"The engine failed: {type(error).__name__}: {error}")
+            died = EngineCrashedError(f"The engine failed: {type(error).__name__}: {error}")
             self._close(died)
             raise died from error
 

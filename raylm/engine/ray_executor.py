@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from raylm.config import Config
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.step_channel import StepClient, StepFailure, StepServer
-from raylm.errors import EngineDiedError, RayLMError
+from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.worker import Worker
 
@@ -166,4 +166,4 @@ def as_raylm_error(error: RayError) -> RayLMError:
     if isinstance(cause, RayError):
         return EngineDiedError("A process of the engine was lost.")
     lines = str(cause).strip().splitlines()
-    return EngineDiedError(f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}")
+    return EngineCrashedError(f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}")

@@ -56,6 +56,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
         self._ids: Iterator[int] = count()  # in the order of arrival
+        self._resumed: Iterator[int] = count(-(2**62))  # as if they had arrived before all others
         self._step = 0
         self._seen = 0
 
@@ -68,15 +69,18 @@ class Scheduler:
     def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0) -> None:
         """Let the first sequence of a request wait; the others start when it has computed the prompt they share.
 
+        One that a lost engine began waits before those that begin here, with all of its sequences.
+
         Raises:
             RayLMError: it can never be served, or its key is taken.
         """
         if (client_id, request.key) in self._requests:
             raise RayLMError(f"A request with the key {request.key} is open already.")
-        seq_id = next(self._ids)
-        state = RequestState.create(client_id, request, seq_id, self.max_model_len, adapter)
+        arrival = next(self._resumed if request.drawn else self._ids)
+        state = RequestState.create(client_id, request, arrival, self.max_model_len, adapter)
         self._requests[client_id, request.key] = state
-        self._enqueue(state.sequence(seq_id, 0))
+        for seq in state.begin(self._ids):
+            self._enqueue(seq)
 
     def abort(self, client_id: str, key: int) -> None:
         """End a request at once; unknown and finished ones are ignored."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from raylm.errors import ContextLengthError, InvalidRequestError
+from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
 from raylm.messages import EngineCoreRequest, Logprobs, NewSequence
 
 _U64 = 2**64
@@ -55,31 +55,44 @@ class RequestState:
             raise ContextLengthError(message, param="prompt")
         if length == 0:
             raise InvalidRequestError("The prompt has no tokens.", param="prompt")
+        limit = length + min(available, params.max_tokens or available)
+        if any(length + len(drawn or ()) >= limit for drawn in request.drawn):
+            raise RayLMError(f"The answer that another engine began is longer than this one's {max_model_len} tokens.")
         return cls(
             client_id=client_id,
             request=request,
             arrival=arrival,
             seed=random.getrandbits(63) if params.seed is None else params.seed,
-            limit=length + min(available, params.max_tokens or available),
-            num_unforked=params.n - 1,
+            limit=limit,
+            num_unforked=0 if any(drawn != () for drawn in request.drawn) else params.n - 1,
             stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
             adapter=adapter,
         )
 
+    def begin(self, ids: Iterator[int]) -> list[Sequence]:
+        """Open the first sequence, or all that have not ended where another engine has computed the prompt."""
+        if not self.request.drawn:
+            return [self.sequence(self.arrival, 0)]
+        open_ones = [index for index, drawn in enumerate(self.request.drawn) if drawn is not None]
+        return [self.sequence(next(ids), index) for index in open_ones[: 1 if self.num_unforked else None]]
+
     def sequence(self, seq_id: int, index: int) -> Sequence:
         prompt = self.request.prompt_token_ids
+        drawn = (self.request.drawn[index] if self.request.drawn else None) or ()
+        wants_logprobs = index == 0 and not drawn and self.request.params.prompt_logprobs is not None
         seq = Sequence(
             id=seq_id,
             state=self,
             client_id=self.client_id,
             key=self.request.key,
             index=index,
-            token_ids=list(prompt),
-            num_tokens=len(prompt),
+            token_ids=[*prompt, *drawn],
+            num_tokens=len(prompt) + len(drawn),
             limit=self.limit,
-            next_check=len(prompt) + 1,
+            next_check=self.limit if drawn else len(prompt) + 1,
             stop_ids=frozenset(self.stop_token_ids),
-            prompt_logprobs=[] if index == 0 and self.request.params.prompt_logprobs is not None else None,
+            prompt_logprobs=[] if wants_logprobs else None,
+            status=Status.PREEMPTED if drawn else Status.WAITING,
         )
         self.open.append(seq)
         return seq

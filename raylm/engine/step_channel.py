@@ -7,6 +7,8 @@ one.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import logging
 import os
 import pickle
 import shutil
@@ -22,11 +24,15 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, BinaryIO, cast
 
+from raylm.errors import EngineCrashedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 
 Output = Callable[[], ModelRunnerOutput]  # waits for what a step drew
 
+logger = logging.getLogger("raylm.engine")
+
 _LENGTH = struct.Struct("<Q")
+_FATAL = b"Fatal Python error"  # faulthandler's first words
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class StepServer:
             connection, _ = self._listener.accept()
         shutil.rmtree(self._directory)  # the connection stays
         with connection, connection.makefile("rb") as steps, suppress(ConnectionError):  # the EngineCore may end first
+            faulthandler.enable(connection.fileno(), all_threads=False)  # a fatal signal's traceback is the last word
             serve(connection, steps)
 
     def _serve(self, connection: socket.socket, steps: BinaryIO) -> None:
@@ -95,7 +102,11 @@ class StepClient(asyncio.Protocol):
         return client
 
     def send(self, plan: SchedulerOutput) -> asyncio.Future[Outcome]:
-        """Hand over a step at once; the future gives its outcome, or ConnectionError when the worker has gone."""
+        """Hand over a step at once; the future gives its outcome.
+
+        It raises EngineCrashedError when a fatal signal (a segmentation fault) ends the worker, ConnectionError when it
+        is gone for other reasons.
+        """
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if self._transport.is_closing():
             outcome.set_exception(ConnectionError("the worker has hung up"))
@@ -121,9 +132,14 @@ class StepClient(asyncio.Protocol):
                 waiting.set_result(outcome)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        error: Exception = ConnectionError("the worker has hung up")
+        if self._received.startswith(_FATAL):
+            told = self._received.decode(errors="replace").strip()
+            logger.error("the worker crashed\n%s", told)
+            error = EngineCrashedError(f"The worker crashed: {told.splitlines()[0]}")
         for waiting in self._waiting:
             if not waiting.done():
-                waiting.set_exception(ConnectionError("the worker has hung up"))
+                waiting.set_exception(error)
 
 
 def _send(connection: socket.socket, output: Output) -> None:

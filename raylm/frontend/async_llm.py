@@ -32,12 +32,13 @@ class AsyncLLM:
     """Text in, deltas of text out; everything runs on one event loop, long tokenizing and templates on threads.
 
     ``adapters`` are the LoRA adapters that requests may name; ``admission`` bounds what waits for a first token.
+    Requests whose engine is lost go on on another one, for which they wait at most ``recovery_timeout_s``.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
     """
 
-    def __init__(self, config: Config, admission: Admission | None = None) -> None:
+    def __init__(self, config: Config, admission: Admission | None = None, recovery_timeout_s: float = 0.0) -> None:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
         self.admission = admission or Admission()
@@ -53,7 +54,7 @@ class AsyncLLM:
         self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
-        self._router = Router(self._outputs.process, self._outputs.fail)
+        self._router = Router(self._outputs.process, self._outputs.fail, self._outputs.resumed, recovery_timeout_s)
         self.adapters = self._router.adapters
 
     def add_engine(self, client: EngineClient) -> None:
@@ -77,6 +78,11 @@ class AsyncLLM:
         if self._router.is_ready or self._longest is None:
             return self._router.limits.max_model_len
         return self._longest
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what all ready engines compute with, as OpenAI's ``system_fingerprint``; "" without any."""
+        return self._router.fingerprint
 
     def metrics_text(self) -> bytes:
         return self._telemetry.text()
@@ -139,18 +145,15 @@ class AsyncLLM:
         self, request: EngineCoreRequest, form: AnswerFormat | None = None
     ) -> Iterator[tuple[OpenRequest, Reservation]]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then."""
-        engine = self._router.pick(request.prompt_token_ids, request.cache_salt, request.adapter)
+        engine = self._router.pick(request)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
         opened = self._outputs.open(request, form)
-        engine.open_keys.add(request.key)
-        engine.client.add(request)
+        self._router.send(request, engine)
         try:
             yield opened, reservation
         finally:  # no await may stand here: a cancelled task must not lose the abort
             reservation.release()
-            engine.open_keys.discard(request.key)
-            if self._outputs.close(request.key):
-                engine.client.abort([request.key])
+            self._router.leave(request.key, abort=self._outputs.close(request.key))
 
     @property
     def chat_description(self) -> str:

@@ -116,7 +116,7 @@ class InputProcessor:
             _check_ids("bad_words", chain.from_iterable(found), limits)
             return tuple(dict.fromkeys(map(tuple, found)))
 
-        return await offload(work, sum(map(len, words)) // 2)
+        return await offload(work, sum(map(len, words)) // 2) if words else ()
 
 
 def _check_prompt(token_ids: list[int], limits: Limits, param: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -25,7 +26,7 @@ class OpenRequest:
     """One open request: its sequences, and what its caller has not read yet, at most one output: deltas merge.
 
     One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop. Of ``texts``,
-    ``readers`` and ``last_token_times`` each of the sequences has one.
+    ``readers``, ``last_token_times`` and ``drawn``, its tokens, each of the sequences has one.
     """
 
     def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer, form: AnswerFormat | None = None) -> None:
@@ -33,6 +34,7 @@ class OpenRequest:
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
         self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
+        self.drawn: list[list[int]] = [[] for _ in self.texts]
         self.num_cached_tokens = 0
         self.unread_logprobs: Logprobs | None = None  # of the prompt, until the caller takes them
         self._num_finished = 0
@@ -112,6 +114,14 @@ class OutputProcessor:
             self._count_unfinished(opened, "abort")
         return opened is not None
 
+    def resumed(self, key: int) -> EngineCoreRequest | None:
+        """An open request as another engine goes on with it; None if it is over."""
+        opened = self._open.get(key)
+        if opened is None:
+            return None
+        pairs = zip(opened.texts, opened.drawn, strict=True)
+        return replace(opened.request, drawn=tuple(None if text.finished else tuple(ids) for text, ids in pairs))
+
     def fail(self, keys: Iterable[int], error: RayLMError) -> None:
         """End requests with an error that their callers see at once."""
         for key in keys:
@@ -141,7 +151,9 @@ class OutputProcessor:
             described = None if logprobs is None else list(islice(logprobs, end - start))
             opened, index = self._open.get(key), outputs.indexes[entry]
             if opened is not None and not opened.texts[index].finished:
-                delta = CompletionDelta(index, "", outputs.token_ids[start:end], described)
+                token_ids = outputs.token_ids[start:end]
+                opened.drawn[index] += token_ids
+                delta = CompletionDelta(index, "", token_ids, described)
                 delta.stop_reason = outputs.stop_reasons[entry]
                 if index == 0:  # the others find the prompt that this one has computed
                     opened.num_cached_tokens = max(opened.num_cached_tokens, outputs.cached_tokens[entry])

@@ -71,7 +71,7 @@ class Ingress:
         bounds = self._config.ingress
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
         try:
-            self._llm = AsyncLLM(self._config, admission=admission)
+            self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s)
         except ConfigError as error:
             report("error", "chat", error.message)
             raise

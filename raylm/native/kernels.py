@@ -31,7 +31,9 @@ class Kernels:
     """The loaded library and its threads; calls come from one thread at a time."""
 
     def __init__(self, instructions: str) -> None:
-        self.library = open_library(build(instructions))
+        path = build(instructions)
+        self.name = path.stem  # of one source, compiler and instruction set
+        self.library = open_library(path)
         self.arena, self.lock = Arena(), threading.Lock()
         self.team = Team(self.library, 1)
 

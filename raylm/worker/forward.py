@@ -16,9 +16,14 @@ from raylm.worker.input_buffers import StepInputs
 
 
 class Forward(ABC):
-    """One step through a model; with ``captures`` it has graphs to capture before the first one."""
+    """One step through a model; with ``captures`` it has graphs to capture before the first one.
+
+    Where it is ``batch_invariant``, a position's logits are the same bits whatever else is in its step, however its
+    prompt was cut into steps, and on any number of threads.
+    """
 
     captures: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = False
 
     @abstractmethod
     def hidden(self, inputs: StepInputs) -> Tensor:
@@ -73,6 +78,8 @@ class ModuleForward(Forward):
 
 class NativeForward(Forward):
     """All layers in one native call."""
+
+    batch_invariant: ClassVar[bool] = True
 
     def __init__(
         self, model: CausalLM, decoder: NativeDecoder, backend: CpuBackend, kv_caches: Sequence[Tensor]

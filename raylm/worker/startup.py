@@ -22,6 +22,7 @@ from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.distributed.process_group import join_ranks
 from raylm.worker.distributed.rendezvous import Rendezvous
 from raylm.worker.features import AsyncDecode, Speculator
+from raylm.worker.fingerprint import fingerprint
 from raylm.worker.forward import Forward, ModuleForward, select_forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
@@ -62,6 +63,11 @@ class _Loaded:
     backend: type[AnyBackend]
     grammars: Grammars
     sampler: Sampler
+
+    @property
+    def layout(self) -> str:
+        """What decides on the numbers beside the checkpoint, in words."""
+        return f"{self.dtype}, {self.model.quantization}, attention by {self.backend.name}"
 
 
 @torch.inference_mode()
@@ -108,6 +114,7 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         stages=stages,
         quantization=loaded.model.quantization,
         tensor_parallel_size=ranks.world_size,
+        fingerprint=fingerprint(loaded.checkpoint, loaded.layout, batch_invariant=runner.forward.batch_invariant),
     )
 
 

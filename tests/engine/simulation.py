@@ -39,7 +39,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Op:
-    """``add`` a request, ``abort`` one, ``schedule`` a step, ``update`` by the oldest in flight, ``reset`` the pool."""
+    """``add`` a request, ``abort`` one, ``schedule`` a step, ``update`` by the oldest in flight, ``reset`` the pool.
+
+    ``replay`` lets a request go on from what its client has, as if another engine had begun it.
+    """
 
     kind: str
     request: EngineCoreRequest | None = None
@@ -91,7 +94,7 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
 
 def random_script(rng: Random, length: int) -> list[Op]:
     """A busy life: about three steps for an arrival, and some aborts."""
-    kinds = rng.choices(["add", "abort", "schedule", "update", "reset"], [12, 3, 20, 18, 1], k=length)
+    kinds = rng.choices(["add", "abort", "schedule", "update", "reset", "replay"], [12, 3, 20, 18, 1, 4], k=length)
     script = []
     for key, kind in enumerate(kinds):
         client_id, pick = rng.choice("ab"), rng.randrange(1000)
@@ -122,6 +125,7 @@ class Run:
     failed: set[int] = field(default_factory=set)
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
     prompt_logprobs: dict[int, Any] = field(default_factory=dict)
+    replayed: dict[int, int] = field(default_factory=dict)  # their order, before all others
     owner: dict[int, int] = field(default_factory=dict)
     wasted: Counter[int] = field(default_factory=Counter)
     started: list[tuple[str | None, list[int]]] = field(default_factory=list)
@@ -185,6 +189,19 @@ class Run:
             self.scheduler.abort(client_id, request.key)
             assert (client_id, request.key) not in self.scheduler.open_requests()
 
+    def replay(self, op: Op) -> None:
+        """An open request comes again, with what its client has of each sequence."""
+        if not self.added:
+            return
+        client_id, request = self.added[op.pick % len(self.added)]
+        if (client_id, request.key) not in self.scheduler.open_requests():
+            return
+        self.scheduler.abort(client_id, request.key)
+        answers = [self.answers.get((request.key, index), Answer()) for index in range(request.params.n)]
+        drawn = tuple(None if answer.finish else tuple(answer.token_ids) for answer in answers)
+        self.scheduler.add(client_id, replace(request, drawn=drawn))
+        self.replayed[request.key] = max(self.replayed.values(), default=-(10**6)) + 1
+
     def reset(self, op: Op) -> None:
         """The cache is emptied: nothing that was started before may be found from now on."""
         self.kv.reset()
@@ -218,7 +235,7 @@ class Run:
 
     def _rank(self, seq: Sequence) -> tuple[int, int, int]:
         priority = seq.state.request.priority if self.setup.policy == "priority" else 0
-        return (priority, seq.key, seq.index)  # keys are given in the order of arrival
+        return (priority, self.replayed.get(seq.key, seq.key), seq.index)  # keys are given in the order of arrival
 
     def _sequences(self) -> list[Sequence]:
         return [*self.scheduler.running, *self.scheduler.waiting._waiting]
@@ -287,7 +304,7 @@ class Run:
             "a plan changed in a worker's hands"
         )
         for seq_id, count in self.wasted.items():
-            most = self.setup.steps_in_flight - (self.owner[seq_id] not in self.aborted)
+            most = self.setup.steps_in_flight - (self.owner[seq_id] not in self.aborted | self.replayed.keys())
             assert count <= most, f"{count} tokens of sequence {seq_id} were drawn in vain"
         assert set(self.worker.rows) <= set(self.scheduler._finished), "the worker was not told who has gone"
         for _, request in self.added:

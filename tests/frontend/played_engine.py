@@ -42,8 +42,12 @@ def batch(*entries: Entry, stats: EngineStats | None = None, **columns: Any) -> 
 class PlayedEngine(EngineClient):
     """Remembers what it is told, and says what the test makes it say."""
 
-    def __init__(self, engine_id: str, *, max_model_len: int = 128, vocab_size: int = 330) -> None:
-        worker = WorkerInfo(64, 16, max_model_len, vocab_size, "cpu", "float32", "cpu", 1, 0, 0)
+    def __init__(
+        self, engine_id: str, *, max_model_len: int = 128, vocab_size: int = 330, fingerprint: str = "fp_1"
+    ) -> None:
+        worker = WorkerInfo(
+            64, 16, max_model_len, vocab_size, "cpu", "float32", "cpu", 1, 0, 0, fingerprint=fingerprint
+        )
         self.info = EngineInfo(engine_id, max_model_len, worker)
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[int] = []

@@ -151,9 +151,11 @@ async def test_cancelling_aborts_at_once(llm: AsyncLLM, engine: PlayedEngine) ->
     assert engine.aborted == [engine.added[0].key]
 
 
-async def test_a_lost_engine_ends_its_requests_and_leaves(llm: AsyncLLM, engine: PlayedEngine) -> None:
-    other = PlayedEngine("e2")
+async def test_a_lost_engine_ends_its_requests_where_no_other_can_go_on(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    other = PlayedEngine("e2", fingerprint="fp_2")
     lost = [begin(llm, "hello") for _ in range(3)]
+    await settle()
+    engine.say(*((request.key, 0, [5], None) for request in engine.added))
     await settle()
     llm.add_engine(other)
     honest = begin(llm, "world")

@@ -21,8 +21,8 @@ from tests.fakes import FakeExecutor, FakeModel, FakeWorker
 class House:
     """One engine and its front end."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: AsyncLLM, name: str = "local") -> None:
+        self.llm, self.name = llm, name
         self.model = FakeModel()
         self.executor = FakeExecutor(FakeWorker(num_blocks=48, model=self.model))
         self.core = EngineCore(Config(cache=CacheConfig(num_blocks=48)), self.executor)
@@ -31,7 +31,7 @@ class House:
     async def open(self) -> None:
         info = await self.core.start()
         self.run = asyncio.create_task(self.core.run())
-        self.llm.add_engine(LocalEngineClient(self.core, EngineInfo("local", info.max_model_len, info)))
+        self.llm.add_engine(LocalEngineClient(self.core, EngineInfo(self.name, info.max_model_len, info)))
 
     async def close(self) -> None:
         assert self.run is not None

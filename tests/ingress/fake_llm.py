@@ -53,6 +53,7 @@ class FakeAsyncLLM:
     embedded: list[tuple[list[int], PoolingParams]] = field(default_factory=list)
     max_model_len: int = 4096
     model_name: str = "org/fake-model"
+    fingerprint: str = "fp_0123456789abcdef"
     is_ready: bool = True
     admission: Admission = field(default_factory=Admission)
     answer_format: AnswerFormat | None = None

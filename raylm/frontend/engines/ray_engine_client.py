@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error
-from raylm.errors import EngineDiedError, RayLMError
+from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
 
@@ -111,7 +111,8 @@ class RayEngineClient(EngineClient):
             async for ref in self._stream:
                 yield await ref
         except RayError as error:
-            raise EngineDiedError(_LOST) from error
+            cause = as_raylm_error(error)
+            raise (cause if isinstance(cause, EngineCrashedError) else EngineDiedError(_LOST)) from error
         raise EngineDiedError(_LOST)
 
     async def close(self) -> None:

@@ -183,6 +183,7 @@ class ChatCompletions:
         params, outputs = await self.start(body, name, arrival_time)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = {"id": name, "object": kind, "created": int(arrival_time), "model": body.model}
+        head["system_fingerprint"] = self._llm.fingerprint
         if body.service_tier:
             head["service_tier"] = "default"
         return await ChatChoices(head, body, params, self._tokens).answer([outputs])

@@ -135,6 +135,7 @@ class Completions:
         if body.max_tokens == 0:
             outputs = [_unseen(stream) for stream in outputs]
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
+        shared["system_fingerprint"] = self._llm.fingerprint
         return await CompletionChoices(shared, body, params, self._tokens, echoed).answer(outputs)
 
     async def _text(self, prompt: Prompt) -> str:

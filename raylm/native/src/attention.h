@@ -1,7 +1,9 @@
 // Attention over a paged pool: any mix of prompts, chunks and single tokens, grouped heads, windows, soft caps.
 //
-// The softmax runs online over chunks of 128 keys (Milakov and Gimelshein 2018; Dao et al. 2022). The pool is laid out for
-// the two products, so that both are `multiply` of vector.h without a horizontal step. With P values in a 32-bit unit:
+// The softmax runs online over chunks of 128 keys (Milakov and Gimelshein 2018; Dao et al. 2022), anew in each stretch of
+// 512, and the stretches are added one after the other. Chunks and stretches begin at multiples of their length from the
+// beginning of the sequence, so a row's numbers depend on its own keys alone: not on the rows beside it, on how a prompt
+// was cut into steps, or on the threads that compute it. The pool is laid out for the two products, so that both are `multiply` of vector.h without a horizontal step. With P values in a 32-bit unit:
 //     keys   [blocks][kv heads][head_dim / P][block][P]     16 keys of one unit side by side
 //     values [blocks][kv heads][block / P][head_dim][P]     16 dimensions of one unit of keys side by side
 // Slots that no token of the sequence was written to are never multiplied: they may hold anything, also NaN.
@@ -20,7 +22,7 @@ namespace raylm {
 constexpr int kChunk = 128;    // keys of one round of the online softmax
 constexpr int kGroups = kChunk / kLanes;
 constexpr int kTileRows = 48;  // most query rows that read the keys together
-constexpr int kMinPart = 128;  // fewest keys that are worth a part of their own
+constexpr int kStretch = 512;  // keys that are summed by themselves, a multiple of kChunk
 constexpr float kNever = -1e30f;
 
 // Shared with Python (library.py): keep the order. One step's sequences, those with one token first.
@@ -46,7 +48,8 @@ struct Heads {
   float softcap;
 };
 
-// Query tokens [token, token + tokens) of a sequence for one kv head, over one of `parts` equal parts of its keys.
+// Query tokens [token, token + tokens) of a sequence for one kv head, over one of `parts` parts of its stretches. What a
+// stretch comes to is left at `slot` and those behind it, unless that is negative.
 struct Item {
   int seq, head, token, tokens, part, parts, slot;
 };
@@ -87,16 +90,15 @@ class Plan {
     // All heads of one sequence after the other: they lie side by side in its blocks.
     for (int seq = 0; seq < singles; seq++)
       for (int head = 0; head < heads.kv_heads; head++) {
-        int parts = 1;
-        if (total < wanted && total % threads)
-          parts = std::clamp(std::min(wanted / total + 1, batch.seq_lens[seq] / kMinPart), 1, 64);
+        const int stretches = (batch.seq_lens[seq] + kStretch - 1) / kStretch;
+        const int parts = total < wanted && total % threads ? std::min(wanted / total + 1, stretches) : 1;
         const int slot = parts > 1 ? slots_ : -1;
         if (parts > 1) {
-          split_.push_back({seq, head, batch.starts[seq], 1, 0, parts, slot});
-          slots_ += parts;
+          split_.push_back({seq, head, batch.starts[seq], 1, 0, 1, slot});
+          slots_ += stretches;
         }
         for (int part = 0; part < parts; part++)
-          items_.push_back({seq, head, batch.starts[seq], 1, part, parts, parts > 1 ? slot + part : -1});
+          items_.push_back({seq, head, batch.starts[seq], 1, part, parts, slot});
       }
   }
 
@@ -119,12 +121,24 @@ template <class T>
 struct AttentionScratch {
   AttentionScratch(int rows, int head_dim)
       : q(size_t(rows) * head_dim), p(size_t(rows) * kChunk), tail(head_dim), s(size_t(rows) * kChunk),
-        o(size_t(rows) * head_dim), top(rows), total(rows), fade(rows), position(rows) {}
+        o(size_t(rows) * head_dim), whole_o(o.size()), top(rows), total(rows), fade(rows), whole_top(rows),
+        whole_total(rows), position(rows) {}
   std::vector<T> q, p;
   std::vector<uint32_t> tail;
-  std::vector<float> s, o, top, total, fade;
+  std::vector<float> s, o, whole_o, top, total, fade, whole_top, whole_total;  // `whole`: of the stretches so far
   std::vector<int> position;
 };
+
+// Add to one row's weighted values `o` [head_dim], highest score and sum of weights those of the stretch behind it. Never
+// inlined, so that it rounds in one way wherever it is called.
+__attribute__((noinline)) inline void add_stretch(float* o, float& top, float& total, const float* stretch_o,
+                                                  float stretch_top, float stretch_total, int head_dim) {
+  const float now = std::max(top, stretch_top), before = std::exp(top - now), behind = std::exp(stretch_top - now);
+  for (int d = 0; d < head_dim; d += kLanes)
+    store(o + d, load<f32x16>(o + d) * before + load<f32x16>(stretch_o + d) * behind);
+  total = total * before + stretch_total * behind;
+  top = now;
+}
 
 // What a team needs for any step of these heads.
 template <class T>
@@ -163,34 +177,33 @@ class Attention {
       attend(items[i], next < count ? &items[next] : nullptr, space_.scratch[thread]);
     });
     const auto& split = space_.plan.split();
-    team.share(int(split.size()), [&](int i, int) { combine(split[i]); });
+    team.share(int(split.size()), [&](int i, int) { combine(split[i], space_.scratch[thread]); });
   }
 
  private:
   typedef AttentionScratch<T> Scratch;
 
   struct Span {
-    int begin, end;
+    int begin, end, number;  // `number`: of the first stretch among those of the row
   };
 
-  // The keys that an item reads.
+  // The keys that an item reads, from the beginning of a chunk.
   Span span_of(const Item& item) const {
     const int first = int(b_.positions[item.token]), end = first + item.tokens;
-    const int begin = h_.window > 0 ? std::max(0, first - h_.window + 1) : 0;
-    if (item.parts == 1) return {begin, end};
-    const int chunks = (end - begin + kChunk - 1) / kChunk;
-    return {begin + int(int64_t(chunks) * item.part / item.parts) * kChunk,
-            std::min(end, begin + int(int64_t(chunks) * (item.part + 1) / item.parts) * kChunk)};
+    const int begin = h_.window > 0 ? std::max(0, first - h_.window + 1) / kChunk * kChunk : 0;
+    if (item.parts == 1) return {begin, end, 0};
+    const int from = begin / kStretch, stretches = (end + kStretch - 1) / kStretch - from;
+    const int part = stretches * item.part / item.parts, next = stretches * (item.part + 1) / item.parts;
+    return {std::max(begin, (from + part) * kStretch), std::min(end, (from + next) * kStretch), part};
   }
 
   void attend(const Item& item, const Item* next, Scratch& s) {
     const int rows = item.tokens * group_, first = int(b_.positions[item.token]);
-    const auto [begin, end] = span_of(item);
+    auto [begin, end, number] = span_of(item);
     gather(item, s);
-    std::fill_n(s.top.begin(), rows, kNever);
-    std::fill_n(s.total.begin(), rows, 0.0f);
-    std::fill_n(s.o.begin(), size_t(rows) * h_.head_dim, 0.0f);
-    for (int at = begin / kLanes * kLanes; at < end; at += kChunk) {
+    clear(s.o, s.top, s.total, rows);
+    clear(s.whole_o, s.whole_top, s.whole_total, rows);
+    for (int at = begin; at < end; at += kChunk) {
       const int keys = std::min(kChunk, end - at);
       // A single token does little with each key: memory must be asked for what comes, or every block is waited for.
       if (item.tokens == 1) ask_for_values(item, at, keys);
@@ -201,14 +214,24 @@ class Attention {
         else if (next)
           ask_for_first_keys(*next);
       }
-      const bool whole = keys == kChunk && at + kChunk <= first + 1 && at >= begin &&
+      const bool whole = keys == kChunk && at + kChunk <= first + 1 &&
                          (h_.window <= 0 || at > first + item.tokens - 1 - h_.window);
       const int groups = (keys + kLanes - 1) / kLanes;
       for (int r = 0; r < rows; r++)
-        whole ? weigh<false>(s, r, at, begin, end, kGroups) : weigh<true>(s, r, at, begin, end, groups);
+        whole ? weigh<false>(s, r, at, kGroups) : weigh<true>(s, r, at, groups);
       accumulate(item, s, rows, at, keys);
+      const int behind = at + kChunk;
+      if (behind % kStretch && behind < end) continue;
+      item.slot < 0 ? add(s, rows) : leave(item.slot + number++, s, rows);
+      if (behind < end) clear(s.o, s.top, s.total, rows);
     }
-    item.slot < 0 ? finish(item, s, rows) : leave(item, s, rows);
+    if (item.slot < 0) finish(item, s, rows);
+  }
+
+  void clear(std::vector<float>& o, std::vector<float>& top, std::vector<float>& total, int rows) const {
+    std::fill_n(top.begin(), rows, kNever);
+    std::fill_n(total.begin(), rows, 0.0f);
+    std::fill_n(o.begin(), size_t(rows) * h_.head_dim, 0.0f);
   }
 
   void gather(const Item& item, Scratch& s) {
@@ -235,9 +258,8 @@ class Attention {
   }
 
   void ask_for_first_keys(const Item& item) const {
-    const auto [begin, end] = span_of(item);
-    const int at = begin / kLanes * kLanes;
-    ask_for_keys(item, at, std::min(kChunk, end - at));
+    const auto [begin, end, number] = span_of(item);
+    ask_for_keys(item, begin, std::min(kChunk, end - begin));
   }
 
   void ask_for_values(const Item& item, int at, int keys) const {
@@ -278,13 +300,12 @@ class Attention {
 
   // Scores of one row -> weights relative to the highest seen so far, and by how much what came before fades.
   template <bool MASKED>
-  void weigh(Scratch& s, int r, int at, int begin, int end, int groups) {
+  void weigh(Scratch& s, int r, int at, int groups) {
     if (!MASKED) groups = kGroups;
     f32x16 score[kGroups];
     i32x16 seen[kGroups];
     f32x16 top = splat(kNever);
-    const int last = std::min(s.position[r] + 1, end);
-    const int low = std::max(begin, h_.window > 0 ? s.position[r] + 1 - h_.window : 0);
+    const int last = s.position[r] + 1, low = h_.window > 0 ? last - h_.window : 0;
     for (int g = 0; g < groups; g++) {
       score[g] = load<f32x16>(&s.s[size_t(r) * kChunk + g * kLanes]);
       if (h_.softcap > 0) score[g] = capped(score[g]);
@@ -367,40 +388,42 @@ class Attention {
     return out_ + (ptrdiff_t(item.token + r / group_) * h_.heads + item.head * group_ + r % group_) * h_.head_dim;
   }
 
+  void add(Scratch& s, int rows) {
+    const int dim = h_.head_dim;
+    for (int r = 0; r < rows; r++)
+      add_stretch(&s.whole_o[size_t(r) * dim], s.whole_top[r], s.whole_total[r], &s.o[size_t(r) * dim], s.top[r],
+                  s.total[r], dim);
+  }
+
+  void leave(int slot, Scratch& s, int rows) {
+    std::copy_n(s.o.begin(), size_t(rows) * h_.head_dim, sums_of(slot, 0));
+    for (int r = 0; r < rows; r++) {
+      norms_of(slot, r)[0] = s.top[r];
+      norms_of(slot, r)[1] = s.total[r];
+    }
+  }
+
+  float* sums_of(int slot, int r) { return &space_.partial.sums[((first_slot_ + slot) * group_ + r) * h_.head_dim]; }
+  float* norms_of(int slot, int r) { return &space_.partial.norms[((first_slot_ + slot) * group_ + r) * 2]; }
+
+  // The stretches of a single token that several items left.
+  void combine(const Item& item, Scratch& s) {
+    const auto [begin, end, number] = span_of(item);
+    const int stretches = (end + kStretch - 1) / kStretch - begin / kStretch;
+    clear(s.whole_o, s.whole_top, s.whole_total, group_);
+    for (int slot = item.slot; slot < item.slot + stretches; slot++)
+      for (int r = 0; r < group_; r++)
+        add_stretch(&s.whole_o[size_t(r) * h_.head_dim], s.whole_top[r], s.whole_total[r], sums_of(slot, r),
+                    norms_of(slot, r)[0], norms_of(slot, r)[1], h_.head_dim);
+    finish(item, s, group_);
+  }
+
   void finish(const Item& item, Scratch& s, int rows) {
     for (int r = 0; r < rows; r++) {
-      const float share = 1.0f / s.total[r];
+      const float share = 1.0f / s.whole_total[r];
       T* out = out_of(item, r);
       for (int d = 0; d < h_.head_dim; d += kLanes)
-        store_narrow(out + d, load<f32x16>(&s.o[size_t(r) * h_.head_dim + d]) * share);
-    }
-  }
-
-  void leave(const Item& item, Scratch& s, int rows) {
-    std::copy_n(s.o.begin(), size_t(rows) * h_.head_dim, &space_.partial.sums[(first_slot_ + item.slot) * group_ * h_.head_dim]);
-    for (int r = 0; r < rows; r++) {
-      space_.partial.norms[((first_slot_ + item.slot) * group_ + r) * 2] = s.top[r];
-      space_.partial.norms[((first_slot_ + item.slot) * group_ + r) * 2 + 1] = s.total[r];
-    }
-  }
-
-  void combine(const Item& item) {
-    for (int r = 0; r < group_; r++) {
-      const float* norms = &space_.partial.norms[((first_slot_ + item.slot) * group_ + r) * 2];
-      const ptrdiff_t step = ptrdiff_t(group_) * 2;
-      float top = kNever, total = 0;
-      for (int part = 0; part < item.parts; part++) top = std::max(top, norms[part * step]);
-      for (int part = 0; part < item.parts; part++)
-        total += norms[part * step + 1] * std::exp(norms[part * step] - top);
-      T* out = out_of(item, r);
-      for (int d = 0; d < h_.head_dim; d += kLanes) {
-        f32x16 sum = {};
-        for (int part = 0; part < item.parts; part++) {
-          const size_t at = ((first_slot_ + item.slot + part) * group_ + r) * h_.head_dim + d;
-          sum += load<f32x16>(&space_.partial.sums[at]) * (std::exp(norms[part * step] - top) / total);
-        }
-        store_narrow(out + d, sum);
-      }
+        store_narrow(out + d, load<f32x16>(&s.whole_o[size_t(r) * h_.head_dim + d]) * share);
     }
   }
 

@@ -55,11 +55,11 @@ struct Nibbles<float> {
 };
 
 #if defined(__AVX512F__)
-constexpr int kInt4Rows = 6;  // 6 rows by 2 streams, once for the group and once for all: 24 of 32 registers
-constexpr int kInt4Sums = 12;
+constexpr int kInt4Rows = 6;  // 6 rows by 2 streams by 2 sums: 24 of 32 registers
+constexpr int kInt4Sets = 2;
 #else
 constexpr int kInt4Rows = 2;
-constexpr int kInt4Sums = 4;
+constexpr int kInt4Sets = 1;
 #endif
 
 // One stream of 16 columns, and the scales and offsets of its groups, [groups][16].
@@ -69,15 +69,16 @@ struct Int4Stream {
   const float* offsets;  // or null
 };
 
-// R rows against two streams. Few rows keep several sums each, for one would wait for itself.
+// R rows against two streams. A group has several sums, for one would wait for itself where there are few rows, and as
+// many whatever R is, so that a row's numbers do not depend on those beside it. `out` holds the totals of all groups.
 template <class T, int R>
 __attribute__((noinline)) void int4_tile(const Int4Stream (&streams)[2], const typename Lane<T>::Unit* x,
                                          const float* x_sums, int depth, int group, const char* next, f32x16* out) {
   constexpr int steps = Nibbles<T>::kSteps;
-  constexpr int sets = R * 8 <= kInt4Sums ? 4 : R * 4 <= kInt4Sums ? 2 : 1;
+  constexpr int sets = kInt4Sets;
   const ptrdiff_t stride = depth / Lane<T>::kPack;
   const int groups = depth / group, group_units = group / 8;
-  f32x16 totals[R][2] = {};
+  std::fill_n(out, 2 * R, f32x16{});
   ptrdiff_t unit = 0;
   for (int g = 0; g < groups; g++) {
     f32x16 sums[sets][R][2] = {};
@@ -104,18 +105,13 @@ __attribute__((noinline)) void int4_tile(const Int4Stream (&streams)[2], const t
         f32x16 sum = sums[0][r][v];
 #pragma GCC unroll 4
         for (int s = 1; s < sets; s++) sum += sums[s][r][v];
-        totals[r][v] += sum * scale;
+        out[2 * r + v] += sum * scale;
       }
       if (!streams[v].offsets) continue;
       const f32x16 offset = load<f32x16>(streams[v].offsets + g * kLanes);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) totals[r][v] += offset * x_sums[r * groups + g];
+      for (int r = 0; r < R; r++) out[2 * r + v] += offset * x_sums[r * groups + g];
     }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) {
-    store(out + 2 * r, totals[r][0]);
-    store(out + 2 * r + 1, totals[r][1]);
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFo
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.router import Router
 from raylm.messages import LoRAAdapter
+from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
 
 ONE, TWO = LoRAAdapter("one", "path/one"), LoRAAdapter("two", "path/two")
@@ -101,17 +103,18 @@ async def test_nothing_is_loaded_without_an_engine() -> None:
 
 
 async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
-    router = Router(lambda outputs: [], lambda keys, error: None)
+    router = Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
     a, b = PlayedEngine("a"), PlayedEngine("b")
     for engine in (a, b):
         router.add(engine)
         engine.say(adapters=(TWO,) if engine is b else ())
     await settle()
-    assert {router.pick([n], None, "two").client.info.engine_id for n in range(8)} == {"b"}
+    two, one = (replace(request([1]), adapter=name) for name in ("two", "one"))
+    assert {router.pick(two).client.info.engine_id for _ in range(8)} == {"b"}
     with pytest.raises(ModelNotFoundError):
-        router.pick([1], None, "one")
+        router.pick(one)
     b.die()
     await settle()
     with pytest.raises(EngineUnavailableError):
-        router.pick([1], None, "two")
+        router.pick(two)
     await router.close()

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 
 import pytest
 
 from raylm.errors import EngineUnavailableError
 from raylm.frontend.engines.router import CHUNK_TOKENS, MAX_REMEMBERED, NEAR, Router
 from raylm.messages import EngineStats
+from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
+
+KEYS = count()
 
 
 @pytest.fixture
 def router() -> Router:
-    return Router(lambda outputs: [], lambda keys, error: None)
+    return Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
 
 
 def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
     """Pick, and keep the request open."""
-    engine = router.pick(prompt, salt)
-    engine.open_keys.add(pick.__dict__.setdefault("key", 0))
-    pick.__dict__["key"] += 1
+    asked = request(prompt, next(KEYS), salt=salt)
+    engine = router.pick(asked)
+    router.send(asked, engine)
     return engine.client.info.engine_id
 
 
@@ -64,15 +68,25 @@ async def test_memory_of_prompts_is_bounded(router: Router) -> None:
     for name in "ab":
         router.add(PlayedEngine(name))
     for n in range(MAX_REMEMBERED // 8):
-        router.pick([n] * (16 * CHUNK_TOKENS), None)
+        router.pick(request([n] * (16 * CHUNK_TOKENS)))
     assert len(router._prefixes) == MAX_REMEMBERED
     await router.close()
 
 
 async def test_without_engines_there_is_an_error(router: Router) -> None:
     with pytest.raises(EngineUnavailableError):
-        router.pick([1], None)
+        router.pick(request([1]))
     router.add(PlayedEngine("a"))
     await router.close()
     with pytest.raises(EngineUnavailableError):
-        router.pick([1], None)
+        router.pick(request([1]))
+
+
+async def test_one_fingerprint_where_engines_agree_and_no_promise_where_they_differ(router: Router) -> None:
+    assert router.fingerprint == ""
+    for name in "ab":
+        router.add(PlayedEngine(name))
+    assert router.fingerprint == "fp_1"
+    router.add(PlayedEngine("c", fingerprint="fp_2"))
+    assert router.fingerprint.endswith("_varies")
+    await router.close()

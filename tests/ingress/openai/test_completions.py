@@ -10,7 +10,7 @@ import pytest
 from raylm.frontend.outputs import TokenLogprob
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts
 from tests.ingress.fake_llm import BOS, EOS, FakeAsyncLLM
-from tests.ingress.harness import TEXT, events
+from tests.ingress.harness import CHAT, TEXT, events
 
 PATH = "/v1/completions"
 
@@ -200,3 +200,12 @@ def test_minus_infinity_is_told_as_openai_does() -> None:
     shown = columns.generated([97], [TokenLogprob(97, float("-inf"), 9, [(98, float("-inf"))])])
     assert shown["token_logprobs"] == [-9999.0]
     assert shown["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(PATH, TEXT), ("/v1/chat/completions", CHAT)])
+async def test_answers_and_chunks_name_what_computed_them(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str, prompt: dict[str, Any]
+) -> None:
+    assert (await client.post(path, json=prompt)).json()["system_fingerprint"] == llm.fingerprint
+    *chunks, _ = events((await client.post(path, json=prompt | {"stream": True})).text)
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {llm.fingerprint}

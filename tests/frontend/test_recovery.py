@@ -1,0 +1,169 @@
+"""Requests whose engine is lost go on on another one, and their callers get what they would have got."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from raylm.config import Config
+from raylm.engine.sequence import sequence_seed
+from raylm.errors import EngineCrashedError, EngineDiedError
+from raylm.frontend import AsyncLLM, RequestHead
+from raylm.params import SamplingParams
+from tests.frontend.played_engine import PlayedEngine
+from tests.frontend.test_with_engine_core import House, until
+
+
+@pytest.fixture
+async def lasting(checkpoint: Path) -> AsyncIterator[AsyncLLM]:
+    """An AsyncLLM whose requests wait for an engine."""
+    llm = AsyncLLM(Config(model=str(checkpoint), served_model_name="played"), recovery_timeout_s=30)
+    yield llm
+    await llm.stop()
+
+
+async def read(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> dict[int, list[int]]:
+    """Tokens of each sequence."""
+    found: dict[int, list[int]] = {index: [] for index in range(params.n)}
+    async with aclosing(llm.generate(prompt, params, RequestHead(request_id="r"))) as outputs:
+        async for output in outputs:
+            for delta in output.deltas:
+                found[delta.index] += delta.token_ids
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_answers_are_those_of_an_undisturbed_run(lasting: AsyncLLM, seed: int) -> None:
+    """Engines come and go at random; at times there is none."""
+    numbers = random.Random(seed)
+    houses = [House(lasting, f"e{at}") for at in range(7)]
+    await houses[0].open()
+    calls, want = [], []
+    for number in range(24):
+        prompt = [numbers.randrange(1, 50) for _ in range(numbers.randrange(1, 60))]
+        params = SamplingParams(
+            n=numbers.choice([1, 1, 3]), max_tokens=numbers.randrange(1, 80), ignore_eos=True, seed=number
+        )
+        calls.append(asyncio.create_task(read(lasting, prompt, params)))
+        tokens = [
+            houses[0].model.continuation(prompt, sequence_seed(number, index), params.max_tokens or 0)
+            for index in range(params.n)
+        ]
+        want.append(dict(enumerate(tokens)))
+    for old, new in pairwise(houses):
+        await asyncio.sleep(0.01 * numbers.random())
+        if numbers.random() < 0.5:
+            await new.open()
+            old.executor.die()
+        else:
+            old.executor.die()
+            await until(lambda: not lasting.is_ready)
+            await new.open()
+    assert await asyncio.gather(*calls) == want
+    await until(lambda: not houses[-1].core.scheduler.has_work)
+    for house in houses:
+        await house.close()
+
+
+async def test_what_is_told_is_told_once_and_the_rest_is_asked_for(lasting: AsyncLLM) -> None:
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    lasting.add_engine(first)
+    params = SamplingParams(n=3, max_tokens=9, ignore_eos=True)
+    call = asyncio.create_task(read(lasting, [5, 6], params))
+    await until(lambda: bool(first.added))
+    key = first.added[0].key
+    first.say((key, 0, [7, 8], None), (key, 1, [9], "length"), (key, 2, [10], None))
+    await asyncio.sleep(0.01)
+    first.die()
+    await asyncio.sleep(0.01)
+    lasting.add_engine(second)
+    await until(lambda: bool(second.added))
+    again = second.added[0]
+    assert again.drawn == ((7, 8), None, (10,))
+    assert again.params.seed == first.added[0].params.seed, "an undeclared seed is drawn once"
+    second.say((again.key, 0, [11], "length"), (again.key, 2, [12], "length"))
+    assert await call == {0: [7, 8, 11], 1: [9], 2: [10, 12]}
+
+
+async def test_a_caller_that_has_gone_is_not_taken_along(lasting: AsyncLLM) -> None:
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    lasting.add_engine(first)
+    call = asyncio.create_task(read(lasting, [5, 6], SamplingParams()))
+    await until(lambda: bool(first.added))
+    first.die()
+    await until(lambda: not lasting.is_ready)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    lasting.add_engine(second)
+    await asyncio.sleep(0.01)
+    assert not second.added
+    assert not lasting._router._recovery._waiting
+
+
+async def test_tokens_go_on_where_they_are_the_same_and_nowhere_else(lasting: AsyncLLM) -> None:
+    first, other, same = PlayedEngine("first"), PlayedEngine("other", fingerprint="fp_2"), PlayedEngine("same")
+    lasting.add_engine(first)
+    begun = asyncio.create_task(read(lasting, [5], SamplingParams(max_tokens=2, ignore_eos=True)))
+    await until(lambda: len(first.added) == 1)
+    queued = asyncio.create_task(read(lasting, [6], SamplingParams(max_tokens=2, ignore_eos=True)))
+    await until(lambda: len(first.added) == 2)
+    first.say((first.added[0].key, 0, [7], None))
+    await asyncio.sleep(0.01)
+    lasting.add_engine(other)
+    first.die()
+    await until(lambda: bool(other.added))
+    assert [request.prompt_token_ids for request in other.added] == [[6]], "it had no token yet"
+    lasting.add_engine(same)
+    await until(lambda: bool(same.added))
+    assert same.added[0].drawn == ((7,),)
+    same.say((same.added[0].key, 0, [8], "length"))
+    other.say((other.added[0].key, 0, [9, 9], "length"))
+    assert await begun == {0: [7, 8]}
+    assert await queued == {0: [9, 9]}
+
+
+async def test_nobody_waits_longer_than_recovery_takes(checkpoint: Path) -> None:
+    llm = AsyncLLM(Config(model=str(checkpoint)), recovery_timeout_s=0.05)
+    engine = PlayedEngine("only")
+    llm.add_engine(engine)
+    call = asyncio.create_task(read(llm, [5], SamplingParams()))
+    await until(lambda: bool(engine.added))
+    engine.die()
+    with pytest.raises(EngineDiedError, match="sending it again is safe"):
+        await call
+    await llm.stop()
+
+
+async def test_a_request_that_brings_engines_down_is_given_up_and_its_neighbours_are_not(lasting: AsyncLLM) -> None:
+    """Suspects run one at a time, so the innocent ones get their turn when the guilty one is known."""
+    guilty, innocent = [66], [[1], [2], [3]]
+    deaths = 0
+    lasting.add_engine(engine := PlayedEngine("e0"))
+    calls = [asyncio.create_task(read(lasting, prompt, SamplingParams(max_tokens=1))) for prompt in (guilty, *innocent)]
+    await until(lambda: len(engine.added) == 4)
+    while not calls[0].done():
+        deaths += any(request.prompt_token_ids == guilty for request in engine.added)
+        engine.die(EngineCrashedError("It crashed."))
+        lasting.add_engine(engine := PlayedEngine(f"e{deaths}"))
+        await asyncio.sleep(0.01)
+        answered: set[int] = set()
+        while not any(request.prompt_token_ids == guilty for request in engine.added) and not calls[0].done():
+            for request in engine.added:
+                if request.key not in answered:
+                    answered.add(request.key)
+                    engine.say((request.key, 0, [5], "length"))
+            await asyncio.sleep(0.01)
+    assert deaths == 3
+    with pytest.raises(EngineDiedError, match="3 engines crashed"):
+        await calls[0]
+    while not all(call.done() for call in calls[1:]):
+        for request in engine.added:
+            engine.say((request.key, 0, [5], "length"))
+        await asyncio.sleep(0.01)
+    assert [await call for call in calls[1:]] == [{0: [5]}] * 3
