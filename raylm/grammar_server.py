@@ -41,7 +41,7 @@ MAX_BUILD_S = 0.4
 MAX_MASK_S = 0.02
 """Seconds of a core for the mask of one token, which stands in the way of every sequence of the step."""
 
-_WALKS, _STEPS = 3, 16
+_WALKS, _STEPS, _TRIES = 3, 16, 4
 _SHOWN_CHARS = 200
 
 Verdict = tuple[str, str | None]  # a grammar, and why it cannot be used
@@ -67,42 +67,44 @@ def judge(tokenizer: LLTokenizer, spec: StructuredOutputs) -> Verdict:
 
 
 def _walk(matcher: LLMatcher, draw: random.Random) -> str | None:
-    """Follow an answer of random tokens; what is wrong with the grammar."""
+    """Follow an answer of random tokens, none of them the last one if there is another; what is wrong with it."""
     for step in range(_STEPS):
-        mask, seconds = _mask(matcher)
+        before = matcher.deep_copy()
+        mask, seconds = _mask(matcher, before)
         if matcher.is_error():
             return f"it is too complex to follow: {_clipped(matcher.get_error())}"
         if seconds > MAX_MASK_S:
             return f"it is too complex: one token of the answer takes more than {MAX_MASK_S * 1e3:g} ms."
-        token = _any_of(mask, draw)
-        if token is None:
+        if not any(mask):
             return None if step else "it allows no answer."
-        matcher.consume_token(token)
-        if matcher.is_stopped():
-            break
+        for _ in range(_TRIES):
+            matcher = before.deep_copy()
+            matcher.consume_token(_any_of(mask, draw))
+            if not matcher.is_stopped() or matcher.is_error():
+                break
+        else:
+            return None
     return None
 
 
-def _mask(matcher: LLMatcher) -> tuple[bytes, float]:
+def _mask(matcher: LLMatcher, before: LLMatcher) -> tuple[bytes, float]:
     """The next mask, and what it takes; the less of two tries where that is much, as anything may come between."""
-    again = matcher.deep_copy()
     started = time.thread_time()
     mask = matcher.compute_bitmask()
     seconds = time.thread_time() - started
     if seconds > MAX_MASK_S and not matcher.is_error():
+        again = before.deep_copy()
         started = time.thread_time()
         again.compute_bitmask()
         seconds = min(seconds, time.thread_time() - started)
     return mask, seconds
 
 
-def _any_of(mask: bytes, draw: random.Random) -> int | None:
-    """One of the tokens in a mask, None if there is none."""
-    start = draw.randrange(len(mask)) if mask else 0
-    for at in chain(range(start, len(mask)), range(start)):
-        if mask[at]:
-            return 8 * at + draw.choice([bit for bit in range(8) if mask[at] >> bit & 1])
-    return None
+def _any_of(mask: bytes, draw: random.Random) -> int:
+    """One of the tokens in a mask that is not empty."""
+    start = draw.randrange(len(mask))
+    at = next(at for at in chain(range(start, len(mask)), range(start)) if mask[at])
+    return 8 * at + draw.choice([bit for bit in range(8) if mask[at] >> bit & 1])
 
 
 def _clipped(fault: str) -> str:

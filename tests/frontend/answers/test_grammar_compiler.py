@@ -114,6 +114,16 @@ async def test_masks_that_take_long_are_refused(compiler: GrammarCompiler) -> No
         await compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {' '.join([piece] * 60)}"))
 
 
+@pytest.mark.parametrize("properties", [500, 1000, 2000])
+async def test_what_could_not_be_followed_later_is_refused(compiler: GrammarCompiler, properties: int) -> None:
+    """After the first quotation mark any of the names may come, which are more than a row of the parser holds."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+    with pytest.raises(InvalidRequestError, match="too complex"):
+        await compiler.compile(StructuredOutputs(json=schema))
+    schema["required"] = list(schema["properties"])[:-100]
+    assert properties > 500 or await compiler.compile(StructuredOutputs(json=schema))
+
+
 async def test_a_server_that_was_lost_is_started_again(compiler: GrammarCompiler) -> None:
     await compiler.compile(StructuredOutputs(regex="a"))
     server = compiler._process._server
@@ -154,7 +164,7 @@ async def test_limits_hold_where_signals_are_blocked(compiler: GrammarCompiler) 
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, handler in ignored.items():
             signal.signal(number, handler)
-    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}
     assert await compiler._process.prove(("json", json.dumps(wide)), cpu_s=0.005, nice=0) is None
     assert await compiler._process.prove(("json", json.dumps(wide)), cpu_s=2.0, nice=0) is not None
 
