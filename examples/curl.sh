@@ -3,13 +3,19 @@
 set -euo pipefail
 URL="${1:-http://127.0.0.1:8000/v1}"
 
+ask() { curl --silent --show-error --fail-with-body --no-buffer --header "Content-Type: application/json" "$@"; }
+
+echo "== the model"
+MODELS="$(ask "$URL/models")"
+MODEL="$(sed -E 's/^[^[]*\[\{"id":"([^"]*)".*/\1/' <<<"$MODELS")"
+echo "$MODEL"
+
 echo "== one answer"
-curl --silent --show-error --fail-with-body "$URL/chat/completions" \
-  --header "Content-Type: application/json" \
-  --data '{"model": "embedded", "messages": [{"role": "user", "content": "What is a KV cache?"}]}'
+ask "$URL/chat/completions" --data @- <<END
+{"model": "$MODEL", "messages": [{"role": "user", "content": "What is a KV cache?"}]}
+END
 
 echo
-echo "== the same as a stream"
-curl --silent --show-error --fail-with-body --no-buffer "$URL/chat/completions" \
-  --header "Content-Type: application/json" \
-  --data '{"model": "embedded", "stream": true, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}'
+echo "== the same as a stream; where one model is served, its name may be left out"
+ask "$URL/chat/completions" \
+  --data '{"stream": true, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}'

@@ -15,7 +15,6 @@ from raylm.config import Config
 from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
 from raylm.errors import ConfigError
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
-from raylm.stages import report
 
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
@@ -26,13 +25,9 @@ _SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background 
 
 def build_app(config: Config) -> Application:
     """The Serve application of one model; ConfigError if model, API keys or device are not there."""
-    try:
-        checkpoint.resolve(config.model, config.revision)
-        read_keys(config.ingress)
-        gpus = _gpus(config)
-    except ConfigError as error:
-        report("error", "config", error.message)
-        raise
+    checkpoint.resolve(config.model, config.revision)
+    read_keys(config.ingress)
+    gpus = _gpus(config)
     deployment = functools.partial(
         serve.deployment,
         graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,12 +88,36 @@ def resolve(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"model: {model!r} is neither 'embedded', a directory, nor a model the hub gives ({type(error).__name__})."
-        ) from error
+    except HFValidationError as error:
+        raise ConfigError(f"model: {model!r} is neither 'embedded', nor a directory here, nor a hub id.") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(f"model: {_why_not(error, model, revision, constants.ENDPOINT)}") from error
+
+
+def _why_not(error: Exception, model: str, revision: str | None, hub: str) -> str:
+    """What the hub's refusal means for the user."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    no_access = f"log in (`hf auth login`, or set HF_TOKEN), and ask for access at {hub}/{model}"
+    if isinstance(error, GatedRepoError):
+        return f"{model!r} is gated, and this token has no access; {no_access}."
+    if isinstance(error, RevisionNotFoundError):
+        return f"{model!r} has no revision {revision!r}."
+    if isinstance(error, RepositoryNotFoundError):
+        hint = "did you mean 'embedded'?" if difflib.get_close_matches(model, ["embedded"]) else "is it misspelt?"
+        return (
+            f"there is no directory {model!r} here, and no such model at {hub}; {hint} If it is private, {no_access}."
+        )
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        return f"the disk is full where {model!r} is kept; free some space, or set HF_HOME to a directory on another."
+    if isinstance(cause := error.__cause__ or error, HfHubHTTPError):
+        return f"{hub} does not give {model!r}: {str(cause).splitlines()[0]}"
+    return (
+        f"{model!r} is not on this machine, and {hub} cannot be reached ({type(cause).__name__}); look "
+        "at the network and its proxies (HTTPS_PROXY, HF_ENDPOINT), or name a directory with the checkpoint."
+    )

@@ -58,6 +58,15 @@ class SchedulerConfig(Frozen):
     speculative_tokens: int = Field(0, ge=0, le=64)
     """Most tokens drafted for a sequence in a step from what it repeats, and then verified; 0 is off."""
 
+    @model_validator(mode="after")
+    def _a_token_for_each_sequence(self) -> SchedulerConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} tokens in a step are fewer than its sequences "
+                f"(max_num_seqs: {self.max_num_seqs}), each of which needs one; raise it, or lower max_num_seqs"
+            )
+        return self
+
 
 class EngineConfig(Frozen):
     """Engine replicas and their actors."""
@@ -112,10 +121,14 @@ class IngressConfig(Frozen):
     """File with an API key a line, as `name: key`; without keys everybody is let in."""
     api_keys_env: str | None = Field(None, min_length=1)
     """Environment variable that holds API keys, as the file does."""
-    open_paths: tuple[str, ...] = ("/health", "/metrics")
+    open_paths: tuple[str, ...] = ("/health", "/ping", "/metrics", "/docs")
     """Paths that need no API key; [] closes these too."""
+    unknown_fields: Literal["refuse", "warn"] = "refuse"
+    """refuse: an unknown or unserved field is a 400; warn: it is left out, and told in the log and a header."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call this server from a browser; '*' is any."""
+    access_log: bool = False
+    """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
     recovery_timeout_s: float = Field(60, ge=0, le=3600)
     """Seconds that requests whose engine was lost wait for another one, on which they go on; longer than its start."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
@@ -187,6 +200,8 @@ VLLM_KNOBS = {
     "enable_prefix_caching": "cache.prefix_caching",
     "num_gpu_blocks_override": "cache.num_blocks",
     "scheduling_policy": "scheduler.policy",
+    "data_parallel_size": "engine.replicas",
+    "tool_call_parser": "tool_parser",
     "max_loras": "lora.max_adapters",
     "max_lora_rank": "lora.max_rank",
 }

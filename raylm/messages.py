@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raylm.errors import RayLMError
+from raylm.metrics import STEP_TOKENS_BUCKETS
 from raylm.params import PoolingParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -183,7 +184,11 @@ class ModelRunnerOutput:
 
 @dataclass(slots=True)
 class Counters:
-    """What a Scheduler has counted since its start. It goes on counting in its own; messages carry copies."""
+    """What a Scheduler has counted since its start. It goes on counting in its own; messages carry copies.
+
+    ``step_tokens`` are all that steps computed, ``steps_by_tokens`` how many steps fell into each of
+    STEP_TOKENS_BUCKETS, the last of them above all bounds.
+    """
 
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -192,6 +197,8 @@ class Counters:
     prefix_hits: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    step_tokens: int = 0
+    steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS_BUCKETS) + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from typing import Literal
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
+STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -28,6 +30,7 @@ PROMPT_TOKENS = Metric("counter", "vllm:prompt_tokens", "Prompt tokens processed
 GENERATION_TOKENS = Metric("counter", "vllm:generation_tokens", "Tokens generated.", ("engine",))
 DRAFTED_TOKENS = Metric("counter", "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", ("engine",))
 ACCEPTED_TOKENS = Metric("counter", "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", ("engine",))
+STEP_TOKENS = Metric("histogram", "vllm:iteration_tokens_total", "Tokens computed in an engine's step.", ("engine",))
 TTFT = Metric("histogram", "vllm:time_to_first_token_seconds", "From arrival to the first token, seconds.")
 ITL = Metric("histogram", "vllm:inter_token_latency_seconds", "Between two tokens of a sequence, seconds.")
 E2E = Metric("histogram", "vllm:e2e_request_latency_seconds", "From arrival to the last token, seconds.")
@@ -38,3 +41,4 @@ HTTP_ANSWERS = Metric(
     "counter", "raylm:http_answers", "HTTP answers begun, by status and key's name.", ("status", "key")
 )
 ENGINES = Metric("gauge", "raylm:engines_ready", "Engines this ingress replica is connected to.")
+BUILD = Metric("gauge", "raylm:build", "Versions of what runs, as labels; always 1.", ("version", "python"))

@@ -12,6 +12,7 @@ from raylm.errors import InvalidRequestError
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 4
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
@@ -22,7 +23,7 @@ LARK = "%llguidance {}\n"  # what a grammar begins with that is Lark beyond doub
 _INTEGERS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_LISTS = {"stop": str, "bad_words": str, "stop_token_ids": int, "allowed_token_ids": int}
+_LISTS = {"stop": str, "bad_words": str, "stop_token_ids": int, "allowed_token_ids": int, "logprob_token_ids": int}
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -84,6 +85,7 @@ class SamplingParams:
     CTRL (repetition: divides positive and multiplies negative logits, over prompt and generated tokens).
     ``structured_outputs``, also as a dict of their fields, hold for the answer, behind any reasoning;
     ``thinking_token_budget`` is the most tokens that a model may think before it is made to answer.
+    ``logprob_token_ids`` are described at each generated token in place of the ``logprobs`` most likely ones.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -112,6 +114,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -167,6 +170,10 @@ class SamplingParams:
         _check(all(word.strip() for word in self.bad_words), "bad_words", "must not hold a blank string")
         _check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens")
         _check(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", "must hold finite numbers")
+        few = len(self.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS
+        _check(few, "logprob_token_ids", f"may hold at most {MAX_LOGPROB_TOKEN_IDS} tokens")
+        asked = self.logprobs is not None or not self.logprob_token_ids
+        _check(asked, "logprob_token_ids", "needs logprobs")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must lie between 0 and {MAX_LOGPROBS}")

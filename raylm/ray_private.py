@@ -12,6 +12,8 @@ from typing import Any
 
 import ray
 
+_DEFAULTS, _FORWARD_CLIENT = "\ndefaults\n", "    option forwardfor\n"  # of Serve's template for HAProxy
+
 
 def stop_flag() -> Callable[[], bool]:
     """Call in a Serve replica: the function returned says whether Serve has begun to stop that replica."""
@@ -45,8 +47,49 @@ def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options:
     """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
 
     ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head.
+    Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
     """
+    from ray.serve._private import haproxy as module
+
+    template = module.HAPROXY_CONFIG_TEMPLATE
+    if _FORWARD_CLIENT not in template:
+        module.HAPROXY_CONFIG_TEMPLATE = template.replace(_DEFAULTS, _DEFAULTS + _FORWARD_CLIENT, 1)
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = bufsize
     Path(haproxy.cfg.error_file_path).write_bytes(error_answer)
     haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *options)
+
+
+def application(import_path: str, args: dict[str, Any]) -> Any:
+    """The Serve application that ``import_path`` names or builds from ``args``, as Serve itself makes it of a file."""
+    from ray._common.utils import import_attr
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+    return call_user_app_builder_with_args_if_necessary(import_attr(import_path), args)
+
+
+def serve_details() -> dict[str, Any] | None:
+    """What Serve's REST API says of the whole cluster, None where Serve does not run."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.get_serve_details()
+
+
+def deploy_file(schema: Any) -> None:
+    """Hand a whole Serve file to the controller; what was deployed from a file before and is not in it ends."""
+    from ray.serve.context import _get_global_client
+
+    _get_global_client().deploy_apps(schema)
+
+
+def delete_applications(names: list[str]) -> None:
+    """Delete these, all at once, and wait for their end; TimeoutError after a minute."""
+    from ray.serve.context import _get_global_client
+
+    _get_global_client().delete_apps(names)
+
+
+def job_has_ended(job_id: str) -> bool:
+    """Whether the driver of this job is gone, as Ray's control plane sees it."""
+    return any(job["JobID"] == job_id and job["IsDead"] for job in ray._private.state.jobs())

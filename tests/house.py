@@ -39,7 +39,7 @@ BESIDE_THE_CORE = {
     "offline engine": ("llm",),
     "Anthropic's API": ("ingress/anthropic/",),
     "Responses API": ("ingress/responses/",),
-    "API description": ("ingress/http/openapi.py",),
+    "API description": ("ingress/http/openapi.py", "ingress/http/docs.py"),
     "tokenize endpoints": ("ingress/openai/tokenize.py",),
     "pooling": (
         "ingress/openai/embeddings.py", "ingress/openai/scores.py", "ingress/openai/pooling", "frontend/pooling.py",

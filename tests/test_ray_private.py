@@ -23,7 +23,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray._private.worker", "global_worker.actors"),
         ("ray._private.worker", "_global_node"),
         ("ray._private.node", "Node.dead_processes"),
-        ("ray.serve.scripts", "cli"),
+        ("ray._common.utils", "import_attr"),
+        ("ray._private.state", "jobs"),
+        ("ray.serve._private.api", "call_user_app_builder_with_args_if_necessary"),
+        ("ray.serve._private.client", "ServeControllerClient.get_serve_details"),
+        ("ray.serve._private.client", "ServeControllerClient.deploy_apps"),
+        ("ray.serve._private.client", "ServeControllerClient.delete_apps"),
+        ("ray.serve.context", "_get_global_client"),
         ("ray.serve._private.controller", "HAProxyManager"),
         ("ray.serve._private.haproxy", "HAProxyManager.__ray_metadata__.modified_class.__ray_actor_class__"),
         ("ray.serve._private.haproxy", "HAProxyApi._start_and_wait_for_haproxy"),
@@ -46,6 +52,12 @@ def test_a_name_is_there(module: str, name: str) -> None:
 )
 def test_an_attribute_of_an_object_is_there(module: str, attribute: str) -> None:
     assert attribute in inspect.getsource(import_module(module))
+
+
+def test_haproxys_template_has_defaults_for_all_its_frontends() -> None:
+    from raylm.ray_private import _DEFAULTS
+
+    assert import_module("ray.serve._private.haproxy").HAPROXY_CONFIG_TEMPLATE.count(_DEFAULTS) == 1
 
 
 def test_the_environment_variables_of_the_configurations_and_the_launcher_are_read_by_serve() -> None:

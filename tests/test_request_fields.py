@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,51 @@ def test_chat_logprobs_are_raw_and_their_bytes_join_to_the_text(api: httpx.Clien
         torch.testing.assert_close(found, row.topk(5).values, atol=2e-4, rtol=0)
         for item in [entry, *entry["top_logprobs"]]:
             assert "\\x" in item["token"] or bytes(item["bytes"]) == item["token"].encode()
+
+
+@pytest.mark.parametrize("moved", [{}, MOVED], ids=["greedy", "moved"])
+def test_chosen_tokens_are_described_whatever_their_rank(api: httpx.Client, moved: dict[str, Any]) -> None:
+    """Beside a request that asks for the most likely ones, in the same steps."""
+    chosen = [2500, 7, 300, 2999]
+    prompt = random_prompts(1, 3000, longest=30, seed=4)[0]
+    asked = {"prompt": prompt, "logprobs": 1, "logprob_token_ids": chosen, "return_tokens_as_token_ids": True}
+    body = TEXT | {"temperature": 0} | moved | asked
+    others: list[dict[str, Any]] = []
+    beside = threading.Thread(
+        target=lambda: others.append(post(api, "/v1/completions", TEXT | {"logprobs": 3, "max_tokens": 40}))
+    )
+    beside.start()
+    answer = post(api, "/v1/completions", body)
+    beside.join()
+    tokens = drawn(answer)[0]
+    wanted = raw_logprobs(prompt + tokens)[len(prompt) - 1 :]
+    for row, token_id, top in zip(wanted, tokens, answer["choices"][0]["logprobs"]["top_logprobs"], strict=False):
+        assert set(top) == {f"token_id:{named}" for named in (*chosen, token_id)}
+        for name, logprob in top.items():
+            assert logprob == pytest.approx(row[int(name.removeprefix("token_id:"))].item(), abs=2e-4)
+    assert {len(top) for top in others[0]["choices"][0]["logprobs"]["top_logprobs"]} <= {3, 4}
+    chat = CHAT | moved | {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 5}
+    shown = post(api, "/v1/chat/completions", chat | {"logprob_token_ids": chosen})
+    wanted = raw_logprobs(shown["prompt_token_ids"] + drawn(shown)[0])[len(shown["prompt_token_ids"]) - 1 :]
+    for row, entry in zip(wanted, shown["choices"][0]["logprobs"]["content"], strict=False):
+        found = [item["logprob"] for item in entry["top_logprobs"]]
+        assert found == pytest.approx(row[chosen].tolist(), abs=2e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_keeps_the_side_that_is_asked_for(api: httpx.Client, tokenizer: Any, side: str) -> None:
+    whole = tokenizer.encode(PROMPT)
+    fields = {"truncate_prompt_tokens": 21, "truncation_side": side, "temperature": 0}
+    answer = post(api, "/v1/completions", TEXT | fields)
+    kept = whole[-21:] if side == "left" else whole[:21]
+    assert answer["choices"][0]["prompt_token_ids"] == kept
+    assert drawn(answer) == greedy(EMBEDDED, [kept], 6)
+
+
+def test_an_answer_may_be_any_json(api: httpx.Client) -> None:
+    body = CHAT | {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 200}
+    answer = post(api, "/v1/chat/completions", body | {"structured_outputs": {"json": True}})
+    json.loads(answer["choices"][0]["message"]["content"])
 
 
 def test_truncation_keeps_the_last_tokens(api: httpx.Client, tokenizer: Any) -> None:

@@ -1,21 +1,25 @@
-"""Launcher: serves a Serve configuration file in a child process, reports its start in clean lines, and ends it all."""
+"""Launcher: serves a Serve configuration in a child process, reports its start in clean lines, and ends it all."""
 
 from __future__ import annotations
 
-import os
+import json
 import queue
 import re
+import shlex
 import signal
+import ssl
 import time
 import urllib.request
 from collections import deque
+from dataclasses import dataclass
 from types import FrameType
 
 from raylm import __version__
 from raylm.checkpoint import resolve
-from raylm.cli.serve_file import ServedFile
+from raylm.cli.serve_file import ServedApplication, ServedFile
 from raylm.cli.serve_process import ServeProcess, claim_port, port_is_free
-from raylm.config import IngressConfig
+from raylm.cli.start_checks import check_cluster, check_machine, ray_address
+from raylm.config import Config, IngressConfig
 from raylm.errors import ConfigError
 from raylm.stages import parse
 
@@ -25,42 +29,65 @@ _POLL_S = 0.05
 _ENGINE_LINES_S = 1.0
 _LINES_AT_ONCE = 1000
 _SHOWN_ON_FAILURE = 30
-_SUBMITTED = "Submitted deploy config successfully"
-_FATAL = re.compile(r"(Deploying|Runtime env setup for) app '.*' failed|failed to start \d+ times in a row")
+DEPLOYED = "deploy"  # the stage that the driver reports when Serve has the applications
 _OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\) (.*)")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the command, not of what is served."""
+
+    verbose: bool = False
+    dashboard: bool = False
+    ready_timeout_s: float = 600.0
 
 
 class Launcher:
     """Runs until a signal to stop (SIGINT, SIGTERM, SIGHUP) or the server's end; a second signal kills the server."""
 
-    def __init__(self, served: ServedFile, verbose: bool) -> None:
+    def __init__(self, served: ServedFile, settings: Settings) -> None:
         self._served = served
-        self._verbose = verbose
-        self._probe = urllib.request.Request(f"{served.url}/health", headers=_key_header(served.config.ingress))
+        self._settings = settings
+        self._address = ray_address()
+        node = (self._address or "").rpartition(":")[0].strip("[]") or "127.0.0.1"
+        self._urls = {
+            application.name: served.url(application.route_prefix or "/", node) for application in served.ours
+        }
+        self._waited_for = {application.name for application in served.applications}
         self._started = time.monotonic()
         self._signals = 0
         self._ready = False
         self._failure: str | None = None
+        self._refusal: str | None = None
         self._reported: set[str] = set()
         self._hidden: deque[str] = deque(maxlen=_SHOWN_ON_FAILURE)
 
     def run(self) -> int:
-        """Serve; return the exit status. A ConfigError says that the port is taken, or host or model are not there."""
-        config, served = self._served.config, self._served
-        claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None
-        if claim is None:
-            raise ConfigError(f"http_options.port: something listens on port {served.port} already.")
-        resolve(config.model, config.revision)
+        """Serve; return the exit status. A ConfigError says what to change before it can."""
+        served = self._served
+        if self._address is None:
+            check_machine()
+        else:
+            check_cluster(self._address)
+        claim = None
+        if self._address is None:
+            claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None
+            if claim is None:
+                raise ConfigError(f"http_options.port: something listens on port {served.port} already.")
+        for config in served.configs():
+            assert resolve(config.model, config.revision).config is not None  # a ConfigError where there is none
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        what = f"model {config.model}, executor {config.engine.executor}"
-        self._report("config", f"RayLM {__version__}, {served.path}: {what}")
-        process = ServeProcess(served.path)
+        self._report("config", f"RayLM {__version__}, {served.source}: {'; '.join(map(_describe, served.configs()))}")
+        process = ServeProcess(served, self._settings.dashboard)
         try:
             self._follow(process)
         finally:
             clean = self._stop(process)
-            claim.close()
+            if claim is not None:
+                claim.close()
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
         return 0 if self._signals and clean and self._failure is None else 1
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -69,27 +96,45 @@ class Launcher:
     def _follow(self, process: ServeProcess) -> None:
         while process.is_running and not self._signals and self._failure is None:
             self._read_lines(process)
-            if not self._ready and _is_healthy(self._probe):
-                # The engine's lines arrive a moment after it serves, and belong before 'ready'.
-                deadline = time.monotonic() + _ENGINE_LINES_S
-                while "kv" not in self._reported and time.monotonic() < deadline:
-                    self._read_lines(process)
-                self._ready = True
-                self._report("ready", f"{self._served.url}/v1   (Ctrl-C stops)")
+            if not self._ready:
+                self._look_for_answers(process)
         self._read_lines(process)
         if not self._signals and self._failure is None:
             self._fail("the server ended by itself; what it wrote last is above")
-        if self._failure is not None:
+        if self._failure is not None and self._refusal is None:
             self._report("failed", self._failure)
+
+    def _look_for_answers(self, process: ServeProcess) -> None:
+        # On a Ray that others use, what answers before may be theirs.
+        ours = self._served.ours if DEPLOYED in self._reported else []
+        answering = (app for app in ours if app.name in self._waited_for and self._is_healthy(app))
+        self._waited_for -= {application.name for application in answering}
+        if not self._waited_for:
+            # The engine's lines arrive a moment after it serves, and belong before 'ready'.
+            deadline = time.monotonic() + _ENGINE_LINES_S
+            while "kv" not in self._reported and time.monotonic() < deadline:
+                self._read_lines(process)
+            self._ready = True
+            for application in self._served.ours:
+                assert application.config is not None
+                self._report(
+                    "ready", f"{application.config.model_name} at {self._urls[application.name]}/v1   (Ctrl-C stops)"
+                )
+            self._report("try", _curl(self._served.ours[0], self._urls))
+        elif time.monotonic() - self._started > self._settings.ready_timeout_s:
+            names = " and ".join(sorted(self._waited_for))
+            self._fail(f"{names} did not answer within {self._settings.ready_timeout_s:g} s (--ready-timeout)")
 
     def _stop(self, process: ServeProcess) -> bool:
         """Returns whether nothing is left."""
-        began, grace_s = time.monotonic(), self._served.config.ingress.shutdown_grace_s
+        began = time.monotonic()
+        grace_s = max(config.ingress.shutdown_grace_s for config in self._served.configs())
         limit_s = 0.0
         # On a Ray that was there before, killing the child would leave the actors of a server that is still starting.
-        if process.is_running and (self._ready or "RAY_ADDRESS" in os.environ):
+        if process.is_running and (self._ready or self._address is not None):
             limit_s = grace_s + TEARDOWN_S
-            self._report("stop", f"running requests get up to {grace_s:g} s to end")
+            if self._ready:
+                self._report("stop", f"running requests get up to {grace_s:g} s to end")
             process.interrupt()
         before = self._signals
         while process.is_running and self._signals == before and time.monotonic() - began < limit_s:
@@ -109,30 +154,71 @@ class Launcher:
 
     def _handle_line(self, line: str) -> None:
         from_actor = _OUR_ACTORS.search(line)
-        if self._verbose:
+        if self._settings.verbose:
             print(line, flush=True)
         if stage_line := parse(line):
-            kind, stage, text = stage_line
-            self._report(stage, text)
-            if kind == "error" and not self._ready:
-                self._failure = "the server cannot start; the reason is above"
-        elif _SUBMITTED in line:
-            self._report("serve", "controller and HTTP proxy are up")
-        elif from_actor and self._ready and not self._signals and not self._verbose:
+            self._handle_stage(*stage_line)
+        elif from_actor and self._ready and not self._signals and not self._settings.verbose:
             print(from_actor[1], flush=True)
         else:
             self._hidden.append(line)
-            if _FATAL.search(line) and not self._ready and self._failure is None:
-                self._fail("the server cannot start; what it wrote last is above")
+
+    def _handle_stage(self, kind: str, stage: str, text: str) -> None:
+        if self._failure is not None:
+            return  # what follows from it
+        if kind == "error" and stage == "config" and not self._ready:
+            self._failure = self._refusal = text
+            return
+        if kind == "error" and stage == "serve":
+            self._fail("the server ends; the reason is above")
+        self._report(stage, text)
+        if stage == "running":
+            self._waited_for.discard(text.partition(" at ")[0])
+        if kind == "error" and not self._ready:
+            self._failure = "the server cannot start; the reason is above"
 
     def _fail(self, failure: str) -> None:
-        if not self._verbose:
+        if not self._settings.verbose:
             print("\n".join(self._hidden), flush=True)
         self._failure = failure
+
+    def _is_healthy(self, application: ServedApplication) -> bool:
+        assert application.config is not None
+        url, headers = f"{self._urls[application.name]}/health", _key_header(application.config.ingress)
+        unverified = ssl._create_unverified_context() if url.startswith("https") else None
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, headers=headers), timeout=1, context=unverified
+            ) as a:
+                return bool(a.status == 200)
+        except OSError:
+            return False
 
     def _report(self, stage: str, text: str) -> None:
         self._reported.add(stage)
         print(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}", flush=True)
+
+
+def _describe(config: Config) -> str:
+    return f"model {config.model}, executor {config.engine.executor}"
+
+
+def _curl(application: ServedApplication, urls: dict[str, str]) -> str:
+    """A command that asks this application something."""
+    assert application.config is not None
+    message = {"role": "user", "content": "What is a KV cache?"}
+    body = json.dumps({"model": application.config.model_name, "messages": [message]})
+    words = [
+        "curl",
+        f"{urls[application.name]}/v1/chat/completions",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        body,
+    ]
+    bounds = application.config.ingress
+    key = ' -H "Authorization: Bearer $KEY"' if bounds.api_keys_file or bounds.api_keys_env else ""
+    return shlex.join(words) + key
 
 
 def _key_header(config: IngressConfig) -> dict[str, str]:
@@ -142,11 +228,3 @@ def _key_header(config: IngressConfig) -> dict[str, str]:
 
     (_, key), *_ = read_keys(config) or [("", "")]
     return {"x-api-key": key}
-
-
-def _is_healthy(probe: urllib.request.Request) -> bool:
-    try:
-        with urllib.request.urlopen(probe, timeout=1) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -27,17 +26,51 @@ _WATCH_PERIOD_S = 1.0
 _VITAL = {"gcs_server", "raylet"}
 
 
-@app.command()
+def _hyphens(option: str) -> str:
+    return option.replace("_", "-")
+
+
+@app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True, "token_normalize_func": _hyphens})
 def serve(
-    config: Annotated[Path, typer.Argument(help="A Serve configuration file, for example configs/llama.yaml.")],
-    verbose: Annotated[bool, typer.Option(help="Show everything that Ray writes.")] = False,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL_OR_FILE [--KNOB VALUE]...",
+            help="A directory with a checkpoint, a hub id, 'embedded', or a Serve file (.yaml), and knobs: all that "
+            "`raylm config` prints, such as --scheduler.max-num-seqs 64, or its last part, --max-num-seqs 64.",
+        ),
+    ],
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 without a file.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port; 8000 without a file.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the Serve application.")] = None,
+    route_prefix: Annotated[str | None, typer.Option(help="Path below which the model is served.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="A key that clients must send; see also ingress.api_keys_file.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the Serve file that is used, and end.")
+    ] = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Start Ray's dashboard too, for `serve status`.")
+    ] = False,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds until every application must answer.")] = 600,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show everything that Ray writes.")] = False,
 ) -> None:
-    """Serve a model over HTTP until Ctrl-C."""
-    from raylm.cli.launcher import Launcher
-    from raylm.cli.serve_file import read_serve_file
+    """Serve a model over HTTP until Ctrl-C, on a Ray of its own or on the one that RAY_ADDRESS names.
+
+    For example: raylm serve embedded --port 8000 --max-model-len 4096
+    """
+    from raylm.cli.launcher import Launcher, Settings
+    from raylm.cli.options import API_KEY_VARIABLE, Place, served, to_yaml
 
     try:
-        status = Launcher(read_serve_file(config), verbose).run()
+        file = served(words, Place(host, port, name, route_prefix, api_key))
+        if print_config:
+            print(to_yaml(file), end="")
+            return
+        if api_key is not None:
+            os.environ[API_KEY_VARIABLE] = f"api-key: {api_key}"
+        status = Launcher(file, Settings(verbose, dashboard, ready_timeout)).run()
     except ConfigError as error:
         print(f"raylm: {error.message}", file=sys.stderr)
         status = 2
@@ -58,33 +91,20 @@ def version() -> None:
 
 
 @app.command("run-serve", hidden=True)
-def run_serve(config: Path) -> None:
-    """The child of `raylm serve`: `serve run` on a Ray of its own, or on the one that RAY_ADDRESS names."""
+def run_serve(dashboard: bool = False) -> None:
+    """The child of `raylm serve`, which hands it the configuration on stdin."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)  # stop in order also if the parent was killed
-    import ray
-    from ray import serve
-    from ray.serve.scripts import cli
+    from raylm.native import build_beside
 
+    build_beside()
+    from raylm.cli.driver import Driver
+    from raylm.cli.serve_file import check_tree
     from raylm.ray_private import dead_processes
 
-    def delete_apps_first(number: int, frame: FrameType | None) -> None:
-        """`serve run` would end the proxies at once, and with them all running streams; so end these in order."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for name in serve.status().applications:
-            serve.delete(name)
-        raise KeyboardInterrupt
-
-    if "RAY_ADDRESS" in os.environ:
-        report("stage", "ray", f"connecting to {os.environ['RAY_ADDRESS']}")
-        ray.init(namespace="serve")
-    else:
-        ray.init(address="local", namespace="serve", include_dashboard=False)
-    found = ray.cluster_resources()
-    address = ray.get_runtime_context().gcs_address
-    report("stage", "ray", f"{address}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
-    end_with_ray(dead_processes)
-    signal.signal(signal.SIGINT, delete_apps_first)
-    cli(["run", str(config)])
+    given = json.load(sys.stdin)
+    raise typer.Exit(
+        Driver(check_tree(given["tree"], given["source"]), dashboard).run(lambda: end_with_ray(dead_processes))
+    )
 
 
 def end_with_ray(

@@ -1,4 +1,4 @@
-"""ServedFile: what `raylm serve` needs of a Serve configuration file, checked before anything starts."""
+"""ServedFile: what `raylm serve` needs of a Serve configuration, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -9,28 +9,64 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import Field, ValidationError
 
-from raylm.config import Config, Frozen
+from raylm.config import Config, Frozen, faults
 from raylm.errors import ConfigError
 
 M = TypeVar("M", bound=Frozen)
 
 BUILDER = "raylm:build_app"
+APPLICATION = "default"
 _BUILDERS = (BUILDER, "raylm.build_app", "raylm.app:build_app", "raylm.app.build_app")
+_WILDCARDS = {"0.0.0.0", "::"}
+# What a Serve file has beside its applications; configs/llama.yaml says why. A test compares the two.
+SERVE_OPTIONS: dict[str, Any] = {
+    "http_options": {"host": "127.0.0.1", "port": 8000},
+    "controller_options": {
+        "runtime_env": {
+            "env_vars": {
+                "RAY_SERVE_ENABLE_HA_PROXY": "1",
+                "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+                "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+                "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "raylm.ingress:serve_middlewares",
+                "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "raylm.ingress:configure_controller",
+            }
+        }
+    },
+    "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+}
+
+
+@dataclass(frozen=True)
+class ServedApplication:
+    """An application of the file; ``config`` is None where it is not one of RayLM's."""
+
+    name: str
+    route_prefix: str | None
+    config: Config | None
 
 
 @dataclass(frozen=True)
 class ServedFile:
-    path: Path
-    config: Config
+    """``tree`` is the whole configuration, as Serve takes it, and ``source`` what it was read from."""
+
+    source: str
+    tree: dict[str, Any]
     host: str
     port: int
-    route_prefix: str
+    scheme: str
+    applications: tuple[ServedApplication, ...]
 
     @property
-    def url(self) -> str:
-        """For clients on this machine, without a slash at the end."""
-        host = "127.0.0.1" if self.host in {"0.0.0.0", "::"} else self.host
-        return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
+    def ours(self) -> list[ServedApplication]:
+        return [application for application in self.applications if application.config is not None]
+
+    def configs(self) -> list[Config]:
+        return [application.config for application in self.applications if application.config is not None]
+
+    def url(self, route_prefix: str, node: str = "127.0.0.1") -> str:
+        """For clients on ``node``, without a slash at the end."""
+        host = node if self.host in _WILDCARDS else self.host
+        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}{route_prefix.rstrip('/')}"
 
 
 class HTTPOptions(Frozen):
@@ -50,8 +86,8 @@ class HTTPOptions(Frozen):
 class ApplicationEntry(Frozen):
     import_path: str
     args: dict[str, Any] | None = None
-    route_prefix: Annotated[str, Field(pattern="^/")] = "/"
-    name: Any = None
+    route_prefix: Annotated[str, Field(pattern="^/")] | None = "/"
+    name: Annotated[str, Field(min_length=1)] = APPLICATION
     runtime_env: Any = None
     host: Any = None
     port: Any = None
@@ -74,35 +110,59 @@ class DeployFile(Frozen):
     target_capacity: Any = None
 
 
-def read_serve_file(path: Path) -> ServedFile:
-    """Read and check a Serve configuration file with one RayLM application; a ConfigError names the wrong knob."""
+def load_tree(path: Path) -> dict[str, Any]:
+    """The keys of a Serve file that have a value."""
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    given = {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else {}
-    file = _checked(DeployFile, given, str(path))
-    ours = [place for place, entry in enumerate(file.applications) if _is_ours(entry)]
-    if len(ours) != 1:
-        raise ConfigError(f"{path} must have exactly one application whose import_path is {BUILDER}.")
-    where = f"{path}, applications[{ours[0]}]"
-    entry = _checked(ApplicationEntry, file.applications[ours[0]], where)
+    return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else {}
+
+
+def read_serve_file(path: Path) -> ServedFile:
+    """Read and check a Serve configuration file; a ConfigError names the wrong knob."""
+    return check_tree(load_tree(path), str(path))
+
+
+def check_tree(tree: dict[str, Any], source: str) -> ServedFile:
+    """A configuration with at least one RayLM application; ConfigErrors begin with ``source``."""
+    file = checked(DeployFile, tree, source)
+    applications = tuple(_application(entry, source, place) for place, entry in enumerate(file.applications))
+    if not any(application.config for application in applications):
+        raise ConfigError(f"{source} must have an application whose import_path is {BUILDER}.")
+    for key in ("name", "route_prefix"):
+        values = [value for application in applications if (value := getattr(application, key)) is not None]
+        if twice := next((value for value in values if values.count(value) > 1), None):
+            raise ConfigError(f"{source}, applications: several have the {key} {twice!r}; each needs its own.")
+    options = file.http_options
+    scheme = "https" if options.ssl_certfile else "http"
+    return ServedFile(source, tree, options.host, options.port, scheme, applications)
+
+
+def our_places(tree: dict[str, Any]) -> list[int]:
+    """Where RayLM's applications stand in the list of a tree that is right so far."""
+    return [place for place, entry in enumerate(tree.get("applications") or []) if _is_ours(entry)]
+
+
+def _application(data: dict[str, Any], source: str, place: int) -> ServedApplication:
+    where = f"{source}, applications[{place}]"
+    entry = checked(ApplicationEntry, data, where)
+    if not _is_ours(data):
+        return ServedApplication(entry.name, entry.route_prefix, None)
     if entry.import_path not in _BUILDERS:
         raise ConfigError(f"{where}: import_path: there is no {entry.import_path!r}; it must be {BUILDER!r}.")
-    config = _checked(Config, entry.args or {}, f"{path}, args")
-    return ServedFile(path, config, file.http_options.host, file.http_options.port, entry.route_prefix)
+    if entry.route_prefix is None:
+        raise ConfigError(f"{where}: route_prefix: RayLM serves HTTP and needs one, such as '/'.")
+    return ServedApplication(entry.name, entry.route_prefix, checked(Config, entry.args or {}, f"{where}, args"))
 
 
 def _is_ours(application: dict[str, Any]) -> bool:
     return str(application.get("import_path", "")).replace(":", ".").split(".")[0] == "raylm"
 
 
-def _checked(model: type[M], data: object, where: str) -> M:
+def checked(model: type[M], data: object, where: str) -> M:
+    """``data`` as a ``model``; the ConfigError names each wrong key behind ``where``."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".lstrip(": ")
-            for fault in error.errors()
-        ]
-        raise ConfigError(f"{where}: {'; '.join(faults)}") from error
+        raise ConfigError(f"{where}: {faults(error)}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import queue
 import signal
@@ -14,6 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from raylm.cli.serve_file import ServedFile
 from raylm.errors import ConfigError
 
 _POLL_S = 0.05
@@ -80,12 +82,12 @@ def serve_ports() -> tuple[dict[str, str], list[socket.socket]]:
 class ServeProcess:
     """Every process of the session is the server's, also those whose parent has ended (Ray orphans HAProxy)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, served: ServedFile, dashboard: bool) -> None:
         ports, self._claims = serve_ports()
         self.lines: queue.Queue[str] = queue.Queue()  # a SimpleQueue's timeout is lost when a signal comes in its end
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "raylm.cli.main", "run-serve", str(path)],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "raylm.cli.main", "run-serve", *["--dashboard"] * dashboard],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -93,6 +95,9 @@ class ServeProcess:
             env=_ENVIRONMENT | ports | os.environ,  # what the user has set stays
             start_new_session=True,
         )
+        assert self._child.stdin is not None
+        with self._child.stdin as stdin, suppress(BrokenPipeError):
+            json.dump({"source": served.source, "tree": served.tree}, stdin)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

@@ -18,7 +18,7 @@ from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
-from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, LoRAAdapter
+from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, EngineStats, LoRAAdapter
 
 logger = logging.getLogger("raylm.engine")
 
@@ -54,10 +54,15 @@ class EngineCoreActor:
             await self._core.run()
         except EngineDiedError as error:
             self._lost = True
-            if not isinstance(error.__cause__, RayActorError):
-                logger.error("the engine failed", exc_info=error)
+            if isinstance(error.__cause__, RayActorError):
+                return "A worker was lost."
+            logger.error("the engine failed", exc_info=error)
             return error.message
         return "The EngineCore has stopped."
+
+    async def load(self) -> tuple[EngineStats, int]:
+        """What it does now, and the requests that it holds, or held when it was lost."""
+        return self._core.scheduler.stats(), self._core.held_requests
 
     async def drained(self) -> None:
         """Wait until no request is open."""

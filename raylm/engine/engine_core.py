@@ -41,6 +41,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._work = asyncio.Event()
         self._ended_by: RayLMError | None = None
+        self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
         self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit, self._refuse)
 
@@ -220,12 +221,18 @@ class EngineCore:
         stats, now = self.scheduler.stats(), time.time()
         return EngineCoreOutputs([], [], [], [], [], [], [], stats, errors=errors or [], adapters=adapters, created=now)
 
+    @property
+    def held_requests(self) -> int:
+        """Requests that are open, or were when the engine ended."""
+        return len(self.scheduler.open_requests()) if self._ended_by is None else self._ended_with
+
     def _check_alive(self) -> None:
         if self._ended_by is not None:
             raise self._ended_by
 
     def _close(self, error: RayLMError) -> None:
         self._ended_by = error
+        self._ended_with = sum(len(self.scheduler.open_requests(client_id)) for client_id in self._outboxes)
         self._grammars.close()
         for outbox in self._outboxes.values():
             outbox.close(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +26,7 @@ from raylm.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from raylm.metrics import STEP_TOKENS_BUCKETS
 
 
 class Scheduler:
@@ -194,8 +195,16 @@ class Scheduler:
         self._append_tokens(result, outputs)
         self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
+        self._count_step(plan.num_tokens + result.drafted_tokens)
         stats, now = self.stats(), time.time()
         return {client_id: entry.columns(result, stats, now) for client_id, entry in outputs.items()}
+
+    def _count_step(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.counters.step_tokens += num_tokens
+            counts = list(self.counters.steps_by_tokens)
+            counts[bisect_left(STEP_TOKENS_BUCKETS, num_tokens)] += 1
+            self.counters.steps_by_tokens = tuple(counts)
 
     def stats(self) -> EngineStats:
         return EngineStats(

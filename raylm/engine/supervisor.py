@@ -11,12 +11,13 @@ from typing import Any
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
 from raylm.engine.actor import create_engine_core, engine_core_prefix
+from raylm.engine.load_report import PERIOD_S, LoadReport
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
@@ -26,6 +27,7 @@ SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
 DRAIN_MARGIN_S = 1.5
 PING_PERIOD_S = 0.5
+LOAD_PERIOD_S = 1.0
 
 
 def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
@@ -40,7 +42,10 @@ def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
 class EngineProcesses:
     """One incarnation of an engine: its EngineCore and workers, started together as importing torch takes longest."""
 
-    def __init__(self, config: Config, name: str, engine_id: str, gpus: int) -> None:
+    def __init__(self, config: Config, name: str, engine_id: str, gpus: int, title: str = "") -> None:
+        """``title`` begins its lines at the terminal."""
+        self._title = title
+        self._held = 0
         _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
         self._workers = [create_worker(config, rank, **options) for rank, options in enumerate(workers)]
         self._core = create_engine_core(config, name, engine_id, self._workers, **core)
@@ -50,16 +55,31 @@ class EngineProcesses:
         return await answer(self._core.start.remote())
 
     async def run(self) -> str:
-        """Until a fault ends it; returns what happened."""
+        """Until a fault ends it; returns what was lost, and how many requests it held."""
         ends = [asyncio.create_task(_until_dead(worker)) for worker in self._workers]
         ends.append(asyncio.ensure_future(self._core.run.remote()))
-        (ended, *_), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for task in others:
+        load = asyncio.create_task(self._follow_load())
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        what = next(_what_was_lost(rank, len(self._workers), end) for rank, end in enumerate(ends) if end.done())
+        for task in (*ends, load):
             task.cancel()
-        try:
-            return ended.result()
-        except RayError as error:
-            return as_raylm_error(error).message
+        with suppress(TimeoutError, RayError):  # without an EngineCore it is what it held a moment ago
+            async with asyncio.timeout(PING_PERIOD_S):
+                _, self._held = await self._core.load.remote()
+        return f"{what} It held {self._held} open requests."
+
+    async def _follow_load(self) -> None:
+        """Report it while there is any; the end of the EngineCore ends this too."""
+        load, told = LoadReport(), time.monotonic()
+        with suppress(RayError):
+            while True:
+                await asyncio.sleep(LOAD_PERIOD_S)
+                stats, self._held = await self._core.load.remote()
+                if (seconds := time.monotonic() - told) < PERIOD_S:
+                    continue
+                told += seconds
+                if line := load.line(stats, seconds):
+                    report("stage", "load", f"{self._title}: {line}")
 
     async def drain(self, limit_s: float) -> None:
         with suppress(TimeoutError, RayError):
@@ -70,6 +90,18 @@ class EngineProcesses:
         """Safe when the processes are gone already."""
         for actor in (self._core, *self._workers):
             ray.kill(actor)
+
+
+def _what_was_lost(rank: int, workers: int, end: asyncio.Future[str]) -> str:
+    """In words; ``end`` is that of the worker ``rank``, or behind all workers of the EngineCore's run."""
+    try:
+        return end.result()
+    except RayActorError:
+        if rank == workers:
+            return "The EngineCore was lost."
+        return "The worker was lost." if workers == 1 else f"The worker of rank {rank} was lost."
+    except RayError as error:
+        return as_raylm_error(error).message
 
 
 async def _until_dead(worker: ActorHandle) -> str:
@@ -93,35 +125,40 @@ class Engine:
         self._config = config
         self._gpus = gpus
         self._prefix = engine_core_prefix(context.app_name, config)
+        self._app_name = context.app_name
         self._replica = context.replica_tag
         self._incarnation = 0
         self._watch: asyncio.Task[None] | None = None
-        self._processes = await self._launch()
+        self._processes, info = await self._launch()
+        _report(info, self._title)
         self._watch = asyncio.create_task(self._keep_alive())
 
-    async def _launch(self) -> EngineProcesses:
+    @property
+    def _title(self) -> str:
+        return f"{self._app_name}/{self._replica}.{self._incarnation}"
+
+    async def _launch(self) -> tuple[EngineProcesses, EngineInfo]:
         """Start the next incarnation; a start that fails leaves nothing behind."""
         engine_id = f"{self._replica}.{self._incarnation}"
-        self._incarnation += 1
-        processes = EngineProcesses(self._config, self._prefix + engine_id, engine_id, self._gpus)
+        processes = EngineProcesses(self._config, self._prefix + engine_id, engine_id, self._gpus, self._title)
         try:
             info = await processes.start()
         except RayLMError as error:
             processes.kill()
-            report("error", "engine", error.message)
+            report("error", "engine", f"{self._title}: {error.message}")
             raise
-        _report(info)
-        return processes
+        return processes, info
 
     async def _keep_alive(self) -> None:
         """Replace the engine whenever it ends, until a start fails."""
         while True:
             reason = await self._processes.run()
             lost = time.monotonic()
-            report("stage", "lost", f"{reason} Starting a new engine.")
+            report("stage", "lost", f"{self._title}: {reason} A new engine is started.")
             self._processes.kill()
-            self._processes = await self._launch()
-            report("stage", "engine", f"back after {time.monotonic() - lost:.1f} s")
+            self._incarnation += 1
+            self._processes, _ = await self._launch()
+            report("stage", "engine", f"{self._title} is ready after {time.monotonic() - lost:.1f} s")
 
     async def check_health(self) -> None:
         """Serve calls this; an error, that the engine could not be started again here, replaces the whole replica."""
@@ -137,18 +174,19 @@ class Engine:
         self._processes.kill()
 
 
-def _report(info: EngineInfo) -> None:
-    """Print what the worker found out, one line a stage."""
+def _report(info: EngineInfo, title: str) -> None:
+    """Print what the worker found out, in lines that begin with ``title``."""
     worker, each = info.worker, ""
     quantization = f" ({worker.quantization})" if worker.quantization else ""
     if worker.tensor_parallel_size > 1:
         each = " each"
-        report("stage", "ranks", f"{worker.tensor_parallel_size} workers share every layer (tensor parallel)")
-    for name, seconds in worker.stages:
-        report("stage", "worker", f"{name} {seconds:.1f} s")
+        report("stage", "ranks", f"{title}: {worker.tensor_parallel_size} workers share every layer (tensor parallel)")
+    report("stage", "worker", f"{title}: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in worker.stages)}")
     model = f"{worker.dtype}{quantization} on {worker.device}, CPU threads {worker.threads}"
     weights = f"weights {worker.weights_bytes / 2**20:,.0f} MiB{each}"
-    report("stage", "model", f"{model}, attention {worker.attention_backend}, {weights}")
+    report("stage", "model", f"{title}: {model}, attention {worker.attention_backend}, {weights}")
     tokens = f"{worker.num_blocks * worker.block_size:,} tokens ({worker.kv_cache_bytes / 2**30:.2f} GiB{each})"
     fitting = worker.num_blocks // -(-info.max_model_len // worker.block_size)
-    report("stage", "kv", f"{tokens}, room for {fitting:,} of the longest context, {info.max_model_len:,} tokens")
+    report(
+        "stage", "kv", f"{title}: {tokens}, room for {fitting:,} of the longest context, {info.max_model_len:,} tokens"
+    )

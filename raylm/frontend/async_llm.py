@@ -156,6 +156,16 @@ class AsyncLLM:
             self._router.leave(request.key, abort=self._outputs.close(request.key))
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether the model's form of tool calls is known here."""
+        return self._chat.calls_tools
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model reasons before it answers, in a form that is known here."""
+        return self._chat.reasons
+
+    @property
     def chat_description(self) -> str:
         """How tool calls and reasoning are found in answers, in words."""
         return self._chat.description
@@ -174,7 +184,8 @@ class AsyncLLM:
     async def render_chat(self, request: ChatRequest) -> list[int]:
         """Token ids of a conversation by the chat template, which sees the request's fields as they are."""
         text = await self._template.render(request)
-        return await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
+        special = request.add_special_tokens
+        return await self._tokenizer.encode(text, add_special_tokens=special, param="messages")
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

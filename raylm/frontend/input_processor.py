@@ -60,7 +60,7 @@ class InputProcessor:
         """
         _check_prompt(prompt_token_ids, limits, head.param)
         _check_length(len(prompt_token_ids), params.max_tokens, limits.max_model_len, head.param)
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
             _check_ids(name, getattr(params, name), limits)
         if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
             raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")

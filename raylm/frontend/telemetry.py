@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 
@@ -42,11 +42,9 @@ class _Histogram:
         self.counts[bisect_left(metrics.LATENCY_BUCKETS_S, seconds)] += count
         self.total += seconds * count
 
-    def family(self, metric: metrics.Metric, model_name: str) -> HistogramMetricFamily:
-        bounds = [*map(str, metrics.LATENCY_BUCKETS_S), "+Inf"]
-        family = HistogramMetricFamily(metric.name, metric.help, labels=["model_name"])
-        family.add_metric([model_name], list(zip(bounds, accumulate(self.counts), strict=True)), self.total)
-        return family
+
+def _cumulative(bounds: tuple[float, ...], counts: Iterable[int]) -> list[tuple[str, int]]:
+    return list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
 
 
 class Telemetry(Collector):
@@ -82,8 +80,18 @@ class Telemetry(Collector):
             for engine_id, stats in engines.items():
                 family.add_metric([self._model_name, engine_id], attrgetter(attribute)(stats))
             yield family
+        steps = HistogramMetricFamily(
+            metrics.STEP_TOKENS.name, metrics.STEP_TOKENS.help, labels=["model_name", "engine"]
+        )
+        for engine_id, stats in engines.items():
+            counted = _cumulative(metrics.STEP_TOKENS_BUCKETS, stats.counters.steps_by_tokens)
+            steps.add_metric([self._model_name, engine_id], counted, stats.counters.step_tokens)
+        yield steps
         for metric, histogram in ((metrics.TTFT, self._ttft), (metrics.ITL, self._itl), (metrics.E2E, self._e2e)):
-            yield histogram.family(metric, self._model_name)
+            latencies = HistogramMetricFamily(metric.name, metric.help, labels=["model_name"])
+            counted = _cumulative(metrics.LATENCY_BUCKETS_S, histogram.counts)
+            latencies.add_metric([self._model_name], counted, histogram.total)
+            yield latencies
         labels = ["model_name", "finished_reason"]
         success = CounterMetricFamily(metrics.SUCCESS.name, metrics.SUCCESS.help, labels=labels)
         for reason in sorted({"stop", "length", "abort", "error"} | self._success.keys()):

@@ -46,7 +46,8 @@ class ChatRequest:
 
     ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
     ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
-    ``template_kwargs`` say otherwise. ``any_length`` says that more than the context holds is fine.
+    ``template_kwargs`` say otherwise. ``add_special_tokens`` adds the tokenizer's to those that the template writes.
+    ``any_length`` says that more than the context holds is fine.
 
     Raises:
         InvalidRequestError: the template shall both open a turn and leave the last one open.
@@ -59,6 +60,7 @@ class ChatRequest:
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool = False
     template_kwargs: dict[str, Any] | None = None
     any_length: bool = False
 

@@ -19,7 +19,6 @@ from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend import ChatRequest, Lifecycle, RequestHead
 from raylm.ingress.openai.generation import check_priority
-from raylm.ingress.routes import build_asgi_app
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
 from raylm.ray_private import stop_flag
@@ -66,21 +65,22 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
-        from raylm.frontend import Admission, AsyncLLM, Discovery  # here: building the application need not wait for it
+        from raylm.frontend import Admission, AsyncLLM, Discovery  # here: building the application need not wait
+        from raylm.ingress.routes import build_asgi_app
 
-        bounds = self._config.ingress
+        bounds, app_name = self._config.ingress, serve.get_replica_context().app_name
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
         try:
             self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s)
         except ConfigError as error:
-            report("error", "chat", error.message)
+            report("error", "chat", f"{app_name}: {error.message}")
             raise
-        report("stage", "chat", self._llm.chat_description)
+        report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
         app = build_asgi_app(self._llm, self._config, self._shared_actors)
         self._lifecycle = app.state.lifecycle
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
-        prefix = engine_core_prefix(serve.get_replica_context().app_name, self._config)
+        prefix = engine_core_prefix(app_name, self._config)
         self._tasks = Discovery(prefix, self._llm.add_engine), asyncio.create_task(self._drain_when_stopped())
         return app
 

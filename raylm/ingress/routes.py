@@ -15,6 +15,7 @@ from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
+from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Answer, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
@@ -23,9 +24,11 @@ from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
 from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
 from raylm.ingress.openai.fields import Body
+from raylm.ingress.openai.generation import IncomingFields
 from raylm.ingress.openai.models import Adapters, LoadAdapterRequest, UnloadAdapterRequest, model_routes
 from raylm.ingress.openai.scores import Rerank, RerankRequest, Score, ScoreRequest
 from raylm.ingress.openai.tokenize import Detokenize, DetokenizeRequest, Tokenize, TokenizeRequest
+from raylm.ingress.openai.unknown_fields import KnownFields
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
@@ -58,6 +61,7 @@ def build_asgi_app(
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, throttle = Admission(), Throttle()
+    incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
     chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
@@ -66,7 +70,8 @@ def build_asgi_app(
         path: str, body: type[B], handler: Callable[[B, str], Awaitable[Answer]], admission: Admission | None = None
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        return Route(path, JSONEndpoint(body, handler, lifecycle, throttle, queue, max_body_bytes), methods=["POST"])
+        endpoint = JSONEndpoint(body, handler, incoming.prepare, lifecycle, throttle, queue, max_body_bytes)
+        return Route(path, endpoint, methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletionRequest, chat),
@@ -82,11 +87,12 @@ def build_asgi_app(
         post("/detokenize", DetokenizeRequest, Detokenize(async_llm), unqueued),
         post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued),
         post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued),
-        *model_routes(async_llm),
+        *model_routes(async_llm, config, lifecycle),
         *ops_routes(async_llm, lifecycle, http_metrics),
         openapi_route(),
+        docs_route(),
     ]
-    middleware = [Middleware(RequestContextMiddleware, http_metrics)]
+    middleware = [Middleware(RequestContextMiddleware, http_metrics, config.ingress.access_log)]
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))  # outermost
     if (keys := read_keys(config.ingress)) is not None:

@@ -1,17 +1,36 @@
 """The native CPU kernels: linear layers, paged attention and the decoder of the Llama families, in C++."""
 
-from raylm.native import library as library
-from raylm.native.build import NativeError as NativeError
-from raylm.native.decoder import NativeDecoder as NativeDecoder
-from raylm.native.decoder import batch_struct as batch_struct
-from raylm.native.decoder import paged_attention as paged_attention
-from raylm.native.kernels import kernels as kernels
-from raylm.native.kernels import use_threads as use_threads
-from raylm.native.linear import Int4Weight as Int4Weight
-from raylm.native.linear import Int8Weight as Int8Weight
-from raylm.native.linear import NativeLinear as NativeLinear
-from raylm.native.linear import Weight as Weight
-from raylm.native.linear import round_int4 as round_int4
-from raylm.native.memory import huge_empty as huge_empty
-from raylm.native.packed_adapter import AdapterRun as AdapterRun
-from raylm.native.packed_adapter import PackedAdapter as PackedAdapter
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raylm.lazy import front_door
+
+if TYPE_CHECKING:
+    from raylm.native import library as library
+    from raylm.native.build import NativeError as NativeError
+    from raylm.native.build import build_beside as build_beside
+    from raylm.native.decoder import NativeDecoder as NativeDecoder
+    from raylm.native.decoder import batch_struct as batch_struct
+    from raylm.native.decoder import paged_attention as paged_attention
+    from raylm.native.linear import Int4Weight as Int4Weight
+    from raylm.native.linear import Int8Weight as Int8Weight
+    from raylm.native.linear import NativeLinear as NativeLinear
+    from raylm.native.linear import Weight as Weight
+    from raylm.native.linear import round_int4 as round_int4
+    from raylm.native.memory import huge_empty as huge_empty
+    from raylm.native.packed_adapter import AdapterRun as AdapterRun
+    from raylm.native.packed_adapter import PackedAdapter as PackedAdapter
+    from raylm.native.runtime import kernels as kernels
+    from raylm.native.runtime import use_threads as use_threads
+
+_MODULES = {
+    "build": ("NativeError", "build_beside"),  # needs no torch: the child of `raylm serve` compiles beside Ray's start
+    "decoder": ("NativeDecoder", "batch_struct", "paged_attention"),
+    "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
+    "memory": ("huge_empty",),
+    "packed_adapter": ("AdapterRun", "PackedAdapter"),
+    "runtime": ("kernels", "use_threads"),
+}
+
+__getattr__ = front_door(__name__, _MODULES)

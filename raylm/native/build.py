@@ -1,19 +1,27 @@
-"""Compiles the native kernels on first use, into a cache keyed by source, compiler and instruction set."""
+"""Compiles the native kernels on first use, into a cache keyed by source, compiler and instruction set.
+
+Processes that need them at the same time compile them once: a lock in the cache is held by the one that does.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from raylm.stages import report
 
 SOURCES = Path(__file__).parent / "src"
+_DRIVER = Path("/proc/driver/nvidia")
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
 # Best first: what a CPU must offer (names of /proc/cpuinfo), and the compiler's options.
@@ -52,21 +60,49 @@ def build(instructions: str) -> Path:
     library = cache / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
     if library.exists():
         return library
-    started = time.perf_counter()
-    report("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
-    cache.mkdir(parents=True, exist_ok=True)
-    # Compiled beside its place and moved there: another process that compiles it now makes the same file.
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        fresh = Path(scratch) / library.name
-        _compile(compiler, instructions, fresh)
-        fresh.replace(library)
-    report("stage", "native", f"compiled in {time.perf_counter() - started:.1f} s")
+    with _locked(cache) as lock:
+        if not library.exists():
+            started = time.perf_counter()
+            report("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
+            fresh = library.with_suffix(".new")
+            _compile(compiler, instructions, fresh, lock)
+            fresh.replace(library)
+            report("stage", "native", f"compiled in {time.perf_counter() - started:.1f} s")
     return library
 
 
-def _compile(compiler: str, instructions: str, target: Path) -> None:
+def build_beside() -> None:
+    """Begin to compile for this machine's CPU on a thread, unless there is a GPU; ``build`` elsewhere waits for it."""
+
+    def work() -> None:
+        with suppress(NativeError):  # who needs the kernels will say why there are none
+            build(instruction_set())
+
+    if not _DRIVER.exists():
+        threading.Thread(target=work, name="compile kernels", daemon=True).start()
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[IO[str]]:
+    """Hold the cache's lock, which the kernel releases when its last holder has ended."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        file = (cache / "lock").open("w")
+    except OSError as error:
+        raise NativeError(f"the cache {cache} cannot be written: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("stage", "native", "waiting for the CPU kernels, which another process compiles")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _compile(compiler: str, instructions: str, target: Path, lock: IO[str]) -> None:
+    """The compiler holds ``lock`` too: where this process is killed, it may still be writing ``target``."""
     command = [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / "api.cpp"), "-o", str(target)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock.fileno()])
     if result.returncode:
         first = (result.stderr.strip() or "no message").splitlines()[0]
         raise NativeError(f"{compiler} cannot compile the native kernels: {first[:300]}")

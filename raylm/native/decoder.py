@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import raylm.native.library as lib
-from raylm.native.kernels import Kernels, kernels
 from raylm.native.linear import KINDS
 from raylm.native.packed_adapter import AdapterRun, PackedAdapter
+from raylm.native.runtime import Kernels, kernels
 from raylm.native.team_size import TeamSize
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import raylm.native.library as lib
-from raylm.native.kernels import Kernels
+from raylm.native.runtime import Kernels
 
 KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
 _MIDDLE = 8

@@ -34,7 +34,8 @@ class InputBatch:
         limits             [max_num_seqs] int32, the longest that the sequence may grow
         sampling           [max_num_seqs] records of SAMPLING_DTYPE: temperature 0 is greedy, top_k is vocab_size when
                            off, logprobs is NO_LOGPROBS when not asked for
-    What few sequences use (biases, masks, penalties) lives in ``processors``, each of which owns its own rows.
+    What few sequences use (biases, masks, penalties) lives in ``processors``, each of which owns its own rows, and in
+    ``logprob_token_ids`` by row.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class InputBatch:
             StructuredOutputs(max_num_seqs, vocab_size, grammars),
         )
         self._grammars = grammars
+        self.logprob_token_ids: dict[int, Ints] = {}
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -84,6 +86,8 @@ class InputBatch:
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.sampling[row] = (params.temperature, params.top_p, params.min_p, top_k, new.seed, logprobs)
+        if params.logprob_token_ids:
+            self.logprob_token_ids[row] = np.array(params.logprob_token_ids, np.int64)
         for processor, state in zip(self.processors, states, strict=True):
             if state is not None:
                 processor.add(row, state)
@@ -97,6 +101,7 @@ class InputBatch:
     def remove(self, seq_id: int) -> None:
         row = self._row_of.pop(seq_id)
         self._free_rows.append(row)
+        self.logprob_token_ids.pop(row, None)
         for processor in self.processors:
             processor.remove(row)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -23,12 +26,13 @@ from tests.serving import ROOT
 
 def test_the_shipped_configuration_is_read() -> None:
     served = read_serve_file(ROOT / "configs" / "llama.yaml")
-    assert served.config.model == "embedded"
-    assert served.url == "http://127.0.0.1:8000"
+    (config,) = served.configs()
+    assert config.model == "embedded"
+    assert served.url("/") == "http://127.0.0.1:8000"
 
 
 def test_the_70b_over_four_gpus_is_read() -> None:
-    config = read_serve_file(ROOT / "configs" / "llama-3.3-70b-tp4.yaml").config
+    (config,) = read_serve_file(ROOT / "configs" / "llama-3.3-70b-tp4.yaml").configs()
     assert (config.model_name, config.device, config.engine.tensor_parallel_size) == ("llama-3.3-70b", "cuda", 4)
 
 
@@ -45,14 +49,50 @@ def test_a_route_prefix_and_a_wildcard_host_give_the_url_of_this_machine(tmp_pat
     file.write_text(
         "applications: [{import_path: 'raylm:build_app', route_prefix: /llm}]\nhttp_options: {host: 0.0.0.0, port: 81}"
     )
-    assert read_serve_file(file).url == "http://127.0.0.1:81/llm"
+    served = read_serve_file(file)
+    (application,) = served.ours
+    assert application.route_prefix == "/llm"
+    assert served.url("/llm") == "http://127.0.0.1:81/llm"
+    assert served.url("/", "head") == "http://head:81"
+
+
+def test_a_file_with_certificates_is_served_by_https(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "applications: [{import_path: 'raylm:build_app'}]\nhttp_options: {host: '::1', ssl_keyfile: k, ssl_certfile: c}"
+    )
+    assert read_serve_file(file).url("/") == "https://[::1]:8000"
+
+
+def test_two_models_and_an_application_of_somebody_else_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "applications:\n- {name: a, import_path: 'raylm:build_app', route_prefix: /a, args: {served_model_name: A}}\n"
+        "- {name: b, import_path: 'raylm:build_app', route_prefix: /b, args: {dtype: float32}}\n"
+        "- {name: c, import_path: 'other:app', route_prefix: null}\n"
+    )
+    served = read_serve_file(file)
+    assert [(app.name, app.route_prefix) for app in served.ours] == [("a", "/a"), ("b", "/b")]
+    assert [config.model_name for config in served.configs()] == ["A", "embedded"]
+    assert [(app.name, app.route_prefix, app.config is None) for app in served.applications][2] == ("c", None, True)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("applications: []", "exactly one application"),
-        ("- 1", "exactly one application"),
+        ("applications: []", "must have an application whose import_path is raylm:build_app"),
+        ("- 1", "must have an application whose import_path is raylm:build_app"),
+        ("applications: [{import_path: 'other:app'}]", "must have an application whose import_path is raylm:build_app"),
+        (
+            "applications: [{import_path: 'raylm:build_app'}, {import_path: 'a:b', route_prefix: /b}]",
+            "applications: several have the name 'default'",
+        ),
+        (
+            "applications: [{import_path: 'raylm:build_app'}, {import_path: 'a:b', name: b}]",
+            "applications: several have the route_prefix '/'",
+        ),
+        ("applications: [{import_path: 'raylm:build_app', route_prefix: null}]", "route_prefix: RayLM serves HTTP"),
+        ("applications: [{import_path: 'raylm:build_app', name: ''}]", "name: String should have at least 1"),
         ("a: [", "cannot be read"),
         ("applications: 5", "applications: Input should be a valid list"),
         ("applications: [x]", "applications.0: Input should be a valid dict"),
@@ -82,6 +122,10 @@ def test_a_route_prefix_and_a_wildcard_host_give_the_url_of_this_machine(tmp_pat
             "applications: [{import_path: 'raylm:build_app', args: {engine: {tensor_parallel_size: 2}, "
             "scheduler: {speculative_tokens: 4}}}]",
             "scheduler.speculative_tokens: how many tokens are guessed",
+        ),
+        (
+            "applications: [{import_path: 'raylm:build_app', args: {scheduler: {max_num_batched_tokens: 32}}}]",
+            "scheduler: max_num_batched_tokens: 32 tokens in a step are fewer than its sequences (max_num_seqs: 64)",
         ),
     ],
 )
@@ -187,3 +231,86 @@ def test_config_prints_every_knob_with_its_default() -> None:
     printed = CliRunner().invoke(main.app, ["config"]).output.splitlines()
     assert [line.split()[0] for line in printed] == [name for name, _, _ in knobs()]
     assert any(line.startswith("cache.block_size") and " 16 " in line for line in printed)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Says 200 to everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        return
+
+
+class Child:
+    """What the launcher reads of a ServeProcess that writes nothing more."""
+
+    def __init__(self) -> None:
+        self.lines: queue.Queue[str] = queue.Queue()
+
+
+@pytest.fixture
+def answering() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def watching(port: int, tmp_path: Path, settings: launcher.Settings) -> launcher.Launcher:
+    """A launcher whose file has a model and another application."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "applications: [{import_path: 'raylm:build_app'}, {name: c, route_prefix: /c, import_path: 'a:b'}]\n"
+        f"http_options: {{host: 127.0.0.1, port: {port}}}"
+    )
+    return launcher.Launcher(read_serve_file(file), settings)
+
+
+def test_ready_is_when_ours_answer_and_others_run_after_they_were_deployed(
+    answering: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_ENGINE_LINES_S", 0)
+    watched, child = watching(answering, tmp_path, launcher.Settings()), Child()
+    for line in ("", "[raylm stage] deploy   default, c", "[raylm stage] running  c at http://127.0.0.1/c"):
+        assert "ready" not in capsys.readouterr().out
+        watched._handle_line(line)
+        watched._look_for_answers(child)  # type: ignore[arg-type]
+    written = capsys.readouterr().out
+    assert f"ready    embedded at http://127.0.0.1:{answering}/v1" in written
+    (request,) = (line.partition(" try ")[2].split() for line in written.splitlines() if " try " in line)
+    assert request[:2] == ["curl", f"http://127.0.0.1:{answering}/v1/chat/completions"]
+
+
+def test_waiting_for_ready_is_bounded_and_says_for_what(
+    answering: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = watching(answering, tmp_path, launcher.Settings(ready_timeout_s=0))
+    watched._handle_line("[raylm stage] deploy   default, c")
+    watched._handle_line("(proxy) it is slow")
+    watched._look_for_answers(Child())  # type: ignore[arg-type]
+    assert watched._failure == "c did not answer within 0 s (--ready-timeout)"
+    assert "it is slow" in capsys.readouterr().out
+
+
+def test_what_the_user_must_change_is_the_refusal_and_nothing_else_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = watching(81, tmp_path, launcher.Settings())
+    watched._handle_line("[raylm error] config   RAY_ADDRESS: wrong")
+    watched._handle_line("[raylm error] serve    ConnectionError: gone")
+    assert watched._refusal == "RAY_ADDRESS: wrong"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_request_to_copy_names_the_key_where_one_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("applications: [{import_path: 'raylm:build_app', args: {ingress: {api_keys_env: KEYS}}}]")
+    (application,) = read_serve_file(file).ours
+    assert launcher._curl(application, {"default": "http://h"}).endswith(' -H "Authorization: Bearer $KEY"')

@@ -88,6 +88,11 @@ _CHAT_OPTIONS: list[dict[str, Any]] = [
     THINKING,
     THINKING | {"n": 2, "logprobs": True, "top_logprobs": 1},
     WEATHER | THINKING,
+    THINKING | {"include_reasoning": False},
+    {"logprobs": True, "logprob_token_ids": [300, 7], "return_tokens_as_token_ids": True},
+    {"messages": [*CHAT["messages"], {"role": "assistant", "content": "A KV"}], "echo": True, "n": 2},
+    {"truncate_prompt_tokens": 8, "truncation_side": "right", "add_special_tokens": True},
+    {"structured_outputs": {"json": True}, "max_tokens": 64},
 ]
 _TEXT_OPTIONS: list[dict[str, Any]] = [
     {},
@@ -100,6 +105,8 @@ _TEXT_OPTIONS: list[dict[str, Any]] = [
     {"echo": True, "logprobs": 1, "max_tokens": 0},
     {"stop": "e", "return_token_ids": True},
     {"prompt_logprobs": 2},
+    {"logprobs": 1, "logprob_token_ids": [300, 7, 8], "return_tokens_as_token_ids": True, "echo": True},
+    {"truncate_prompt_tokens": 2, "truncation_side": "left", "add_special_tokens": False},
 ]
 _FLAT_TOOL = {"type": "function", **TOOL}
 _RESPONSE_OPTIONS: list[dict[str, Any]] = [

@@ -171,5 +171,10 @@ def test_the_description_takes_what_the_server_takes(description: dict[str, Any]
         body_validator(description, case.path).validate({"model": "m"} | case.body)
     for path in {case.path for case in served}:
         good = next(case.body for case in served if case.path == path)
-        for bad in (good, {"model": 3} | good, {"model": "m", "no_such_field": 1} | good):
+        assert body_validator(description, path).is_valid(good), "where one model is served its name may be left out"
+        if "messages" in good and path == "/v1/chat/completions":
+            custom, wrong = ({"messages": [{"role": role, "content": "x"}]} for role in ("critic", "no role"))
+            assert body_validator(description, path).is_valid(good | custom)
+            assert not body_validator(description, path).is_valid(good | wrong)
+        for bad in ({"model": 3} | good, {"model": "m", "no_such_field": 1} | good):
             assert not body_validator(description, path).is_valid(bad)

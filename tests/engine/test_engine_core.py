@@ -281,11 +281,14 @@ async def test_a_fault_of_the_core_itself_is_a_death_too(monkeypatch: pytest.Mon
     outbox = core.connect("a")
     core.add("a", some(1))
     monkeypatch.setattr(core.scheduler, "update", lambda plan, result: 1 / 0)
+    assert core.held_requests == 1
     with pytest.raises(EngineDiedError, match="ZeroDivisionError"):
         await core.run()
     assert (await outbox.get()).keys == []
     with pytest.raises(EngineDiedError):
         await outbox.get()
+    core.drop_client("a", outbox)  # as a client does that hears of it
+    assert core.held_requests == 1
 
 
 class Stuck(FakeExecutor):

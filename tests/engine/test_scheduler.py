@@ -269,6 +269,8 @@ def test_counts() -> None:
     assert (stats.running, stats.waiting, stats.steps) == (2, 0, 4)
     assert (stats.counters.prompt_tokens, stats.counters.generation_tokens) == (24, 8)
     assert (stats.counters.prefix_queries, stats.counters.prefix_hits) == (24, 8)
+    assert stats.counters.step_tokens == (9 + 5) + 2 + 2 + (1 + 2)
+    assert [*stats.counters.steps_by_tokens[:4]] == [0, 3, 1, 0], "up to 1, 8, 16, 32"
     assert stats.kv_usage == (2 + 3) / 20
 
 

@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from raylm.frontend.telemetry import Telemetry
 from raylm.messages import Counters, EngineStats
+from raylm.metrics import STEP_TOKENS_BUCKETS
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -49,3 +50,18 @@ def test_latencies_fall_into_their_buckets() -> None:
     assert found["vllm:e2e_request_latency_seconds_count", frozenset({only})] == 1
     assert found["vllm:request_success_total", frozenset({only, ("finished_reason", "stop")})] == 1
     assert found["vllm:request_success_total", frozenset({only, ("finished_reason", "abort")})] == 1
+
+
+def test_steps_fall_into_their_buckets_by_tokens() -> None:
+    steps = [0] * (len(STEP_TOKENS_BUCKETS) + 1)
+    steps[0], steps[3], steps[-1] = 5, 2, 1
+    stats = {"a": EngineStats(counters=Counters(step_tokens=20_053, steps_by_tokens=tuple(steps)))}
+    found = samples(Telemetry("m", lambda: stats))
+
+    def of(part: str, **labels: str) -> float:
+        return found[
+            f"vllm:iteration_tokens_total_{part}", frozenset({"model_name": "m", "engine": "a", **labels}.items())
+        ]
+
+    assert [of("bucket", le=bound) for bound in ("1", "16", "32", "16384", "+Inf")] == [5, 5, 7, 7, 8]
+    assert (of("count"), of("sum")) == (8, 20_053)

@@ -51,6 +51,8 @@ ENDPOINTS: dict[str, Endpoint] = {
             "parallel_tool_calls": BOOLEAN,
             "reasoning_effort": CHOICE,
             "thinking_token_budget": [*INTEGER, -1],
+            "include_reasoning": BOOLEAN,
+            "echo": BOOLEAN,
             "add_generation_prompt": BOOLEAN,
             "continue_final_message": BOOLEAN,
             "chat_template_kwargs": [*OBJECT, {"messages": []}, {"tokenize": True}, {"_x": 1}],
@@ -62,7 +64,7 @@ ENDPOINTS: dict[str, Endpoint] = {
             "modalities": [*TEXTS, ["audio"]],
             "store": [*BOOLEAN, True],
         },
-        ("model", "messages"),
+        ("messages",),
         {"max_tokens": ("messages", "max_completion_tokens"), "max_completion_tokens": ("messages",)},
     ),
     "/v1/completions": Endpoint(
@@ -74,7 +76,7 @@ ENDPOINTS: dict[str, Endpoint] = {
             "echo": BOOLEAN,
             "best_of": [*INTEGER, 0, 129],
         },
-        ("model", "prompt"),
+        ("prompt",),
         {"max_tokens": ("prompt",)},
     ),
     "/v1/embeddings": Endpoint(
@@ -86,13 +88,13 @@ ENDPOINTS: dict[str, Endpoint] = {
             "dimensions": [*INTEGER, 0, -1, 10**6],
             "normalize": BOOLEAN,
         },
-        ("model", "input"),
+        ("input",),
     ),
     "/score": Endpoint(
         ScoreRequest,
         {"model": "embedded", "text_1": "a", "text_2": ["b", "c"]},
         POOLING | {"text_1": [*TEXTS, "", [], ["a"] * 3], "text_2": [*TEXTS, "", [], ["a"] * 1025]},
-        ("model", "text_1", "text_2"),
+        ("text_1", "text_2"),
     ),
     "/rerank": Endpoint(
         RerankRequest,
@@ -103,7 +105,7 @@ ENDPOINTS: dict[str, Endpoint] = {
             "top_n": [*INTEGER, -1],
             "return_documents": BOOLEAN,
         },
-        ("model", "query", "documents"),
+        ("query", "documents"),
     ),
     "/tokenize": Endpoint(
         TokenizeRequest,
@@ -111,7 +113,7 @@ ENDPOINTS: dict[str, Endpoint] = {
         {
             "model": STRING,
             "prompt": [*STRING, "beside messages"],
-            "add_special_tokens": [*BOOLEAN, True],
+            "add_special_tokens": BOOLEAN,
             "return_token_strs": BOOLEAN,
             "messages": MESSAGES[:-1],
             "tools": TOOLS,

@@ -18,13 +18,14 @@ from raylm.frontend.answers.tool_calls import TOOL_PARSERS
 from raylm.frontend.defaults import PoolingDefaults
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob
-from raylm.frontend.text.chat_template import prepare_messages
+from raylm.frontend.text.chat_template import ROLES, prepare_messages
 from raylm.messages import Thinking
 from raylm.params import PoolingParams, SamplingParams
 
 BOS, EOS = 256, 257
 SPECIAL = {BOS: b"<s>", EOS: b"</s>"}
 VOCAB = 258
+CUSTOM_ROLE = "critic"  # beside those that all know
 
 
 @dataclass
@@ -55,6 +56,8 @@ class FakeAsyncLLM:
     model_name: str = "org/fake-model"
     fingerprint: str = "fp_0123456789abcdef"
     is_ready: bool = True
+    calls_tools: bool = True
+    reasons: bool = True
     admission: Admission = field(default_factory=Admission)
     answer_format: AnswerFormat | None = None
     adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
@@ -77,6 +80,9 @@ class FakeAsyncLLM:
 
     async def render_chat(self, request: ChatRequest) -> list[int]:
         prepared = prepare_messages(request.messages, continue_final_message=request.continue_final_message)
+        for place, message in enumerate(prepared):
+            if message["role"] not in {*ROLES, CUSTOM_ROLE}:
+                raise InvalidRequestError("There is no such role.", param=f"messages[{place}].role")
         request = replace(request, messages=prepared)
         self.rendered.append(request)
         return await self.tokenize("".join(f"{m['role']}:{m['content']}\n" for m in request.messages))

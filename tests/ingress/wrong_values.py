@@ -62,7 +62,7 @@ SAMPLING: dict[str, list[Any]] = {
     "presence_penalty": [*NUMBER, -2.1, 2.1],
     "frequency_penalty": [*NUMBER, -2.1, 2.1],
     "repetition_penalty": [*NUMBER, 0, -1],
-    "seed": [*INTEGER, 2**63],
+    "seed": [*INTEGER, 2**63, 2**64, -(2**63) - 1],
     "min_tokens": [*INTEGER, -1, 2**40],
     "stop": STOP,
     "stop_token_ids": [*IDS, [10**6], [1] * 1025],
@@ -84,7 +84,11 @@ GENERATION: dict[str, list[Any]] = SAMPLING | {
     "max_tokens": [*INTEGER, -1, 10**7],
     "prompt_logprobs": [*INTEGER, -1, 21],
     "truncate_prompt_tokens": [*INTEGER, 0, -2],
+    "truncation_side": [*CHOICE, "left"],
+    "logprob_token_ids": [*IDS, [], [5], [10**6], list(range(129))],
     "return_token_ids": BOOLEAN,
+    "return_tokens_as_token_ids": BOOLEAN,
+    "add_special_tokens": BOOLEAN,
     "request_id": REQUEST_ID,
     "user": STRING,
     "response_format": [
@@ -94,13 +98,14 @@ GENERATION: dict[str, list[Any]] = SAMPLING | {
     ],
     "structured_outputs": [
         *OBJECT, {}, {"regex": 5}, {"regex": "a", "json": {}}, {"choice": []}, {"choice": [1]}, {"zzz": 1},
-        {"grammar": []}, {"json": 5},
+        {"grammar": []}, {"json": 5}, {"json": False},
     ],
 }  # fmt: skip
 POOLING: dict[str, list[Any]] = {
     "model": STRING,
     "pooling": [*CHOICE, "max"],
     "truncate_prompt_tokens": COUNT,
+    "truncation_side": [*CHOICE, "left"],
     "priority": PRIORITY,
     "cache_salt": SALT,
     "request_id": REQUEST_ID,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,79 @@ def test_compiled_once_and_again_when_the_source_changes(
     assert os.stat(first).st_mtime_ns == made
     (sources / "api.cpp").write_text('extern "C" int answer() { return 42; }')
     assert build.build("plain") != first
-    assert [path.suffix for path in first.parent.iterdir()] == [".so", ".so"]
+    assert sorted(path.suffix for path in first.parent.iterdir()) == ["", ".so", ".so"]  # and the lock
     with pytest.raises(NativeError, match=r"cannot be loaded: .*raylm_team_new"):
         open_library(first)
+
+
+ASK = """
+import sys, time
+from pathlib import Path
+from raylm.native import build
+build.SOURCES = Path(sys.argv[1])
+compile_it = build._compile
+def slow(*args):
+    print("compiles", flush=True)
+    time.sleep(float(sys.argv[2]))
+    compile_it(*args)
+build._compile = slow
+print(build.build("plain").name, flush=True)
+"""
+
+
+def test_processes_that_need_it_together_compile_it_once(tmp_path: Path) -> None:
+    sources = tmp_path / "src"
+    sources.mkdir()
+    (sources / "api.cpp").write_text('extern "C" int answer() { return 41; }')
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def ask(seconds: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", ASK, str(sources), seconds]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    with ask("60") as killed:
+        assert killed.stdout is not None
+        assert any(line == "compiles\n" for line in killed.stdout)
+        with ask("0") as second, ask("0") as third:
+            assert second.stdout is not None
+            assert "waiting" in second.stdout.readline()
+            killed.kill()
+            outputs = [process.communicate()[0] for process in (second, third)]
+    assert sum(output.splitlines().count("compiles") for output in outputs) == 1
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert [path.name for path in (tmp_path / "cache" / "raylm").iterdir() if path.suffix == ".new"] == []
+
+
+def test_the_child_of_the_server_compiles_without_torch_while_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+
+    def compile_it(compiler: str, instructions: str, target: Path, lock: object) -> None:
+        target.write_bytes(b"")
+        began.set()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_DRIVER", tmp_path / "no GPU")
+    monkeypatch.setattr(build, "_compile", compile_it)
+    build.build_beside()
+    assert began.wait(60)
+    assert build.build(build.instruction_set()).exists()
+    lean = "import sys; from raylm.native import build_beside; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", lean], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_nothing_is_compiled_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_DRIVER", tmp_path)
+    monkeypatch.setattr(threading, "Thread", None)
+    build.build_beside()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(NativeError, match=r"cache .*raylm cannot be written"):
+        build.build("plain")
 
 
 def test_every_process_finds_the_same_library() -> None:

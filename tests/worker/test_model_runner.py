@@ -204,7 +204,7 @@ def test_prompt_logprobs_describe_every_prompt_token_but_the_first(
     ],
 )
 def test_plans_that_contradict_the_worker_are_refused(make: Maker, change: dict[str, list[int]], message: str) -> None:
-    driver, _ = make(scheduler={"max_num_batched_tokens": 32})
+    driver, _ = make(scheduler={"max_num_batched_tokens": 32, "max_num_seqs": 32})
     driver.add(0, random_prompt(16, seed=12))
     driver.step({0: 16})
     plan = SchedulerOutput(1, [], [], [0], [16], [1], [True], [1], [driver.free[-1]])

@@ -63,7 +63,7 @@ SHARING = [random_prompt(48, 99) + random_prompt(5, seed) for seed in range(8)]
     ("prompts", "cache", "scheduler"),
     [
         (PROMPTS, {"num_blocks": 96}, {}),
-        (PROMPTS, {"num_blocks": 96}, {"max_num_batched_tokens": 16}),
+        (PROMPTS, {"num_blocks": 96}, {"max_num_batched_tokens": 16, "max_num_seqs": 16}),
         (PROMPTS, {"num_blocks": 12}, {}),
         (PROMPTS, {"num_blocks": 12}, {"max_num_batched_tokens": 16, "max_num_seqs": 5}),
         (SHARING, {"num_blocks": 96}, {"max_num_seqs": 2}),

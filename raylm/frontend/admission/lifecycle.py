@@ -91,6 +91,10 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_ongoing(self) -> int:
+        return len(self._ongoing)
+
     @contextmanager
     def admit(self) -> Iterator[OngoingRequest]:
         """Hold one request until the end of the block, or refuse it."""

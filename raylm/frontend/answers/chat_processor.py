@@ -39,10 +39,18 @@ class ChatProcessor:
         self._compiler = compiler
         tools = _choose("tool_parser", config.tool_parser, TOOL_PARSERS, detect_tool_parser(template.source))
         detected = detect_reasoning_parser(template.source)
-        thoughts = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
+        reasoning = _choose("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, detected)
         self._tool_parser = TOOL_PARSERS.get(tools)
-        self._reasoning_parser = self._find_reasoning_parser(thoughts, config.reasoning_parser)
-        self.description = f"tool calls: {tools}; thoughts: {thoughts if self._reasoning_parser else 'none'}"
+        self._reasoning_parser = self._find_reasoning_parser(reasoning, config.reasoning_parser)
+        self.description = f"tool calls: {tools}; reasoning: {reasoning if self._reasoning_parser else 'none'}"
+
+    @property
+    def calls_tools(self) -> bool:
+        return self._tool_parser is not None
+
+    @property
+    def reasons(self) -> bool:
+        return self._reasoning_parser is not None
 
     async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
         """Render, tokenize, and find out what the answers may hold."""
@@ -55,7 +63,8 @@ class ChatProcessor:
         shown = [_without_strict(tool) for tool in tools] if tools else None
         seen = replace(request, tools=shown, template_kwargs=self._template_kwargs(request))
         text = await self._template.render(seen)
-        token_ids = await self._tokenizer.encode(text, add_special_tokens=False, param="messages")
+        special = request.add_special_tokens
+        token_ids = await self._tokenizer.encode(text, add_special_tokens=special, param="messages")
         thinking = self._thinking(token_ids, request.add_generation_prompt)
         if thinking is None:  # nothing is left that a budget could limit
             params = replace(params, thinking_token_budget=None)

@@ -61,6 +61,7 @@ class Discovery:
         self._found(client)
         await client.left.wait()
         await asyncio.sleep(RECONNECT_S)
+        logger.warning("The line to %s was lost, which lives; it is opened again.", name)
         self._connecting.pop(name, None)
 
     def stop(self) -> None:

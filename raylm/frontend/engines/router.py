@@ -163,8 +163,9 @@ class Router:
                 if stops := self._deliver(outputs):
                     engine.client.stop(stops)
         except EngineDiedError as error:
+            # Its supervisor tells what was lost; a line to an engine that lives is Discovery's to tell.
             open_requests = f"{len(engine.open_keys)} open requests"
-            logger.warning("engine %s was lost with %s: %s", engine.client.info.engine_id, open_requests, error)
+            logger.info("engine %s was lost with %s: %s", engine.client.info.engine_id, open_requests, error)
             lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
             crashed = isinstance(error, EngineCrashedError)
         except Exception as error:

@@ -21,6 +21,9 @@ from raylm.frontend.types import ChatRequest
 RENDER_LIMIT_S = 5.0
 _THREADS = 2
 _SHOWN_CHARS = 300
+_MAX_CUSTOM_ROLES = 64
+_PROBE = "31415926535"  # a text that no template holds
+ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 _RESERVED = frozenset({
     "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask",
@@ -37,6 +40,7 @@ class ChatTemplate:
         self.source = "\n".join(templates.values())
         self._special_tokens = dict(special_tokens)
         self._model = model
+        self._custom_roles: dict[tuple[str, str], bool] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "raylm-template")
 
     async def render(self, request: ChatRequest) -> str:
@@ -50,14 +54,17 @@ class ChatTemplate:
 
         def work() -> str:
             check_chars(content_chars(request.messages), "messages")
-            return _render(
+            messages = prepare_messages(request.messages, continue_final_message=request.continue_final_message)
+            text = _render(
                 template,
-                prepare_messages(request.messages, continue_final_message=request.continue_final_message),
+                messages,
                 tools=request.tools,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 **{**self._special_tokens, **kwargs},
             )
+            self._check_roles(messages, template)
+            return text
 
         job = _Job(work)
         try:
@@ -71,6 +78,30 @@ class ChatTemplate:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_roles(self, messages: list[dict[str, Any]], template: str) -> None:
+        """Refuse roles of which a template makes nothing, or only another one."""
+        for place, message in enumerate(messages):
+            role = message["role"]
+            if role in ROLES or self._takes(role, template):
+                continue
+            where = f"messages[{place}].role"
+            raise InvalidRequestError(f"'{where}': the chat template knows no role {role[:40]!r}.", param=where)
+
+    def _takes(self, role: str, template: str) -> bool:
+        """Whether a message of this role is shown with its role; of the last ones it is remembered."""
+        taken = self._custom_roles.get((role, template))
+        if taken is None:
+            conversation = [{"role": "user", "content": "Hi"}, {"role": role, "content": _PROBE}]
+            try:
+                text = _render(template, conversation, add_generation_prompt=False, **self._special_tokens)
+            except InvalidRequestError:
+                text = ""
+            taken = _PROBE in text and role in text
+            if len(self._custom_roles) >= _MAX_CUSTOM_ROLES:
+                self._custom_roles.clear()
+            self._custom_roles[role, template] = taken
+        return taken
 
     def _select(self, tools: list[dict[str, Any]] | None) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"

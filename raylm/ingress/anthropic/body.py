@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import Body, OneOf, Part, Strings, closed, refuse
+from raylm.ingress.openai.fields import Body, Model, OneOf, Part, Strings, closed, refuse
 from raylm.ingress.openai.messages import MAX_TOOLS
 
 # A chat completion's names of fields, and what they are called here; for errors.
@@ -164,7 +164,10 @@ class CountTokensRequest(Body):
         "user_profile_id", "workspace_id",
     })  # fmt: skip
 
-    model: str
+    of_tools: ClassVar[tuple[str, ...]] = ("tools", "tool_choice")
+    of_reasoning: ClassVar[tuple[str, ...]] = ("thinking", "output_config.effort")
+
+    model: Model = ""
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     system: Text | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None

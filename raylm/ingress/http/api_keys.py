@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylm.config import IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
+from raylm.ingress.http.middleware import route_path
 
 _MAX_NAME = 64
 _NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
@@ -88,14 +89,12 @@ class APIKeyMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-            if path not in self._open_paths:
-                presented = list(_presented(scope["headers"]))
-                name = self._keys.name_of(presented)
-                if name is None:
-                    raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
-                scope["raylm.key"] = name
+        if scope["type"] in ("http", "websocket") and route_path(scope) not in self._open_paths:
+            presented = list(_presented(scope["headers"]))
+            name = self._keys.name_of(presented)
+            if name is None:
+                raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
+            scope["raylm.key"] = name
         await self._app(scope, receive, send)
 
 

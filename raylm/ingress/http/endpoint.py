@@ -39,12 +39,15 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 class JSONEndpoint:
     """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
+    ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
+
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
     its true status; what goes wrong later becomes an error event and the end of the stream.
     """
 
     body: type[Body]
     handler: Callable[[Any, str], Awaitable[Answer]]
+    prepare: Callable[[type[Body], JSONObject], Awaitable[tuple[JSONObject, list[str]]]]
     lifecycle: Lifecycle
     throttle: Throttle
     admission: Admission
@@ -67,6 +70,7 @@ class JSONEndpoint:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
             with ongoing:
+                data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                 body = await self.body.read(data)
                 answer = await self.handler(body, scope["raylm.request_id"])
             if isinstance(answer, (bytes, list)):

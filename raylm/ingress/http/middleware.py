@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -17,12 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylm.errors import EngineUnavailableError, HeadersTooLargeError, NotFoundError, OverloadedError, RayLMError
 from raylm.frontend import Throttle
 from raylm.ingress.http.errors import as_known_error, error_response, logger, routing_error
+from raylm.stages import report
 
 if TYPE_CHECKING:
     from raylm.ingress.http.ops import HTTPMetrics
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
+PROBES = frozenset({"/health", "/ready", "/ping"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-|\Z)")
 
@@ -37,7 +41,10 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
-        methods, exposed = ("GET", "POST", "DELETE", "OPTIONS"), ("x-request-id", "retry-after")
+        methods, exposed = (
+            ("GET", "POST", "DELETE", "OPTIONS"),
+            ("x-request-id", "retry-after", "x-raylm-ignored-fields"),
+        )
         super().__init__(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,33 +60,41 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
 class RequestContextMiddleware:
     """Bounds the headers, gives the request its id, counts the answer, and turns every exception into one.
 
-    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer.
+    The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer, the names in
+    ``scope["raylm.ignored_fields"]`` in the header x-raylm-ignored-fields. PROBES are neither counted nor logged,
+    whoever sends them.
     """
 
-    def __init__(self, app: ASGIApp, metrics: HTTPMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: HTTPMetrics, access_log: bool = False) -> None:
         self._app = app
         self._metrics = metrics
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = scope["raylm.request_id"] = _request_id(scope["headers"])
-        started = False
+        is_probe, began = route_path(scope) in PROBES, time.perf_counter()
+        status: int | None = None
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
-                self._metrics.answers[message["status"], scope.get("raylm.key", "")] += 1
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                status = message["status"]
+                if not is_probe:
+                    self._metrics.answers[status, scope.get("raylm.key", "")] += 1
+                headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if ignored := scope.get("raylm.ignored_fields"):
+                    headers.append((b"x-raylm-ignored-fields", ", ".join(ignored).encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
             _check_headers(scope["headers"])
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if started:
+            if status is not None:
                 logger.error("request %s broke off after its answer had begun", request_id, exc_info=error)
                 raise
             if isinstance(error, HTTPException):
@@ -87,6 +102,25 @@ class RequestContextMiddleware:
             else:
                 response = error_response(as_known_error(error, request_id), scope["path"])
             await response(scope, receive, send_with_id)
+        finally:
+            if self._access_log and not is_probe:
+                report("stage", "access", _access_line(scope, status, time.perf_counter() - began))
+
+
+def route_path(scope: Scope) -> str:
+    """The path that the app's router sees: without the prefix that Serve has mounted the app under."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
+def _access_line(scope: Scope, status: int | None, seconds: float) -> str:
+    """``status`` is None where the client has left before there was an answer."""
+    client = (scope.get("client") or ("-",))[0]
+    # HAProxy names its own client last. Without HAProxy a client may write what it likes there.
+    if forwarded := Headers(scope=scope).getlist("x-forwarded-for"):
+        client = forwarded[-1].rpartition(",")[2].strip()
+    path = quote(scope["path"], safe="/:@+,;=~!$&'()*")
+    asked = f"{quote(client, safe=':')} {scope['method']} {path}"
+    return f"{asked} {status or '-'} {seconds:.3f} s {scope['raylm.request_id']}"
 
 
 def _request_id(headers: _Headers) -> str:
@@ -127,7 +161,11 @@ class ThrottleMiddleware:
         self._throttle = Throttle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].endswith(("/health", "/ready")) and not _is_serve_route(scope):
+        if (
+            scope["type"] == "http"
+            and not scope["path"].endswith(("/health", "/ready", "/ping"))
+            and not _is_serve_route(scope)
+        ):
             await self._throttle.enter()
         await self._app(scope, receive, send)
 

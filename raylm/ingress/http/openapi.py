@@ -19,6 +19,7 @@ from raylm.ingress.http.errors import error_format
 from raylm.version import VERSION
 
 _REFERENCE = "#/components/schemas/{model}"
+_MEDIA_TYPES = {"/metrics": "text/plain", "/docs": "text/html"}
 _LIST_QUERY: dict[str, JSONObject] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100},
     "order": {"type": "string", "enum": ["asc", "desc"]},
@@ -73,7 +74,7 @@ def document(routes: Sequence[BaseRoute]) -> bytes:
 def _operation(route: Route, method: str) -> JSONObject:
     path = _path(route)
     body = route.endpoint.body if isinstance(route.endpoint, JSONEndpoint) else None
-    answers: JSONObject = {"text/plain" if path == "/metrics" else "application/json": {"schema": {}}}
+    answers: JSONObject = {_MEDIA_TYPES.get(path, "application/json"): {"schema": {}}}
     if body is not None and "stream" in body.model_fields:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     refusal = _json_content(error_format(path).name)

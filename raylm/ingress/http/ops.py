@@ -1,13 +1,14 @@
-"""What operators and probes ask: /health, /ready, /metrics, /version, and the list of endpoints at /."""
+"""What operators and probes ask: /health, /ready, /ping, /load, /metrics, /version, and the list of endpoints at /."""
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,6 +33,7 @@ class HTTPMetrics(Collector):
         self.answers: Counter[tuple[int, str]] = Counter()  # by status, and name of the key if a right one was needed
         self._model_name = llm.model_name
         self._admission = llm.admission
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", *metrics.HTTP_ANSWERS.labels]
@@ -44,18 +46,30 @@ class HTTPMetrics(Collector):
             gauge = GaugeMetricFamily(metric.name, metric.help, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
+        build = InfoMetricFamily(metrics.BUILD.name, metrics.BUILD.help, labels=["model_name"])
+        build.add_metric([self._model_name], {"version": VERSION, "python": platform.python_version()})
+        yield build
+        yield from self._process.collect()
+
+
+def check_ready(llm: AsyncLLM, lifecycle: Lifecycle) -> None:
+    """An error unless a request that needs an engine would be answered now."""
+    if lifecycle.shutting_down:
+        raise ShuttingDownError("The server is shutting down.")
+    if not llm.is_ready:
+        raise EngineUnavailableError("No engine is ready; try again shortly.")
 
 
 def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
     async def health(request: Request) -> Response:
-        if lifecycle.shutting_down:
-            raise ShuttingDownError("The server is shutting down.")
-        if not llm.is_ready:
-            raise EngineUnavailableError("No engine is ready.")
+        check_ready(llm, lifecycle)
         return json_response({"status": "ok"})
 
     async def series(request: Request) -> Response:
         return Response(llm.metrics_text() + generate_latest(http_metrics), headers={"content-type": _PROMETHEUS_TEXT})
+
+    async def load(request: Request) -> Response:
+        return json_response({"server_load": lifecycle.num_ongoing})
 
     async def version(request: Request) -> Response:
         return json_response({"version": VERSION})
@@ -64,5 +78,6 @@ def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -
         about = {"name": "RayLM", "version": VERSION, "model": llm.model_name}
         return json_response(about | {"endpoints": endpoints(request.app.routes)})
 
-    served = {"/health": health, "/ready": health, "/metrics": series, "/version": version, "/": index}
+    served = {"/metrics": series, "/load": load, "/version": version, "/": index}
+    served |= dict.fromkeys(("/health", "/ready", "/ping"), health)
     return [Route(path, endpoint) for path, endpoint in served.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
@@ -44,9 +45,19 @@ class ChatCompletionRequest(GenerationBody):
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "audio", "documents", "echo", "function_call", "functions", "moderation", "prediction",
-        "prompt_cache_options", "verbosity", "web_search_options",
+        "audio", "moderation", "prediction", "prompt_cache_options", "verbosity", "web_search_options",
     })  # fmt: skip
+    served_by: ClassVar[dict[str, str]] = GenerationBody.served_by | {
+        "best_of": "n",
+        "documents": "chat_template_kwargs.documents",
+        "enable_thinking": "chat_template_kwargs.enable_thinking",
+        "function_call": "tool_choice",
+        "functions": "tools",
+        "prompt": "messages",
+        "thinking_budget": "thinking_token_budget",
+    }
+    of_tools: ClassVar[tuple[str, ...]] = ("tools", "tool_choice", "parallel_tool_calls")
+    of_reasoning: ClassVar[tuple[str, ...]] = ("reasoning_effort", "thinking_token_budget")
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -58,6 +69,8 @@ class ChatCompletionRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    include_reasoning: bool | None = None
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -96,9 +109,19 @@ class ChatCompletionRequest(GenerationBody):
             reasoning_effort=self.reasoning_effort,
             add_generation_prompt=opens_turn(self.add_generation_prompt, self.continue_final_message),
             continue_final_message=bool(self.continue_final_message),
+            add_special_tokens=bool(self.add_special_tokens),
             template_kwargs=self.chat_template_kwargs,
             any_length=any_length,
         )
+
+    @property
+    def echoed(self) -> str:
+        """What ``echo`` puts before an answer: the text of the last message, where it is of the answer's role."""
+        opens = opens_turn(self.add_generation_prompt, self.continue_final_message)
+        if not self.echo or (opens and self.messages[-1]["role"] != "assistant"):
+            return ""
+        content = self.messages[-1].get("content") or ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
     def _chosen_tool(self) -> ChosenTool:
         choice = self.tool_choice or "auto"
@@ -115,26 +138,35 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class ChatChoices(Choices):
-    """The role opens a choice of a stream."""
+    """The role opens a choice of a stream, and then what is ``echoed``."""
 
     _text_key = "delta.content"
     _ending: ClassVar[JSONObject] = {"delta": {}}
+
+    def __init__(
+        self, head: JSONObject, body: ChatCompletionRequest, params: SamplingParams, tokens: TokenTexts
+    ) -> None:
+        super().__init__(head, body, params, tokens)
+        self._echoed = body.echoed
 
     def _shared(self, output: RequestOutput) -> JSONObject:
         return self._prompt(output)
 
     def _choice(self, index: int, choice: CompletionDelta, output: RequestOutput) -> JSONObject:
+        choice.text = self._echoed + choice.text
         return {"message": assistant_message(choice), "logprobs": self._logprobs(choice)}
 
     def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
         opening = {"role": "assistant", "content": "", "refusal": None}
-        return [{"delta": opening, "logprobs": None, "finish_reason": None} | self._prompt_token_ids(output)]
+        rest: JSONObject = {"logprobs": None, "finish_reason": None}
+        choices = [{"delta": opening} | rest | self._prompt_token_ids(output)]
+        return [*choices, {"delta": {"content": self._echoed}} | rest] if self._echoed else choices
 
     def _news(self, index: int, delta: CompletionDelta) -> JSONObject:
         return {"delta": _delta_message(delta), "logprobs": self._logprobs(delta)}
 
     def _logprobs(self, delta: CompletionDelta) -> JSONObject | None:
-        return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._tokens)
+        return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._shown_as)
 
 
 def assistant_message(choice: CompletionDelta) -> JSONObject:
@@ -186,6 +218,8 @@ class ChatCompletions:
         head["system_fingerprint"] = self._llm.fingerprint
         if body.service_tier:
             head["service_tier"] = "default"
+        if body.include_reasoning is False:
+            outputs = _without_reasoning(outputs)
         return await ChatChoices(head, body, params, self._tokens).answer([outputs])
 
     async def start(
@@ -195,10 +229,7 @@ class ChatCompletions:
         body.check(self._config)
         head = body.head(name, arrival_time, "messages", self._llm)
         params, prompt = await self._prepare(body, any_length=body.truncate_prompt_tokens is not None)
-        token_ids = prompt.token_ids
-        if body.truncate_prompt_tokens:
-            token_ids = token_ids[-body.truncate_prompt_tokens :]
-        return params, self._llm.generate(token_ids, prompt.params, head, prompt.answer_format)
+        return params, self._llm.generate(body.cut(prompt.token_ids), prompt.params, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
         """Tokens of the prompt that a conversation comes to."""
@@ -229,6 +260,15 @@ class ChatCompletions:
         params = body.params(self._llm.sampling_defaults)
         self._llm.admission.expect(params.n)
         return params, await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
+
+
+async def _without_reasoning(outputs: Outputs) -> Outputs:
+    """The outputs of the answers alone; the tokens of the reasoning are still counted."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            for delta in output.deltas:
+                delta.reasoning = ""
+            yield output
 
 
 def _without(body: ChatCompletionRequest, head: int, count: int) -> ChatCompletionRequest:

@@ -37,10 +37,12 @@ class Choices(ABC):
         self._head = head
         self._body = body
         self._tokens = tokens
+        self._shown_as = tokens.by_id() if body.return_tokens_as_token_ids else tokens  # in answers' log-probabilities
         self._n = params.n
         self._num_logprobs = params.logprobs
         self._options = body.options
-        detailed = params.logprobs is not None or body.return_token_ids or self._options.continuous_usage_stats
+        self._with_usage = bool(self._options.include_usage and self._options.continuous_usage_stats)
+        detailed = params.logprobs is not None or body.return_token_ids or self._with_usage
         self._plain = not detailed
         self._opened: set[int] = set()
 
@@ -69,7 +71,7 @@ class Choices(ABC):
         async with aclosing(merge(outputs)) as items:
             async for output in items:
                 usage.count(output)
-                shown = usage.as_json() if self._options.continuous_usage_stats else None
+                shown = usage.as_json() if self._with_usage else None
                 if self._plain and len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
                     data = self._delta(template, output, output.deltas[0], shown)
                 else:

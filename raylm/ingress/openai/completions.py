@@ -16,7 +16,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import Prompt, Prompts, unsupported
-from raylm.ingress.openai.generation import GenerationBody, truncated
+from raylm.ingress.openai.generation import GenerationBody, tokenized
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
@@ -33,6 +33,10 @@ class CompletionRequest(GenerationBody):
     """Fields of a completion. ``best_of`` is accepted where it means nothing: equal to ``n``."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({"suffix"})
+    served_by: ClassVar[dict[str, str]] = GenerationBody.served_by | {
+        "max_completion_tokens": "max_tokens",
+        "messages": "prompt",
+    }
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -43,7 +47,9 @@ class CompletionRequest(GenerationBody):
     def check(self, config: Config) -> None:
         super().check(config)
         if self.best_of not in (None, self.n or 1):
-            raise unsupported("best_of", "only a value equal to 'n' is supported.")
+            raise unsupported(
+                "best_of", "only a value equal to 'n' is supported; use 'n', and 'logprobs' to choose by."
+            )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("'max_tokens' may be 0 only with 'echo'.", param="max_tokens")
         if self.max_tokens == 0 and self.min_tokens:
@@ -103,7 +109,7 @@ class CompletionChoices(Choices):
         """What stands before a choice's own text, with its log-probabilities if they are asked for."""
         text, logprobs = "" if self._echoed is None else self._echoed[output.place], None
         if self._num_logprobs is not None:
-            columns = self._columns[index] = CompletionLogprobs(self._tokens, self._num_logprobs)
+            columns = self._columns[index] = CompletionLogprobs(self._shown_as, self._num_logprobs)
             if self._echoed is not None:
                 logprobs = columns.prompt(text, output.prompt_token_ids, output.prompt_logprobs or ())
         return {"text": text, "logprobs": logprobs}
@@ -127,7 +133,8 @@ class Completions:
         head = body.head(name, arrival_time, "prompt", self._llm)
         params = body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
         self._llm.admission.expect(len(body.prompt) * params.n)
-        prompts = [await truncated(prompt, body.truncate_prompt_tokens, self._llm) for prompt in body.prompt]
+        special = body.add_special_tokens is not False
+        prompts = [await tokenized(prompt, body, self._llm, special=special) for prompt in body.prompt]
         echoed = [await self._text(prompt) for prompt in prompts] if body.echo else None
         outputs: list[Outputs] = [
             self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)

@@ -8,19 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import Field
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Prompt, Prompts
-from raylm.ingress.openai.generation import RequestBody, truncated
+from raylm.ingress.openai.generation import CutBody, RequestBody, tokenized
 from raylm.ingress.openai.outputs import Usage, merge
 from raylm.params import PoolingParams, PoolingType
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048  # OpenAI's bound
 
 
-class PoolingBody(RequestBody):
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+class PoolingBody(RequestBody, CutBody):
     pooling: PoolingType | None = None
 
     def pooling_params(self, default: PoolingType) -> PoolingParams:
@@ -93,9 +91,7 @@ class PoolingHandler(ABC, Generic[B]):
         params = body.pooling_params(self._llm.pooling_defaults.pooling)
         self._llm.admission.expect(len(texts))
         streams = [
-            self._llm.embed(
-                await truncated(prompt, body.truncate_prompt_tokens, self._llm), params, head.nth(place, param)
-            )
+            self._llm.embed(await tokenized(prompt, body, self._llm), params, head.nth(place, param))
             for place, (prompt, param) in enumerate(texts)
         ]
         vectors, usage = [np.empty(0, np.float32)] * len(streams), Usage(len(streams))

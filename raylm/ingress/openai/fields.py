@@ -79,6 +79,7 @@ StringOrStrings = Annotated[
 ]
 Prompt = str | list[int]
 
+Model = Annotated[str, Field(description="A model or LoRA adapter; it may be left out where one model is served.")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 
 
@@ -86,6 +87,7 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 class OneOf:
     """Annotates a union, or what may become one; ``key`` is a field that is a Literal in each member.
 
+    One member may have any string there: it is meant by all but the Literals of the others.
     ``refusal`` is the sentence for everything else, with ``{got}`` for what stands there instead; ``served`` is False
     where it refuses what OpenAI's specification allows. Without ``key``, or with null, it is ``default``.
     """
@@ -96,8 +98,7 @@ class OneOf:
     default: str | None = None
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        choices = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
-        members = {tag: member for member in choices for tag in self._tags(member)}
+        members = self._members(union)
         tags = {tag: _TAG + tag for tag in members}
 
         def choose(value: object) -> str | None:
@@ -105,8 +106,8 @@ class OneOf:
                 return tags.get(json_name(value))
             if not isinstance(value, dict) or len(value) > MAX_FIELDS:
                 return None
-            tag = self.default if value.get(self.key) is None else value[self.key]
-            return tags.get(tag) if isinstance(tag, str) else None
+            tag = self._tag(value)
+            return tags.get(tag, tags.get("")) if isinstance(tag, str) else None
 
         return core_schema.tagged_union_schema(
             {tags[tag]: handler.generate_schema(member) for tag, member in members.items()},
@@ -116,11 +117,24 @@ class OneOf:
             custom_error_context={"refusal": self.refusal, "key": self.key, "served": self.served},
         )
 
+    def member(self, union: Any, value: Mapping[str, Any]) -> Any:
+        """Which one of ``union`` an object is by its ``key``; object if it is none."""
+        members, tag = self._members(union), self._tag(value)
+        return members.get(tag, members.get("", object)) if isinstance(tag, str) else object
+
+    def _tag(self, value: Mapping[str, Any]) -> Any:
+        return self.default if value.get(self.key) is None else value[self.key]
+
+    def _members(self, union: Any) -> dict[str, Any]:
+        choices = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
+        return {tag: member for member in choices for tag in self._tags(member)}
+
     def _tags(self, member: Any) -> tuple[str, ...]:
         bare = get_args(member)[0] if get_origin(member) is Annotated else member
         if self.key:
             literal = get_type_hints(bare)[self.key]
-            return tuple(tag for part in (literal, *get_args(literal)) for tag in get_args(part) if type(tag) is str)
+            tags = tuple(tag for part in (literal, *get_args(literal)) for tag in get_args(part) if type(tag) is str)
+            return tags or ("",)
         kind = get_origin(bare) or bare
         return (_JSON_NAMES.get(str if kind is Literal else kind, "an object"),)
 
@@ -163,12 +177,17 @@ def refuse(rule: str, *, at: str = "", served: bool = True) -> PydanticCustomErr
 class Body(BaseModel):
     """A JSON body: types are strict ("1" is no integer, true no number) and unknown fields are refused by name.
 
-    ``unserved`` are fields that OpenAI or other servers know and this one does not serve; null counts as not given.
+    ``unserved`` are fields that OpenAI or other servers know and this one does not serve, ``served_by`` others' names
+    of what a field here serves; null counts as not given. ``of_tools`` and ``of_reasoning`` are fields, or fields of
+    objects as dotted paths, that only models which call tools, or reason, can serve.
     """
 
     model_config = _STRICT | ConfigDict(frozen=True, json_schema_extra={"additionalProperties": False})
 
     unserved: ClassVar[frozenset[str]] = frozenset()
+    served_by: ClassVar[dict[str, str]] = {}
+    of_tools: ClassVar[tuple[str, ...]] = ()
+    of_reasoning: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Self:
@@ -195,6 +214,11 @@ class Body(BaseModel):
     @classmethod
     def _refuse(cls, name: str, value: object) -> None:
         shown = clip(name, _MAX_NAME)
+        if name in cls.served_by:
+            if value is not None:
+                message = f"'{shown}' is not a field of this server: use '{cls.served_by[name]}'."
+                raise UnsupportedFieldError(message, param=shown)
+            return
         if name in cls.unserved:
             if value is not None:
                 raise UnsupportedFieldError(f"'{shown}' is not supported by this server.", param=shown)
@@ -285,6 +309,8 @@ def _as_request_error(error: ErrorDetails) -> InvalidRequestError:
         return InvalidRequestError(f"Missing required parameter: '{param}'.", param=param)
     if kind == "extra_forbidden":
         return unsupported(param, "this field is not supported.")
+    if _EXPECTED.get(kind) == "an integer" and isinstance(value, (int, float)) and abs(value) >= 2**63:
+        return wrong(param, "it lies beyond the integers of 64 bits, from -2**63 to 2**63 - 1")
     if kind in _EXPECTED:
         return _wrong_type(param, f"expected {_EXPECTED[kind]}, but got {json_name(value)}")
     if kind == "too_short":

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, ModelNotFoundError
 from raylm.frontend import RequestHead
+from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import (
     MAX_FIELDS,
     Body,
+    Model,
     OneOf,
     Part,
     Prompt,
@@ -25,9 +27,10 @@ from raylm.ingress.openai.fields import (
     TokenIds,
     at_most,
     closed,
+    refuse,
     unsupported,
 )
-from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -37,6 +40,20 @@ _SAME_NAME = {field.name for field in fields(SamplingParams)} - {
     "max_tokens", "logprobs", "logit_bias", "structured_outputs",
 }  # fmt: skip
 _MAX_BIAS = 100.0
+# Names that other servers have for what a field here serves.
+FORMS = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+_LENGTHS = ("max_new_tokens", "max_output_tokens", "num_predict", "n_predict")
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18  # the largest vocabularies
@@ -48,7 +65,7 @@ class RequestBody(Body):
     ``user`` identifies the end user for abuse detection and has by OpenAI's definition no effect on the answer.
     """
 
-    model: str
+    model: Model = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     request_id: RequestId | None = None
@@ -68,6 +85,31 @@ class RequestBody(Body):
             param=param,
             adapter=check_model(self.model, llm),
         )
+
+
+class IncomingFields:
+    """What is done to a body before its handler checks it: where one model is served, its name is filled in."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
+        """``data`` as the handler gets it, and the names of fields that were left out of it.
+
+        Raises:
+            InvalidRequestError: no model is named, and there are several.
+        """
+        model = body.model_fields.get("model")
+        if model is not None and model.default == "" and data.get("model") is None:
+            data = data | {"model": self._only_model()}
+        return data, []
+
+    def _only_model(self) -> str:
+        if others := tuple(self._llm.adapters.known):
+            names = ", ".join(f"'{clip(name, 100)}'" for name in (self._llm.model_name, *others[:3]))
+            message = f"Missing required parameter: 'model'; this server has {1 + len(others)} models, as {names}."
+            raise InvalidRequestError(message, param="model")
+        return self._llm.model_name
 
 
 def check_priority(priority: int | None, config: Config) -> None:
@@ -92,12 +134,15 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
     return name
 
 
-async def truncated(prompt: Prompt, limit: int | None, llm: AsyncLLM) -> Prompt:
-    """The last ``limit`` tokens of ``prompt``; a text of no more stays one."""
-    if limit is None:
+async def tokenized(prompt: Prompt, body: CutBody, llm: AsyncLLM, *, special: bool = True) -> Prompt:
+    """``prompt`` cut as ``body`` says; a text stays one, unless it is cut or its ``special`` tokens are left out."""
+    if isinstance(prompt, list):
+        return body.cut(prompt)
+    if special and body.truncate_prompt_tokens is None:
         return prompt
-    token_ids = await llm.tokenize(prompt) if isinstance(prompt, str) else prompt
-    return token_ids[-limit:] if len(token_ids) > limit else prompt
+    token_ids = await llm.tokenize(prompt, add_special_tokens=special)
+    kept = body.cut(token_ids)
+    return prompt if special and len(kept) == len(token_ids) else kept
 
 
 def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
@@ -136,12 +181,22 @@ def _strings(choice: object) -> object:
     return choice
 
 
+def _some_json(schema: bool) -> bool:
+    if not schema:
+        raise ValueError("the schema false allows no answer")
+    return schema
+
+
 @closed
 class Constraints(TypedDict, total=False):
-    """vLLM's ``structured_outputs``: one of these."""
+    """vLLM's ``structured_outputs``: one of these; ``json`` true is the schema of any JSON."""
 
     json: (
-        Annotated[dict[str, Any] | bool | str, OneOf("expected an object, a boolean or a string, but got {got}")] | None
+        Annotated[
+            dict[str, Any] | Annotated[bool, AfterValidator(_some_json)] | str,
+            OneOf("expected an object, true or a string, but got {got}"),
+        ]
+        | None
     )
     regex: str | None
     choice: Annotated[list[str], BeforeValidator(_strings)] | None
@@ -165,6 +220,8 @@ def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | No
         message = "'structured_outputs' and 'response_format' must not both say what form the answer has."
         raise InvalidRequestError(message, param="structured_outputs")
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if given.get("json") in (True, "true"):
+        given["json"] = {}
     if "choice" in given:
         given["choice"] = tuple(given["choice"])
     if given.get("json_object") is False:
@@ -176,6 +233,8 @@ def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | No
 class SamplingBody(RequestBody):
     """How one answer is drawn, whatever API asks for it."""
 
+    served_by: ClassVar[dict[str, str]] = FORMS
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(lt=2**31)] | None = None
@@ -183,7 +242,7 @@ class SamplingBody(RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     min_tokens: Annotated[int, Field(lt=2**31)] | None = None
     stop: StringOrStrings | None = None
     stop_token_ids: Annotated[TokenIds | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
@@ -213,16 +272,40 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(SamplingBody):
+class CutBody(Body):
+    """How a prompt that is too long is cut."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    @model_validator(mode="after")
+    def _needs_a_length(self) -> Self:
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise refuse("it needs 'truncate_prompt_tokens'", at="truncation_side")
+        return self
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """The last ``truncate_prompt_tokens`` of them, or with the side "right" the first; all without a limit."""
+        limit = self.truncate_prompt_tokens
+        if limit is None or len(token_ids) <= limit:
+            return token_ids
+        return token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:]
+
+
+class GenerationBody(SamplingBody, CutBody):
     """Fields of /v1/chat/completions and /v1/completions alike."""
+
+    served_by: ClassVar[dict[str, str]] = FORMS | dict.fromkeys(_LENGTHS, "max_tokens")
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     n: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
 
     def check(self, config: Config) -> None:

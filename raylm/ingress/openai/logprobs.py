@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,13 @@ class TokenTexts:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.bytes_of = cache(llm.token_bytes)
-        self.text_of = cache(lambda token_id: _readable(self.bytes_of(token_id)))
+        self.text_of: Callable[[int], str] = cache(lambda token_id: _readable(self.bytes_of(token_id)))
+
+    def by_id(self) -> TokenTexts:
+        """The same bytes under texts like token_id:7, which are different for each token."""
+        named = copy(self)
+        named.text_of = "token_id:{}".format
+        return named
 
 
 def _readable(raw: bytes) -> str:
@@ -65,12 +72,12 @@ class CompletionLogprobs:
         self._offset = 0
 
     def generated(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob]) -> JSONObject:
-        """The columns of generated tokens, which follow what came before."""
+        """The columns of generated tokens, which follow what came before, with all alternatives that they have."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
-        return self._columns(token_ids, entries, offsets)
+        return self._columns(token_ids, entries, offsets, None)
 
     def prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> JSONObject:
         """The columns of an echoed prompt; tokens that are not in ``text`` (a BOS put before it) have no length."""
@@ -85,20 +92,20 @@ class CompletionLogprobs:
                 self._offset += len(self._decoder.decode(piece))
         self._offset = len(text)
         self._decoder.reset()
-        return self._columns(token_ids, entries, offsets)
+        return self._columns(token_ids, entries, offsets, self._num_top)
 
     def _columns(
-        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: list[int]
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: list[int], num_top: int | None
     ) -> JSONObject:
         return {
             "tokens": [self._tokens.text_of(token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else max(entry.logprob, _LOWEST) for entry in entries],
-            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry, num_top) for entry in entries],
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        likely = [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]
+    def _top(self, entry: TokenLogprob, num_top: int | None) -> dict[str, float]:
+        likely = [*entry.top[:num_top], (entry.token_id, entry.logprob)]
         return {self._tokens.text_of(token_id): max(logprob, _LOWEST) for token_id, logprob in likely}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field
@@ -10,6 +11,7 @@ from typing_extensions import TypedDict
 from raylm.ingress.openai.fields import MAX_FIELDS, OneOf, at_most, closed, refuse
 
 MAX_TOOLS = 128
+_ROLES = ["developer", "system", "user", "assistant", "tool"]
 _CONTENT = "expected a string or an array of text parts, but got {got}"
 
 
@@ -105,6 +107,23 @@ class ToolMessage(_Message):
     tool_call_id: str
 
 
+def _not_misspelt(role: str) -> str:
+    if near := difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.8):
+        raise refuse(f"did you mean '{near[0]}'?")
+    return role
+
+
+_CUSTOM_ROLE = Field(pattern=r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$", json_schema_extra={"not": {"enum": list(_ROLES)}})
+
+
+@closed
+class CustomMessage(_Message):
+    """Of a role that only chat templates know; whether the model's does is found out when it is rendered."""
+
+    role: Annotated[str, _CUSTOM_ROLE, AfterValidator(_not_misspelt)]
+    content: Content
+
+
 def _complete(message: AssistantMessage) -> AssistantMessage:
     if wrapped := message.pop("provider_specific_fields", None):
         message = {**wrapped, **message}
@@ -114,8 +133,8 @@ def _complete(message: AssistantMessage) -> AssistantMessage:
 
 
 Message = Annotated[
-    Instructions | UserMessage | Annotated[AssistantMessage, AfterValidator(_complete)] | ToolMessage,
-    OneOf("expected one of developer, system, user, assistant, tool, but got {got}", key="role"),
+    Instructions | UserMessage | Annotated[AssistantMessage, AfterValidator(_complete)] | ToolMessage | CustomMessage,
+    OneOf("expected developer, system, user, assistant, tool or a role of the template, but got {got}", key="role"),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 

@@ -11,20 +11,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from raylm.errors import EngineUnavailableError, InvalidRequestError
+from raylm.config import Config
+from raylm.errors import InvalidRequestError
 from raylm.ingress.http.answer import json_response
+from raylm.ingress.http.ops import check_ready
 from raylm.ingress.openai.fields import Body
 from raylm.ingress.openai.generation import check_model
 from raylm.messages import LoRAAdapter
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM
+    from raylm.frontend import AsyncLLM, Lifecycle
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+\-]{1,128}$")]
 
 
-def model_routes(llm: AsyncLLM) -> list[Route]:
-    """GET /v1/models and GET /v1/models/{id}, where the id may hold slashes."""
+def model_routes(llm: AsyncLLM, config: Config, lifecycle: Lifecycle) -> list[Route]:
+    """GET /v1/models and GET /v1/models/{id}, where the id may hold slashes; 503 whenever /health is.
+
+    ``root`` is where a model or adapter was asked to be loaded from, ``parent`` an adapter's base model.
+    """
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
@@ -33,28 +38,24 @@ def model_routes(llm: AsyncLLM) -> list[Route]:
             "object": "model",
             "created": created,
             "owned_by": "raylm",
-            "max_model_len": _max_model_len(llm),
+            "root": config.model,
+            "parent": None,
+            "max_model_len": llm.max_model_len,
         }
         if name in llm.adapters.known:
             shown |= {"root": llm.adapters.known[name].path, "parent": llm.model_name}
         return shown
 
     async def list_models(request: Request) -> Response:
+        check_ready(llm, lifecycle)
         return json_response({"object": "list", "data": [card(name) for name in (llm.model_name, *llm.adapters.known)]})
 
     async def retrieve_model(request: Request) -> Response:
+        check_ready(llm, lifecycle)
         check_model(name := request.path_params["model_id"], llm)
         return json_response(card(name))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{model_id:path}", retrieve_model)]
-
-
-def _max_model_len(llm: AsyncLLM) -> int | None:
-    """None before the first engine is ready, where neither the configuration nor the checkpoint does."""
-    try:
-        return llm.max_model_len
-    except EngineUnavailableError:
-        return None
 
 
 class LoadAdapterRequest(Body):

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class TokenizeRequest(Body):
-    """Either ``prompt`` or ``messages`` (with the template's fields)."""
+    """Either ``prompt`` or ``messages`` (with the template's fields).
+
+    ``add_special_tokens`` is true by default with ``prompt`` and false with ``messages``: templates write their own.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -36,11 +39,9 @@ class TokenizeRequest(Body):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
-        chat_only = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        for name in chat_only if self.prompt is not None else ("add_special_tokens",):
-            if getattr(self, name) is not None:
-                other = "messages" if self.prompt is not None else "prompt"
-                raise InvalidRequestError(f"'{name}' needs '{other}'.", param=name)
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if self.prompt is not None and getattr(self, name) is not None:
+                raise InvalidRequestError(f"'{name}' needs 'messages'.", param=name)
 
 
 class DetokenizeRequest(Body):
@@ -75,6 +76,7 @@ class Tokenize:
             tools=cast(list[JSONObject], body.tools) or None,
             add_generation_prompt=opens_turn(body.add_generation_prompt, body.continue_final_message),
             continue_final_message=bool(body.continue_final_message),
+            add_special_tokens=bool(body.add_special_tokens),
             template_kwargs=body.chat_template_kwargs,
         )
         return await self._llm.render_chat(request)

@@ -92,6 +92,16 @@ class ResponsesRequest(SamplingBody):
         "context_management", "conversation", "max_tool_calls", "moderation", "prompt", "prompt_cache_options",
     })  # fmt: skip
 
+    served_by: ClassVar[dict[str, str]] = SamplingBody.served_by | {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    }
+    of_tools: ClassVar[tuple[str, ...]] = ("tools", "tool_choice", "parallel_tool_calls")
+    of_reasoning: ClassVar[tuple[str, ...]] = ("reasoning.effort", "thinking_token_budget")
+
     input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None

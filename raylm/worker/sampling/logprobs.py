@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from raylm.messages import Logprobs
 from raylm.params import MAX_LOGPROBS
-from raylm.worker.arrays import Floats32, IntArray, Ints, Mask
+from raylm.worker.arrays import Floats, Floats32, IntArray, Ints, Mask
 from raylm.worker.sampling.block_maxima import BlockMaxima
 
 # More than may be asked for, so that equal logits at the end of the list are nearly always ordered by id; and the
@@ -16,12 +18,20 @@ _WIDTH = MAX_LOGPROBS + 12
 FLOOR = -9999.0
 
 
-def describe_tokens(maxima: BlockMaxima, rows: Ints, token_ids: IntArray, tops: IntArray, wanted: Mask) -> Logprobs:
+def describe_tokens(
+    maxima: BlockMaxima,
+    rows: Ints,
+    token_ids: IntArray,
+    tops: IntArray,
+    wanted: Mask,
+    chosen: Mapping[int, Ints] | None = None,
+) -> Logprobs:
     """Describe one token of each row, as columns over all of them ([S] each); only those ``wanted`` get entries.
 
     ``rows`` says where in ``maxima`` a row stands. Entries are the token itself and then the ``tops`` most likely ones
     by (logit falling, id rising), without tokens of probability zero. A rank is 1 + the number of tokens that are more
-    likely, so equals share it.
+    likely, so equals share it. ``chosen`` are, by position, tokens that stand in place of the most likely ones, as
+    given.
     """
     counts, ranks = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     where, tokens = rows[wanted], token_ids[wanted].astype(np.int64)
@@ -39,7 +49,28 @@ def describe_tokens(maxima: BlockMaxima, rows: Ints, token_ids: IntArray, tops: 
     shown[:, 1:] &= values > -np.inf
     counts[wanted] = shown.sum(axis=1)
     entries = np.concatenate([tokens[:, None], ids], axis=1)[shown]
-    return Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
+    found = Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
+    at = {int(position): place for place, position in enumerate(np.flatnonzero(wanted))}
+    described = {
+        position: (ids, np.maximum(maxima.pick(np.full(len(ids), rows[position]), ids) - sums[at[position]], FLOOR))
+        for position, ids in (chosen or {}).items()
+        if position in at
+    }
+    return _with_chosen(found, described) if described else found
+
+
+def _with_chosen(found: Logprobs, described: Mapping[int, tuple[Ints, Floats]]) -> Logprobs:
+    """``found`` with other tokens than the most likely ones at some positions: their ids and log-probabilities."""
+    whole, start = Logprobs([], [], [], found.ranks), 0
+    for position, count in enumerate(found.counts):
+        end, ids, logprobs = start + count, [], []
+        if position in described:
+            end, (ids, logprobs) = start + 1, (column.tolist() for column in described[position])
+        whole.token_ids.extend([*found.token_ids[start:end], *ids])
+        whole.logprobs.extend([*found.logprobs[start:end], *logprobs])
+        whole.counts.append(end - start + len(ids))
+        start += count
+    return whole
 
 
 def _ranks(maxima: BlockMaxima, rows: Ints, own: Floats32, values: Floats32) -> Ints:

@@ -78,7 +78,11 @@ class Sampler:
         self._ranks.broadcast(torch.from_numpy(token_ids))
         logprobs = None
         if asking.any():
-            logprobs = describe_tokens(step.raw, step.raw_rows, token_ids, sampling["logprobs"], asking & usable)
+            chosen = {}
+            if given := batch.logprob_token_ids:
+                chosen = {at: given[row] for at, row in enumerate(rows.tolist()) if row in given}
+            tops, wanted = sampling["logprobs"], asking & usable
+            logprobs = describe_tokens(step.raw, step.raw_rows, token_ids, tops, wanted, chosen)
         return SamplerOutput(token_ids, logprobs, sorted(step.failed.items()))
 
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: IntArray, top: int) -> Logprobs:

@@ -146,7 +146,7 @@ async def test_markers_that_are_special_tokens_are_shown_to_their_parsers(tmp_pa
     template = "{{ messages[0].content }}{# [TOOL_CALLS] [THINK] [/THINK] #}"
     path = write_checkpoint(tmp_path, backend, tokenizer_config={"chat_template": template})
     llm = AsyncLLM(Config(model=str(path)))
-    assert llm.chat_description == "tool calls: mistral; thoughts: mistral"
+    assert llm.chat_description == "tool calls: mistral; reasoning: mistral"
     prompt = await llm.prepare_chat(ChatRequest(messages=ASK), PARAMS)
     assert not prompt.params.skip_special_tokens
     await llm.stop()
@@ -154,7 +154,7 @@ async def test_markers_that_are_special_tokens_are_shown_to_their_parsers(tmp_pa
 
 @pytest.mark.uses("tool_parsers")
 async def test_parsers_are_chosen_by_name_or_not_at_all(llm: AsyncLLM, checkpoint: Path) -> None:
-    assert llm.chat_description == "tool calls: hermes; thoughts: none"
+    assert llm.chat_description == "tool calls: hermes; reasoning: none"
     with pytest.raises(UnsupportedFieldError) as refused:
         await llm.prepare_chat(ChatRequest(messages=ASK, reasoning_effort="low"), PARAMS)
     assert refused.value.param == "reasoning_effort"
@@ -163,5 +163,5 @@ async def test_parsers_are_chosen_by_name_or_not_at_all(llm: AsyncLLM, checkpoin
     with pytest.raises(ConfigError, match="no tokens of this model's vocabulary"):
         AsyncLLM(Config(model=str(checkpoint), reasoning_parser="think"))
     chosen = AsyncLLM(Config(model="embedded", tool_parser="mistral", reasoning_parser="none"))
-    assert chosen.chat_description == "tool calls: mistral; thoughts: none"
+    assert chosen.chat_description == "tool calls: mistral; reasoning: none"
     await chosen.stop()

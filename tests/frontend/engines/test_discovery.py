@@ -47,3 +47,30 @@ async def test_an_engine_is_found_after_looks_that_failed(
         "Ray could not be asked for engines, and will be again: the control plane is away"
     ] * 2
     watching.stop()
+
+
+async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = [Client(), Client()]
+    waiting = iter(clients)
+
+    async def connect(core: object) -> Client:
+        return next(waiting)
+
+    listed = [{"name": "EngineCore:a", "namespace": NAMESPACE}]
+    monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
+    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
+    monkeypatch.setattr(discovery, "RECONNECT_S", 0.001)
+    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
+    found: asyncio.Queue[object] = asyncio.Queue()
+    watching = discovery.Discovery("EngineCore:", found.put_nowait)
+    async with asyncio.timeout(30):
+        assert await found.get() is clients[0]
+        clients[0].left.set()
+        assert await found.get() is clients[1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "The line to EngineCore:a was lost, which lives; it is opened again."
+    ]
+    watching.stop()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raylm.checkpoint import EMBEDDED
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend.text import chat_template
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, prepare_messages
@@ -133,3 +134,43 @@ def test_messages_are_copied() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     prepare_messages(messages)
     assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+
+
+ANY_ROLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+WITHOUT_ROLES = "{% for m in messages %}{{ 'bot: ' if m.role == 'assistant' else 'you: ' }}{{ m.content }}{% endfor %}"
+ONE_MORE = "{% for m in messages %}{% if m.role in ['user', 'critic'] %}{{ m.role + m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "taken"),
+    [
+        (ANY_ROLE, "critic", True),
+        (ANY_ROLE, "ipython", True),
+        (WITHOUT_ROLES, "critic", False),
+        (ONE_MORE, "critic", True),
+        (ONE_MORE, "ipython", False),
+    ],
+)
+async def test_roles_are_taken_that_the_template_shows(template: str, role: str, taken: bool) -> None:
+    made = make(template)
+    messages = [*HI, {"role": role, "content": "x"}]
+    for _ in range(2):
+        if taken:
+            assert role in await render(made, messages)
+            continue
+        with pytest.raises(InvalidRequestError, match=f"knows no role '{role}'") as raised:
+            await render(made, messages)
+        assert raised.value.param == "messages[1].role"
+
+
+async def test_what_is_known_of_roles_is_bounded() -> None:
+    made = make(ANY_ROLE)
+    for number in range(3 * chat_template._MAX_CUSTOM_ROLES):
+        await render(made, [{"role": f"r{number}", "content": "x"}])
+    assert len(made._custom_roles) <= chat_template._MAX_CUSTOM_ROLES
+
+
+async def test_the_embedded_model_has_no_roles_of_its_own() -> None:
+    made = make((EMBEDDED / "chat_template.jinja").read_text())
+    with pytest.raises(InvalidRequestError, match="No such role: critic"):
+        await render(made, [*HI, {"role": "critic", "content": "x"}])

@@ -49,10 +49,10 @@ ENDPOINTS = {
             "metadata": [*OBJECT, {"zzz": 1}],
             "service_tier": CHOICE,
         },
-        ("model", "messages", "max_tokens"),
+        ("messages", "max_tokens"),
         {"max_tokens": ("messages", "completion")},
     ),
     "/v1/messages/count_tokens": Endpoint(
-        CountTokensRequest, {"model": "embedded", "messages": CHAT["messages"]}, CLAUDE, ("model", "messages")
+        CountTokensRequest, {"model": "embedded", "messages": CHAT["messages"]}, CLAUDE, ("messages",)
     ),
 }  # fmt: skip

@@ -27,12 +27,14 @@ class Replica:
 
     def __init__(self) -> None:
         self.asked, self.left = asyncio.Event(), asyncio.Event()
+        self.head = b""
         self.port = free_port()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if b"/-/healthz" in await reader.readuntil(b"\r\n\r\n"):
+        if b"/-/healthz" in (head := await reader.readuntil(b"\r\n\r\n")):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         else:
+            self.head = head
             await reader.readexactly(len(BODY))
             self.asked.set()
             with suppress(ConnectionResetError):
@@ -91,11 +93,12 @@ async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(
     haproxy: Any, replica: Replica, apart_s: float
 ) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", haproxy.cfg.http_options.port)
-    writer.write(b"POST /up HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY))
+    writer.write(b"POST /up HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: forged\r\nContent-Length: %d\r\n\r\n" % len(BODY))
     await asyncio.sleep(apart_s)
     writer.write(BODY)
     async with asyncio.timeout(10):
         await replica.asked.wait()
+    assert replica.head.lower().rpartition(b"x-forwarded-for: ")[2].startswith(b"127.0.0.1\r\n")
     await asyncio.sleep(0.1)
     writer.close()
     async with asyncio.timeout(1):

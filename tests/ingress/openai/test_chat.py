@@ -88,11 +88,17 @@ async def test_usage_comes_last_and_null_before(client: httpx.AsyncClient) -> No
 
 
 async def test_continuous_usage_counts_up_to_the_whole(client: httpx.AsyncClient) -> None:
-    chunks = await stream(client, stream_options={"continuous_usage_stats": True})
+    chunks = await stream(client, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [c["usage"]["completion_tokens"] for c in chunks]
     assert counts == sorted(counts)
-    assert chunks[-1]["usage"] == (await post(client))["usage"]
-    assert chunks[-1]["choices"]
+    assert chunks[-2]["usage"] == chunks[-1]["usage"] == (await post(client))["usage"]
+    assert chunks[-2]["choices"]
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}])
+async def test_continuous_usage_needs_usage_to_be_asked_for(client: httpx.AsyncClient, options: dict[str, Any]) -> None:
+    chunks = await stream(client, stream_options=options | {"continuous_usage_stats": True})
+    assert not [chunk for chunk in chunks if chunk.get("usage") or not chunk["choices"]]
 
 
 async def test_logprobs_in_openais_form(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
@@ -244,7 +250,7 @@ async def test_fields_without_effect_are_accepted(client: httpx.AsyncClient) -> 
 async def test_null_is_as_good_as_absent(client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str) -> None:
     body = CHAT if path == PATH else TEXT
     model = ChatCompletionRequest if path == PATH else CompletionRequest
-    nulls = dict.fromkeys((model.model_fields.keys() | model.unserved) - body.keys())
+    nulls = dict.fromkeys((model.model_fields.keys() | model.unserved | model.served_by.keys()) - body.keys())
     bare, with_nulls = [await client.post(path, json=body | extra) for extra in ({}, nulls)]
     assert with_nulls.status_code == 200, with_nulls.text
     assert with_nulls.json()["choices"] == bare.json()["choices"]

@@ -51,7 +51,7 @@ ENDPOINTS = {
             "structured_outputs": GENERATION["structured_outputs"],
             "thinking_token_budget": [*INTEGER, -1],
         },
-        ("model", "input"),
+        ("input",),
         {"max_output_tokens": ("input",)},
     ),
 }  # fmt: skip

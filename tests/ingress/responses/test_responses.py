@@ -357,6 +357,6 @@ async def test_the_official_client(api: openai.AsyncOpenAI) -> None:
 
 
 def test_every_field_of_openai_is_decided() -> None:
-    decided = ResponsesRequest.model_fields.keys() | ResponsesRequest.unserved
+    decided = ResponsesRequest.model_fields.keys() | ResponsesRequest.unserved | ResponsesRequest.served_by.keys()
     assert set(SPEC["request_fields"]["CreateResponse"]) <= decided
-    assert not ResponsesRequest.model_fields.keys() & ResponsesRequest.unserved
+    assert not ResponsesRequest.model_fields.keys() & (ResponsesRequest.unserved | ResponsesRequest.served_by.keys())

@@ -103,7 +103,7 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("scheduler", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("scheduler", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 16}], ids=["whole", "chunks"])
 def test_all_wishes_draw_what_they_draw_on_a_cpu(machine: Gpu, path: Path, scheduler: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=8, seed=at, **wish) for at, wish in enumerate(WISHES)]
     here, there = (serve(path, PROMPTS, {"num_blocks": 96}, scheduler, params, device)[0] for device in ("cpu", "cuda"))

@@ -147,7 +147,7 @@ def test_tokens_are_the_same(path: Path, spoilt: float, temperature: float, coun
 @pytest.mark.parametrize(
     ("sharing", "cache", "scheduler"),
     [
-        (0, {}, {"max_num_batched_tokens": 16}),
+        (0, {}, {"max_num_batched_tokens": 16, "max_num_seqs": 16}),
         (0, {"num_blocks": 12}, {}),
         (0, {"num_blocks": 12}, {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
         (48, {}, {"max_num_seqs": 2}),

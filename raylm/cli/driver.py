@@ -1,0 +1,283 @@
+"""Driver: the child of `raylm serve`. It connects to Ray, deploys the applications, watches them, takes them away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from pydantic import ValidationError
+from ray import serve
+from ray.actor import ActorHandle
+from ray.serve.schema import ServeDeploySchema
+
+from raylm import ray_private
+from raylm.app import build_app
+from raylm.cli.guard import guards, start_guard, take_away
+from raylm.cli.serve_file import ServedFile
+from raylm.cli.serve_process import port_is_free
+from raylm.cli.sessions import mark, remove_ended
+from raylm.cli.start_checks import ray_address
+from raylm.config import faults
+from raylm.errors import ConfigError
+from raylm.stages import report
+
+_POLL_S = 0.25
+_POLL_RUNNING_S = 2.0
+_TELL_S = 30.0
+_LINES_S = 5.0  # for the reason that an actor wrote: Ray brings its lines later than its status
+_CONNECT_S = 60.0
+_ENDING_S = 15.0  # what applications of a server that was killed get to end, when it is started again
+_DECLARATIVE = ("deployments", "runtime_env", "autoscaling_policy")  # what only a file that is deployed whole can have
+
+
+class Driver:
+    """Serves one file. On a Ray of its own it is alone; on another's it touches nothing but its applications."""
+
+    def __init__(self, served: ServedFile, dashboard: bool) -> None:
+        self._served = served
+        self._dashboard = dashboard
+        self._names = [application.name for application in served.applications]
+        self._shared = ray_address() is not None
+        self._started_serve = False
+        self._deployed = False
+        self._guard: ActorHandle | None = None
+
+    def run(self, connected: Callable[[], object]) -> int:
+        """Serve until SIGINT; the exit status, 2 where the configuration or the machine must be changed first.
+
+        ``connected`` is called when this is a driver of Ray.
+        """
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
+        try:
+            schema = self._schema()
+            self._connect()
+            connected()
+            self._start_serve(schema)
+            self._deploy(schema)
+            report("stage", "deploy", ", ".join(self._names))
+            return self._watch()
+        except KeyboardInterrupt:
+            return 0
+        except ConfigError as error:
+            traceback.print_exc()
+            report("error", "config", error.message)
+            return 2
+        except Exception as error:
+            traceback.print_exc()
+            report("error", "serve", f"{type(error).__name__}: {_last_line(str(error))}")
+            return 1
+        finally:
+            self._end()
+
+    def _schema(self) -> ServeDeploySchema:
+        try:
+            return ServeDeploySchema.model_validate(self._served.tree)
+        except ValidationError as error:
+            raise ConfigError(f"{self._served.source}: {faults(error)}") from error
+
+    def _connect(self) -> None:
+        address = ray_address()
+        if address is not None:
+            report("stage", "ray", f"connecting to {address}")
+        limit = threading.Timer(_CONNECT_S, _give_up, [address])
+        limit.daemon = True
+        try:
+            if address is not None:
+                limit.start()
+                context = ray.init(address=address, namespace="serve")
+            else:
+                context = ray.init(address="local", namespace="serve", include_dashboard=self._dashboard)
+        except Exception as error:  # of any class: Ray's own are plain ones too
+            raise ConfigError(_why_no_ray(error, address)) from error
+        finally:
+            limit.cancel()
+        found = ray.cluster_resources()
+        gcs = ray.get_runtime_context().gcs_address
+        mode = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+        report("stage", "ray", f"{gcs}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
+        report("stage", "ray", f"{mode}RAY_ADDRESS={gcs} ray status")
+        if url := context.address_info.get("webui_url"):
+            report("stage", "ray", f"{mode}RAY_DASHBOARD_ADDRESS=http://{url} serve status")
+        session = Path(context.address_info["session_dir"])
+        report("stage", "logs", f"{session}/logs")
+        if address is None:
+            self._mark = mark(session)
+            threading.Thread(target=remove_ended, args=[session.parent], name="old sessions", daemon=True).start()
+
+    def _start_serve(self, schema: ServeDeploySchema) -> None:
+        details = ray_private.serve_details() if self._shared else None
+        if details is not None:
+            self._join_serve(details)
+            return
+        gcs = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+        here = ray.util.get_node_ip_address() == gcs
+        if self._shared and here and not port_is_free(self._served.host, self._served.port):
+            raise ConfigError(f"http_options.port: something listens on port {self._served.port} already.")
+        self._started_serve = True
+        # The controller replaces a proxy that is slow to start on a busy machine; ready is when there is one.
+        with suppress(ray.exceptions.RayActorError, TimeoutError):
+            serve.start(
+                proxy_location=schema.proxy_location,
+                http_options=schema.http_options.model_dump(),
+                grpc_options=schema.grpc_options.model_dump(),
+                logging_config=schema.logging_config,
+                tracing_config=schema.tracing_config,
+                controller_options=schema.controller_options,
+            )
+        report("stage", "serve", "controller and HTTP proxy are up")
+
+    def _join_serve(self, details: dict[str, Any]) -> None:
+        """Serve runs already: what it was started with stays, so that must be what the file asks for."""
+        running = details["http_options"]
+        for key, value in {"host": self._served.host, "port": self._served.port}.items():
+            if running.get(key, value) != value:
+                raise ConfigError(
+                    f"http_options.{key}: Serve runs on this Ray already with {running[key]!r}, not {value!r}, and "
+                    f"cannot be changed while it does; --{key} {running[key]} serves there."
+                )
+        report("stage", "serve", "runs already; its options and other applications stay as they are")
+        deadline = time.monotonic() + _ENDING_S
+        while taken := self._conflict((ray_private.serve_details() or details)["applications"]):
+            if time.monotonic() > deadline or not guards():
+                raise ConfigError(taken)
+            time.sleep(_POLL_S)
+
+    def _conflict(self, running: dict[str, Any]) -> str | None:
+        prefixes = {application["route_prefix"]: name for name, application in running.items()}
+        for application in self._served.applications:
+            if application.name in running:
+                return f"name: an application {application.name!r} runs on this Ray already; --name gives ours another."
+            if application.route_prefix is not None and application.route_prefix in prefixes:
+                return (
+                    f"route_prefix: {application.route_prefix} belongs to the application "
+                    f"{prefixes[application.route_prefix]!r} on this Ray; --route-prefix gives ours another."
+                )
+        return None
+
+    def _deploy(self, schema: ServeDeploySchema) -> None:
+        whole = [key for entry in self._served.tree["applications"] for key in _DECLARATIVE if entry.get(key)]
+        whole += ["target_capacity"] if schema.target_capacity is not None else []
+        if whole and self._shared:
+            raise ConfigError(
+                f"{whole[0]}: on a Ray that others use this works by `serve deploy` only, which ends what they have "
+                "deployed from files; take it out, or unset RAY_ADDRESS."
+            )
+        if self._shared:
+            self._guard = start_guard(self._names, self._started_serve)
+        if whole:
+            self._deployed = True
+            ray_private.deploy_file(schema)
+            return
+        # Built here, not in a task of the cluster: that takes a process more, seconds of the start.
+        targets = [self._target(schema, place) for place in range(len(self._names))]
+        self._deployed = True
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _target(self, schema: ServeDeploySchema, place: int) -> serve.RunTarget:
+        served, entry = self._served.applications[place], schema.applications[place]
+        if served.config is not None:
+            application = build_app(served.config)
+        else:
+            try:
+                application = ray_private.application(entry.import_path, entry.args)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {_last_line(str(error))}"
+                raise ConfigError(f"applications[{place}] ({served.name}): {entry.import_path}: {reason}") from error
+        return serve.RunTarget(
+            target=application,
+            name=served.name,
+            route_prefix=served.route_prefix,
+            logging_config=entry.logging_config or schema.logging_config,
+            external_scaler_enabled=entry.external_scaler_enabled,
+        )
+
+    def _watch(self) -> int:
+        """Until SIGINT, or until an application cannot start or was ended by somebody else; the exit status."""
+        running: set[str] = set()
+        told = time.monotonic()
+        while True:
+            found = _statuses()
+            if found is None:
+                time.sleep(_POLL_S)
+                continue
+            if fault := next(filter(None, (_fault(name, found, name in running) for name in self._names)), None):
+                time.sleep(_LINES_S)
+                report("error", "serve", fault)
+                return 1
+            others = [served for served in self._served.applications if served.config is None]
+            now = {name for name in self._names if found[name]["status"] == "RUNNING"}
+            for served in others:
+                if served.name in now - running:
+                    report("stage", "running", f"{served.name}{self._place(served.route_prefix)}")
+            running |= now
+            waiting = [name for name in self._names if name not in running]
+            if waiting and time.monotonic() - told > _TELL_S:
+                told = time.monotonic()
+                report("stage", "waiting", "; ".join(f"{name}: {_describe(found[name])}" for name in waiting))
+            time.sleep(_POLL_S if waiting else _POLL_RUNNING_S)
+
+    def _place(self, route_prefix: str | None) -> str:
+        return f" at {self._served.url(route_prefix)}" if route_prefix else " at no URL, by handle"
+
+    def _end(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if not ray.is_initialized():
+            return
+        if self._deployed or self._started_serve:
+            take_away(self._names if self._deployed else [], with_serve=self._started_serve)
+        if self._guard is not None:
+            ray.kill(self._guard)
+
+
+def _statuses() -> dict[str, Any] | None:
+    """Serve's applications by name, none where it was shut down; None while its controller does not answer."""
+    try:
+        details = ray_private.serve_details()
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
+    return {} if details is None else dict(details["applications"])
+
+
+def _fault(name: str, found: dict[str, Any], was_running: bool) -> str | None:
+    if name not in found or found[name]["status"] == "DELETING":
+        return f"{name}: the application was deleted from outside of this server"
+    if not was_running and found[name]["status"] == "DEPLOY_FAILED":
+        print(found[name]["message"], file=sys.stderr)
+        return f"{name}: {_last_line(found[name]['message'])}"
+    return None
+
+
+def _describe(application: dict[str, Any]) -> str:
+    messages = [deployment["message"] for deployment in application["deployments"].values() if deployment["message"]]
+    return " ".join([application["status"], *filter(None, [application["message"], *messages])])
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason was given"])[-1].strip()
+
+
+def _give_up(address: str | None) -> None:
+    """Ray itself would wait for minutes where something else than Ray listens."""
+    report(
+        "error", "config", f"RAY_ADDRESS: what listens at {address} does not answer as Ray's GCS; is the port right?"
+    )
+    os._exit(2)
+
+
+def _why_no_ray(error: Exception, address: str | None) -> str:
+    text = str(error)
+    if address is None:
+        return f"Ray could not be started: {_last_line(text)}; --verbose shows everything."
+    return (
+        f"RAY_ADDRESS: no Ray lets us in at {address}: {_last_line(text)}; look at the port, which `ray start --head` "
+        "prints, and at the token: RAY_AUTH_MODE=token, RAY_AUTH_TOKEN as `ray get-auth-token` prints it on the head."
+    )

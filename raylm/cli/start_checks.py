@@ -1,0 +1,80 @@
+"""What makes a start of Ray fail in many lines, checked before in one: each ConfigError names the cure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from raylm.errors import ConfigError
+
+_LONGEST_SOCKET = 107  # bytes of the path of an AF_UNIX socket on Linux
+_RAY_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+_STEP_SOCKET = "/raylm-12345678/steps"  # of engine/step_channel.py
+_LEAST_FREE = 64 * 2**20
+_CONNECT_S = 5.0
+
+
+def ray_address() -> str | None:
+    """The Ray to serve on, from RAY_ADDRESS; None where `raylm serve` starts one of its own."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return None if address in {"", "local"} else address
+
+
+def check_machine() -> None:
+    """Whether a Ray of our own can start here."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    _check_length(name, folder, _RAY_SOCKET)
+    _check_length("TMPDIR", tempfile.gettempdir(), _STEP_SOCKET)
+    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{name}: {there} cannot be written to; set it to a directory that can.")
+    if (free := shutil.disk_usage(there).free) < _LEAST_FREE:
+        raise ConfigError(
+            f"{name}: the disk of {folder} is full ({free / 2**20:.0f} MiB are free), and Ray keeps its logs and "
+            f"sockets there; free some space, or set {name} to a directory on another disk."
+        )
+
+
+def _check_length(name: str, folder: str, socket_path: str) -> None:
+    longest = _LONGEST_SOCKET - len(socket_path)
+    if (length := len(os.fsencode(folder))) > longest:
+        raise ConfigError(
+            f"{name}: {folder} is too long for the sockets in it, {length} bytes where at most {longest} fit; "
+            f"set it to a shorter directory, such as {name}=/tmp."
+        )
+
+
+def check_cluster(address: str) -> None:
+    """Whether somebody listens at RAY_ADDRESS, and the token that it may want is there."""
+    if "://" in address:
+        raise ConfigError(
+            f"RAY_ADDRESS: {address}: `raylm serve` connects as a driver on a node of the cluster, to HOST:PORT or "
+            "'auto'; from elsewhere, `raylm serve --print-config` writes a file for `serve deploy`."
+        )
+    if address != "auto":
+        _check_connection(address)
+    if os.environ.get("RAY_AUTH_MODE") == "token" and "RAY_AUTH_TOKEN" not in os.environ:
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+        if not path.is_file() or not path.read_text().strip():
+            raise ConfigError(
+                f"RAY_AUTH_MODE: it is 'token', and there is no token in {path}; copy it from the head of the cluster, "
+                "or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+            )
+
+
+def _check_connection(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"RAY_ADDRESS: {address!r} is no HOST:PORT; `ray start --head` prints the right one.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"RAY_ADDRESS: no Ray answers at {address} ({reason}); `ray start --head` prints the right address, and "
+            "without RAY_ADDRESS a Ray of its own is started."
+        ) from error

@@ -1,0 +1,137 @@
+"""Fields that are not served are left out of a body, by the types that it is checked with, and told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+from typing_extensions import is_typeddict
+
+from raylm.frontend import LARGE, offload
+from raylm.ingress.http.body import JSONObject
+from raylm.ingress.http.errors import clip, logger
+from raylm.ingress.openai.fields import Body, OneOf, count_entries
+from raylm.ingress.openai.generation import IncomingFields
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+
+MAX_TOLD = 256  # names in the log
+MAX_SHOWN = 16  # names in an answer's header
+_MAX_NAME = 100
+
+
+class KnownFields(IncomingFields):
+    """``ingress.unknown_fields: warn``: bodies lose what is not served; owns which names the log has told."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        super().__init__(llm)
+        self._told: set[str] = set()
+
+    async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
+        assert issubclass(body, Body)
+        data, names = await offload(lambda: self._leave_out(body, data), _size(data))
+        self._tell(names)
+        data, _ = await super().prepare(body, data)
+        more = [f"and {len(names) - MAX_SHOWN} more"] if len(names) > MAX_SHOWN else []
+        return data, names[:MAX_SHOWN] + more
+
+    def _leave_out(self, body: type[Body], data: JSONObject) -> tuple[JSONObject, list[str]]:
+        """What names a field of this server by another name stays, to be refused with its name here."""
+        left_out: dict[str, None] = {}
+        asked = {
+            name: value
+            for name, value in data.items()
+            if name in body.served_by or (value is None and name in body.unserved)
+        }
+        rest = {name: value for name, value in data.items() if name not in asked}
+        rest = _known_part(body, rest, "", left_out)
+        calls_tools, reasons = self._llm.calls_tools, self._llm.reasons
+        for path in (() if calls_tools else body.of_tools) + (() if reasons else body.of_reasoning):
+            rest = _without(rest, path, left_out)
+        return asked | rest, [_plain(path) for path in left_out]
+
+    def _tell(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(name)
+                logger.warning("a client sends the field %s, which is not served here and is left out", name)
+
+
+def _size(data: JSONObject) -> int:
+    count = count_entries(data)
+    return 0 if count <= LARGE else 2 * count
+
+
+def _plain(path: str) -> str:
+    """A path as a header and a line of the log may hold it."""
+    return re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", clip(path, _MAX_NAME))
+
+
+def _without(data: JSONObject, path: str, left_out: dict[str, None]) -> JSONObject:
+    """``data`` without the field at a dotted path, if it is there and not null."""
+    name, _, rest = path.partition(".")
+    value = data.get(name)
+    if value is None or (rest and not (isinstance(value, dict) and value.get(rest) is not None)):
+        return data
+    left_out[path] = None
+    if not rest:
+        return {key: item for key, item in data.items() if key != name}
+    return data | {name: {key: item for key, item in value.items() if key != rest}}
+
+
+def _known_part(kind: Any, value: Any, path: str, left_out: dict[str, None]) -> Any:
+    """``value`` without the fields that its type does not have, at any depth; what is otherwise wrong stays as it is.
+
+    ``left_out`` gathers their paths, in order, without the places in arrays.
+    """
+    if isinstance(value, list):
+        item = next((get_args(member)[0] for member in _members(kind, value) if get_origin(member) is list), None)
+        return value if item is None else [_known_part(item, entry, f"{path}[]", left_out) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    members = (member for member in _members(kind, value) if isinstance(member, type))
+    known = next(filter(None, map(_fields, members)), None)
+    if known is None:
+        return value
+    kept = {}
+    for name, entry in value.items():
+        inner = f"{path}.{name}" if path else name
+        if name in known:
+            kept[name] = _known_part(known[name], entry, inner, left_out)
+        else:
+            left_out[inner] = None
+    return kept
+
+
+def _members(kind: Any, value: Any) -> Iterator[Any]:
+    """The types that ``value`` may have, of those that ``kind`` is made of; of a OneOf with a key the one it names."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        kind, *rules = get_args(kind)
+        key = next((rule for rule in rules if isinstance(rule, OneOf) and rule.key), None)
+        if key is not None and isinstance(value, dict):
+            kind = key.member(kind, value)
+        yield from _members(kind, value)
+    elif origin in (Union, UnionType):
+        for member in get_args(kind):
+            yield from _members(member, value)
+    elif origin in (NotRequired, Required):
+        yield from _members(get_args(kind)[0], value)
+    else:
+        yield kind
+
+
+@cache
+def _fields(kind: type) -> Mapping[str, Any] | None:
+    """The types of an object's fields by name; None for what is no object, or one that may have any fields."""
+    if is_typeddict(kind):
+        return get_type_hints(kind, include_extras=True)
+    if issubclass(kind, BaseModel):
+        hints = get_type_hints(kind, include_extras=True)
+        return {info.alias or name: hints[name] for name, info in kind.model_fields.items()}
+    return None

@@ -1,0 +1,133 @@
+"""What is said before Ray starts: one line that names the variable, what is wrong with it, and the cure."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raylm.cli.main import app
+from raylm.cli.start_checks import check_cluster, check_machine, ray_address
+from raylm.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal_of_machine() -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_machine()
+    return caught.value.message
+
+
+def refusal_of_cluster(address: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_cluster(address)
+    return caught.value.message
+
+
+def test_this_machine_is_well() -> None:
+    check_machine()
+
+
+def test_a_tmpdir_is_too_long_when_a_socket_in_it_cannot_be_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ray._private.utils import validate_socket_filepath
+
+    refused = []
+    for length in range(30, 60):
+        folder = "/" + "x" * (length - 1)
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "gettempdir", lambda: "/tmp")
+            try:
+                check_machine()
+            except ConfigError as error:
+                refused.append(length)
+                said = error.message
+        sockets = f"{folder}/ray/session_2026-11-22_10-18-59_796473_4194304/sockets"
+        if length in refused:
+            with pytest.raises(OSError, match="AF_UNIX"):
+                validate_socket_filepath(f"{sockets}/plasma_store")
+        else:
+            validate_socket_filepath(f"{sockets}/plasma_store")
+    assert refused == list(range(refused[0], 60))
+    assert said.startswith(f"RAY_TMPDIR: {folder} is too long for the sockets in it, 59 bytes where at most")
+
+
+def test_the_step_channels_sockets_need_room_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert refusal_of_machine().startswith(f"TMPDIR: {long} is too long for the sockets in it")
+    with socket.socket(socket.AF_UNIX) as steps, pytest.raises(OSError, match="AF_UNIX"):
+        steps.bind(f"{tempfile.mkdtemp(prefix='raylm-')}/steps")
+
+
+def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    assert "TMPDIR: the disk of /tmp is full (1 MiB are free)" in refusal_of_machine()
+
+
+def test_a_ray_of_our_own_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_address() is None
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert ray_address() is None
+    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")
+    assert ray_address() == "1.2.3.4:6379"
+
+
+def test_an_address_where_nobody_answers_is_said() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        assert f"RAY_ADDRESS: no Ray answers at {address} (Connection refused)" in refusal_of_cluster(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("6379", "'6379' is no HOST:PORT"),
+        ("head:port", "'head:port' is no HOST:PORT"),
+        ("127.0.0.1:99999", "no Ray answers at 127.0.0.1:99999"),
+        ("ray://head:10001", "connects as a driver on a node of the cluster"),
+        ("http://head:8265", "writes a file for `serve deploy`"),
+    ],
+)
+def test_an_address_of_another_kind_is_said(address: str, said: str) -> None:
+    message = refusal_of_cluster(address)
+    assert message.startswith("RAY_ADDRESS: ")
+    assert said in message
+
+
+def test_a_missing_token_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    assert f"there is no token in {tmp_path / 'token'}" in refusal_of_cluster("auto")
+    (tmp_path / "token").write_text("\n")
+    assert "there is no token" in refusal_of_cluster("auto")
+    (tmp_path / "token").write_text("abc")
+    check_cluster("auto")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "another"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "abc")
+    check_cluster("auto")
+
+
+def test_the_command_says_it_in_one_line_and_ends_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    done = CliRunner().invoke(app, ["serve", "embedded"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("raylm: RAY_ADDRESS: 'nonsense' is no HOST:PORT")
