@@ -224,7 +224,8 @@ class EngineCore:
     @property
     def held_requests(self) -> int:
         """Requests that are open, or were when the engine ended."""
-        return len(self.scheduler.open_requests()) if self._ended_by is None else self._ended_with
+        now = len(self.scheduler.open_requests()) + len(self._grammars)
+        return now if self._ended_by is None else self._ended_with
 
     def _check_alive(self) -> None:
         if self._ended_by is not None:
@@ -232,7 +233,8 @@ class EngineCore:
 
     def _close(self, error: RayLMError) -> None:
         self._ended_by = error
-        self._ended_with = sum(len(self.scheduler.open_requests(client_id)) for client_id in self._outboxes)
+        open_requests = sum(len(self.scheduler.open_requests(client_id)) for client_id in self._outboxes)
+        self._ended_with = open_requests + len(self._grammars)
         self._grammars.close()
         for outbox in self._outboxes.values():
             outbox.close(error)
