@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent / "raylm"
 ROOMS = ["native", "models", "worker", "engine", "frontend", "ingress"]  # from the ground up; app and cli lie above
 FLOOR = {
     "config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy", "stages",
-    "logprob_columns",
+    "logprob_columns", "grammar_server", "finite_schema",
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
@@ -53,7 +53,8 @@ BESIDE_THE_CORE = {
     "tool calls": ("frontend/answers/tool_",),
     "reasoning": ("frontend/answers/reasoning", "worker/sampling/thinking_budget.py"),
     "structured outputs": (
-        "frontend/answers/grammar_compiler.py", "worker/sampling/structured_outputs.py", "grammar.py",
+        "frontend/answers/grammar_", "worker/sampling/structured_outputs.py", "worker/sampling/grammars.py",
+        "engine/grammar_preparation.py", "grammar.py", "grammar_server.py", "finite_schema.py",
         "ingress/openai/structured_outputs.py",
     ),
     "speculation": ("worker/speculation/",),
