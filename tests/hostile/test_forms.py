@@ -12,7 +12,7 @@ import pytest
 from tests.hostile.conftest import Beside
 from tests.serving import chat
 
-pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 SMALL = {
     "type": "object",
