@@ -87,7 +87,7 @@ class EngineCoreActor:
     async def drain(self) -> None:
         """Tell the clients that this engine ends, and wait until no request is open."""
         self._core.drain()
-        while self._core.scheduler.has_work:  # noqa: ASYNC110 - asked once in an engine's life
+        while self._core.has_work:  # noqa: ASYNC110 - asked once in an engine's life
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def info(self) -> EngineInfo:
