@@ -84,7 +84,8 @@ class EngineConfig(Frozen):
     num_cpus: float = Field(0.1, ge=0)
     """CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."""
     step_timeout_s: float = Field(300, gt=0)
-    """A worker that takes longer for one step is given up; a served engine is then replaced."""
+    """A worker that takes longer for one step, or 20 times as long as for steps of its size (at least 10 s), is given
+    up; a served engine is then replaced."""
 
     @model_validator(mode="after")
     def _ranks_are_actors(self) -> EngineConfig:

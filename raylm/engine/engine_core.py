@@ -14,7 +14,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.scheduler import Scheduler
-from raylm.engine.step_limit import StepLimit
+from raylm.engine.step_budget import StepLimit
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, ModelNotFoundError, RayLMError
 from raylm.messages import (
     EngineCoreOutputs,

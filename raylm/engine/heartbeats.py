@@ -67,7 +67,8 @@ class HeartbeatMonitor:
     def kill(self, name: str) -> None:
         """SIGKILL, which also ends a process that is stopped; nothing if it has ended or never began."""
         connection = self._connections.get(name)
-        if connection is not None and connection.is_open:  # as long as it is, nobody else has its pid
+        # As long as the connection is open nobody else has its pid, which is 0 in a container of its own.
+        if connection is not None and connection.is_open and connection.pid:
             os.kill(connection.pid, signal.SIGKILL)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""StepBudget: how many tokens the Scheduler may put into a step: a fixed number, or by a latency target."""
+"""StepBudget: how many tokens a step may have, fixed or by a latency target; StepLimit: how long it may take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from raylm.step_cost import StepCost
 
 MIN_PREFILL_TOKENS = 64  # prompts get as many in every step, so that they come to an end whatever the target is
 _LIFETIME = 512  # after so many steps a size is tried anew: it may have been slow for reasons that are gone
+_LIMIT_TIMES = 20.0  # what is expected: a step of long contexts, or beside other processes, takes several times that
+_LIMIT_LEAST_S = 10.0  # a kernel that is compiled on first use takes seconds
+_LIMIT_LIFETIME = 64  # steps for which a limit holds; looking at all that was seen in each would cost too much
 
 
 class StepBudget:
@@ -53,3 +56,35 @@ def create_budget(config: SchedulerConfig) -> StepBudget:
     if config.target_itl_ms is None:
         return StepBudget(config.max_num_batched_tokens)
     return LatencyBudget(config.max_num_batched_tokens, config.target_itl_ms / 1000)
+
+
+class StepLimit:
+    """How long a step may take before its worker is given up: many times what steps of its size take.
+
+    It is ``most_s`` (engine.step_timeout_s) until a step was seen, and never more.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._cost = StepCost()
+        self._learned: dict[int, float] = {}  # seconds, by the bits of a number of tokens
+        self._seen = 0
+
+    def of(self, plan: SchedulerOutput) -> tuple[float, str]:
+        """Seconds, and what limits them in words."""
+        if plan.num_tokens and self._cost.known:
+            bits = plan.num_tokens.bit_length()
+            if (learned_s := self._learned.get(bits)) is None:
+                learned_s = self._learned[bits] = max(_LIMIT_LEAST_S, _LIMIT_TIMES * self._cost.seconds(1 << bits))
+            if learned_s < self._most_s:
+                return learned_s, "steps of its size ever need"
+        return self._most_s, "engine.step_timeout_s"
+
+    def observe(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """A step was run."""
+        tokens = plan.num_tokens + output.drafted_tokens
+        if tokens and output.step_s > 0:
+            self._cost.observe(tokens, output.step_s)
+            self._seen += 1
+            if self._seen % _LIMIT_LIFETIME == 1:
+                self._learned.clear()

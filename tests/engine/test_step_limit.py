@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylm.engine.step_limit import StepLimit
+from raylm.engine.step_budget import StepLimit
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 
 
