@@ -184,10 +184,11 @@ async def test_a_draining_engine_hands_over_what_is_open_and_is_not_heard_any_mo
     first.say((first.added[1].key, 0, [6], "length"))
     assert await late == {0: [6]}, "there is no other"
     lasting.add_engine(other)
-    new = asyncio.create_task(read(lasting, [8], SamplingParams(max_tokens=1, ignore_eos=True)))
-    await until(lambda: len(other.added) == 1)
-    other.say((other.added[0].key, 0, [8], "length"))
-    assert await new == {0: [8]}, "new requests go to those that stay"
+    new = [asyncio.create_task(read(lasting, [8], SamplingParams(max_tokens=1, ignore_eos=True))) for _ in range(3)]
+    await until(lambda: len(first.added) + len(other.added) == 5)
+    assert len(other.added) == 3, "new requests go to those that stay"
+    other.say(*((request.key, 0, [8], "length") for request in other.added))
+    assert await asyncio.gather(*new) == [{0: [8]}] * 3
     first.say((key, 0, [9], None))
     await asyncio.sleep(0.01)
     assert not first.closed, "its tokens would not be those of the other one"

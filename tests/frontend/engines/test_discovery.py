@@ -15,6 +15,7 @@ class Client:
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
+        self.draining = False
 
 
 async def test_an_engine_is_found_after_looks_that_failed(
@@ -49,7 +50,7 @@ async def test_an_engine_is_found_after_looks_that_failed(
     watching.stop()
 
 
-async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told(
+async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_drains_is_left_for_good(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clients = [Client(), Client()]
@@ -70,6 +71,10 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told(
         assert await found.get() is clients[0]
         clients[0].left.set()
         assert await found.get() is clients[1]
+    clients[1].draining = True
+    clients[1].left.set()
+    await asyncio.sleep(0.05)
+    assert found.empty()
     assert [record.getMessage() for record in caplog.records] == [
         "The line to EngineCore:a was lost, which lives; it is opened again."
     ]
