@@ -133,7 +133,9 @@ def check_schedules(
     make: Callable[..., Driver], name: str, threads: Sequence[int], schedules: int = 1, lengths: Sequence[int] = LENGTHS
 ) -> None:
     texts = [random_prompt(length, seed) for seed, length in enumerate(lengths)]
-    texts = [PREFIX + text[len(PREFIX) :] if place % 2 else text for place, text in enumerate(texts)]
+    for text in texts[1::2]:
+        if len(text) > len(PREFIX):
+            text[: len(PREFIX)] = PREFIX
     reference = make(name, threads=1)
     wanted = [alone(reference, text) for text in texts]
 
