@@ -105,3 +105,12 @@ async def test_stats_alone_are_told_only_if_they_are_news() -> None:
     assert outbox._held is None
     outbox.put_stats(news(stats=EngineStats(running=0, steps=9)))
     assert (await outbox.get()).stats == EngineStats(steps=9)
+
+
+def test_that_an_engine_drains_is_not_lost_in_what_is_merged() -> None:
+    told, fresh = (
+        EngineCoreOutputs([], [], [], [], [], [], [], EngineStats(), draining=value) for value in (True, False)
+    )
+    assert merge(told, fresh).draining
+    assert merge(fresh, told).draining
+    assert not merge(fresh, fresh).draining
