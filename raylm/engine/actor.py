@@ -27,6 +27,7 @@ logger = logging.getLogger("raylm.engine")
 NAMESPACE = "raylm"
 MAX_OUTPUTS_IN_FLIGHT = 8
 ENGINE_CORE = "EngineCore"  # as it signs its heartbeats
+LOST = " was lost."
 _DRAIN_POLL_S = 0.05
 
 
@@ -57,14 +58,14 @@ class EngineCoreActor:
         return info
 
     async def run(self) -> str:
-        """Schedule steps until the engine is lost; returns why, "" if a worker was lost."""
+        """Schedule steps until the engine is lost; returns why; it ends with LOST if a process was."""
         leases = asyncio.create_task(self._follow_leases())
         try:
             await self._core.run()
         except EngineDiedError as error:
             self._lost = True
             if isinstance(error.__cause__, RayActorError):
-                return ""
+                return error.message
             logger.error("the engine failed", exc_info=error)
             return error.message
         finally:

@@ -15,7 +15,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
-from raylm.engine.actor import ENGINE_CORE, create_engine_core, engine_core_prefix
+from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core, engine_core_prefix
 from raylm.engine.heartbeats import HeartbeatMonitor
 from raylm.engine.load_report import PERIOD_S, LoadReport
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
@@ -80,9 +80,9 @@ class EngineProcesses:
             await self._ask_load()
             if self._held:
                 await asyncio.wait([run], timeout=LAST_WORDS_S)
-        if not (reason := _reason(run)):
+        if (reason := _reason(run)).endswith(LOST):
             await asyncio.wait([lost], timeout=LAST_WORDS_S)
-            reason = f"The {' '.join(lost.result())}." if lost.done() else "A process was lost."
+            reason = f"The {' '.join(lost.result())}." if lost.done() else reason
         run.cancel()
         return f"{reason} It held {self._held} open requests."
 
@@ -118,13 +118,13 @@ class EngineProcesses:
 
 
 def _reason(run: asyncio.Future[str]) -> str:
-    """What the EngineCore says of its end; "" if it says nothing, or that a worker was lost."""
+    """What the EngineCore says of its end, if it says anything."""
     if not run.done():
-        return ""
+        return f"A process{LOST}"
     try:
         return run.result()
     except RayActorError:
-        return ""
+        return f"The {ENGINE_CORE}{LOST}"
     except RayError as error:
         return as_raylm_error(error).message
 

@@ -125,8 +125,8 @@ async def never() -> str:
     return ""
 
 
-async def says_nothing() -> str:
-    return ""
+async def lost_a_process() -> str:
+    return "A process of the engine was lost."
 
 
 async def crashed() -> str:
@@ -157,11 +157,16 @@ SILENT = ("worker", "has given no sign of life for 3 s")
         (("worker", "was lost"), never, three_requests, "The worker was lost. It held 3 open requests."),
         (("worker", "was lost"), never, no_request, "The worker was lost. It held 0 open requests."),
         (("worker", "was lost"), crashed, three_requests, "RuntimeError: out of everything It held 3 open requests."),
-        (("worker of rank 1", "was lost"), says_nothing, three_requests, "The worker of rank 1 was lost. It held 3"),
-        (SILENT, says_nothing, three_requests, "The worker has given no sign of life for 3 s. It held 3 open requests"),
+        (("worker of rank 1", "was lost"), lost_a_process, three_requests, "The worker of rank 1 was lost. It held 3"),
+        (
+            SILENT,
+            lost_a_process,
+            three_requests,
+            "The worker has given no sign of life for 3 s. It held 3 open requests",
+        ),
         (("EngineCore", "was lost"), lost, lost, "The EngineCore was lost. It held 5 open requests."),
         (None, crashed, three_requests, "RuntimeError: out of everything It held 3 open requests."),
-        (None, says_nothing, no_request, "A process was lost. It held 0 open requests."),
+        (None, lost_a_process, no_request, "A process of the engine was lost. It held 0 open requests."),
     ],
 )
 async def test_a_loss_is_told_with_the_requests_that_it_held(
