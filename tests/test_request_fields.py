@@ -281,7 +281,10 @@ def penalized_greedy(prompt: list[int], count: int, penalty: float) -> list[int]
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [5], "ignore_eos": False}, "allowed_token_ids"),
+        (
+            {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [5], "ignore_eos": False},
+            "allowed_token_ids",
+        ),
         ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ],
 )

@@ -67,16 +67,21 @@ def build_asgi_app(
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
 
     def post(
-        path: str, body: type[B], handler: Callable[[B, str], Awaitable[Answer]], admission: Admission | None = None
+        path: str,
+        body: type[B],
+        handler: Callable[[B, str], Awaitable[Answer]] | Callable[[B, str, str], Awaitable[Answer]],
+        admission: Admission | None = None,
+        *,
+        by_key: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(body, handler, incoming.prepare, lifecycle, throttle, queue, max_body_bytes)
+        endpoint = JSONEndpoint(body, handler, incoming.prepare, lifecycle, throttle, queue, max_body_bytes, by_key)
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletionRequest, chat),
         post("/v1/completions", CompletionRequest, Completions(async_llm, config)),
-        post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle)),
+        post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle), by_key=True),
         *response_routes(store),
         post("/v1/messages", MessagesRequest, CreateMessage(chat)),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat), unqueued),

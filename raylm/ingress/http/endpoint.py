@@ -39,6 +39,8 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 class JSONEndpoint:
     """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
+    A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed.
+
     ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
 
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
@@ -46,12 +48,13 @@ class JSONEndpoint:
     """
 
     body: type[Body]
-    handler: Callable[[Any, str], Awaitable[Answer]]
+    handler: Callable[..., Awaitable[Answer]]
     prepare: Callable[[type[Body], JSONObject], Awaitable[tuple[JSONObject, list[str]]]]
     lifecycle: Lifecycle
     throttle: Throttle
     admission: Admission
     max_body_bytes: int
+    by_key: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.throttle.enter()
@@ -72,7 +75,8 @@ class JSONEndpoint:
             with ongoing:
                 data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                 body = await self.body.read(data)
-                answer = await self.handler(body, scope["raylm.request_id"])
+                key = (scope.get("raylm.key", ""),) if self.by_key else ()
+                answer = await self.handler(body, scope["raylm.request_id"], *key)
             if isinstance(answer, (bytes, list)):
                 on_begin()
                 await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
