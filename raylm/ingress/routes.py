@@ -15,6 +15,7 @@ from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
+from raylm.ingress.http.body import BodyReader
 from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Answer, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
@@ -65,6 +66,7 @@ def build_asgi_app(
     chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
+    bodies = BodyReader(max_body_bytes, config.ingress.max_ongoing_requests, config.ingress.body_timeout_s)
 
     def post(
         path: str,
@@ -75,7 +77,9 @@ def build_asgi_app(
         by_key: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(body, handler, incoming.prepare, lifecycle, throttle, queue, max_body_bytes, by_key)
+        endpoint = JSONEndpoint(
+            body, handler, incoming.prepare, lifecycle, throttle, queue, bodies, max_body_bytes, by_key
+        )
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
