@@ -117,13 +117,15 @@ class IngressConfig(Frozen):
     max_queued_tokens: int = Field(1_048_576, ge=1)
     """Prompt tokens of one replica that wait to be computed; beyond it 429."""
     max_body_mib: float = Field(32, gt=0, le=1024)
-    """Longest request body in MiB."""
+    """Longest request body in MiB; all that are being received together may have 8 times as much."""
+    body_timeout_s: float = Field(60, gt=0, le=3600)
+    """Seconds in which a request's body must have arrived; beyond it 408."""
     api_keys_file: str | None = Field(None, min_length=1)
     """File with an API key a line, as `name: key`; without keys everybody is let in."""
     api_keys_env: str | None = Field(None, min_length=1)
     """Environment variable that holds API keys, as the file does."""
-    open_paths: tuple[str, ...] = ("/health", "/ping", "/metrics", "/docs")
-    """Paths that need no API key; [] closes these too."""
+    open_paths: tuple[str, ...] = ("/health", "/ready", "/ping", "/docs")
+    """Paths that need no API key; [] closes these too. `/metrics` has the names of the keys."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """refuse: an unknown or unserved field is a 400; warn: it is left out, and told in the log and a header."""
     cors_origins: tuple[str, ...] = ()

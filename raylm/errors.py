@@ -69,6 +69,13 @@ class MethodNotAllowedError(InvalidRequestError):
     code = "method_not_allowed"
 
 
+class BodyTimeoutError(InvalidRequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
 class BodyTooLargeError(InvalidRequestError):
     status = 413
     code = "body_too_large"

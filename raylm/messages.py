@@ -163,7 +163,8 @@ class ModelRunnerOutput:
     Columns over the sequences that drew: ``seq_ids``, ``token_counts`` (tokens each) and ``token_ids`` (flat);
     ``logprobs`` over token_ids, or None if nobody asked. ``prompt_logprobs`` holds (seq_id, Logprobs over the prompt
     positions this step computed; the entry for position p describes token p). ``failed`` holds (seq_id, reason) of
-    sequences whose logits were not finite. ``step_s`` is the worker's own time for the step in seconds,
+    sequences for which the model's own numbers were not finite, ``undrawable`` of those whose parameters left sound
+    logits without a token to draw. ``step_s`` is the worker's own time for the step in seconds,
     of which ``forward_s`` went into the model. ``drafted_tokens`` were drafted and verified in this step; a sequence
     that drew c tokens had c - 1 of its drafts accepted. ``pooled`` holds (seq_id, vector) of prompts that ended in a
     vector, its numbers as float32 bytes in the machine's order.
@@ -176,6 +177,7 @@ class ModelRunnerOutput:
     logprobs: Logprobs | None = None
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
+    undrawable: list[tuple[int, str]] = field(default_factory=list)
     forward_s: float = 0.0
     step_s: float = 0.0
     drafted_tokens: int = 0

@@ -17,6 +17,7 @@ MAX_STOP_STRINGS = 4
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 1024
+MAX_PENALTY = 1e6  # of repetition, and its least inverse: float32 logits stay finite
 MAX_GRAMMAR_CHARS = 2**18
 LARK = "%llguidance {}\n"  # what a grammar begins with that is Lark beyond doubt
 
@@ -126,7 +127,7 @@ class SamplingParams:
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)
         _check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must be a 64-bit integer")
         _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
         _check(self.min_tokens >= 0, "min_tokens", "must be at least 0")

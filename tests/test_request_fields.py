@@ -276,3 +276,24 @@ def penalized_greedy(prompt: list[int], count: int, penalty: float) -> list[int]
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "temperature": None, "top_p": None}
     out = model.generate(ids, max_new_tokens=count, repetition_penalty=penalty, **options)
     return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (
+            {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [5], "ignore_eos": False},
+            "allowed_token_ids",
+        ),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ],
+)
+def test_a_contradiction_is_the_clients_and_prompts_stay_cached(
+    api: httpx.Client, wrong: dict[str, Any], told: str
+) -> None:
+    body = TEXT | {"prompt": f"{told}: {PROMPT}"}
+    post(api, "/v1/completions", body)
+    answer = api.post("/v1/completions", json=body | wrong)
+    assert answer.status_code == 400, answer.text
+    assert told in answer.json()["error"]["message"]
+    assert post(api, "/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"] >= BLOCK

@@ -18,8 +18,8 @@ from tests.ingress.harness import client_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "request_path.md"
 MOST = 14
-# What every package stands on (data and errors), and what the body has behind it when the way begins.
-FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy")}
+# What every package stands on (data, errors, threads), and what the body has behind it when the way begins.
+FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy", "frontend.threads")}
 BEFORE = {"raylm.ingress.http.middleware"}
 # The answer's side, which is opened before the engine knows of the request and sees nothing of the body.
 ANSWER = {

@@ -17,7 +17,7 @@ from raylm.engine.queues import WaitingQueue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
-from raylm.errors import RayLMError
+from raylm.errors import InvalidRequestError, RayLMError
 from raylm.messages import (
     Counters,
     EngineCoreOutputs,
@@ -187,7 +187,9 @@ class Scheduler:
         self._budget.observe(plan, result)
         outputs: defaultdict[str, ClientOutputs] = defaultdict(ClientOutputs)
         for seq_id, reason in result.failed:
-            self._fail(seq_id, reason, outputs)
+            self._fail(seq_id, RayLMError(reason), outputs)
+        for seq_id, reason in result.undrawable:
+            self._fail(seq_id, InvalidRequestError(f"No token can be drawn: {reason}."), outputs)
         self._publish_chunks(plan)
         for seq_id, logprobs in result.prompt_logprobs:
             if (seq := self._sequences.get(seq_id)) and seq.prompt_logprobs is not None:
@@ -289,12 +291,13 @@ class Scheduler:
         if not seq.state.open:
             del self._requests[seq.client_id, seq.key]
 
-    def _fail(self, seq_id: int, reason: str, outputs: defaultdict[str, ClientOutputs]) -> None:
-        """End the whole request of a sequence with an error; what the sequence computed is not to be reused."""
+    def _fail(self, seq_id: int, error: RayLMError, outputs: defaultdict[str, ClientOutputs]) -> None:
+        """End the whole request of a sequence; unless the client caused it, what was computed is not to be reused."""
         if seq := self._sequences.get(seq_id):
             self._abort(seq.state)
-            self.kv.unpublish(seq)
-            outputs[seq.client_id].errors.append((seq.key, RayLMError(reason)))
+            if not isinstance(error, InvalidRequestError):
+                self.kv.unpublish(seq)
+            outputs[seq.client_id].errors.append((seq.key, error))
 
     def _abort(self, state: RequestState) -> None:
         for seq in list(state.open):

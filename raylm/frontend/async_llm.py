@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import UnsupportedFieldError
-from raylm.frontend.admission.queue import Admission, Reservation
+from raylm.frontend.admission.queue import Admission
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
@@ -113,11 +113,9 @@ class AsyncLLM:
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        with self._sent(request, answer_format) as (opened, reservation):
+        with self._sent(request, answer_format) as opened:
             while True:
                 output = await opened.get()
-                if reservation.requests:
-                    reservation.begin(delta.index for delta in output.deltas)
                 yield output
                 if output.finished:
                     return
@@ -130,7 +128,7 @@ class AsyncLLM:
         self.pooling_defaults.check(params)
         token_ids = await self._token_ids(prompt, limits, head.param)
         request = self._input.build_pooling(token_ids, params, limits, head)
-        with self._sent(request) as (opened, _):
+        with self._sent(request) as opened:
             yield await opened.get()
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, param: str) -> list[int]:
@@ -141,16 +139,14 @@ class AsyncLLM:
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=param)
 
     @contextmanager
-    def _sent(
-        self, request: EngineCoreRequest, form: AnswerFormat | None = None
-    ) -> Iterator[tuple[OpenRequest, Reservation]]:
+    def _sent(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> Iterator[OpenRequest]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then."""
         engine = self._router.pick(request)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
-        opened = self._outputs.open(request, form)
+        opened = self._outputs.open(request, form, reservation)
         self._router.send(request, engine)
         try:
-            yield opened, reservation
+            yield opened
         finally:  # no await may stand here: a cancelled task must not lose the abort
             reservation.release()
             self._router.leave(request.key, abort=self._outputs.close(request.key))

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 
 from raylm.errors import RayLMError
+from raylm.frontend.admission.queue import Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
 from raylm.frontend.telemetry import Telemetry
@@ -26,11 +27,19 @@ class OpenRequest:
     """One open request: its sequences, and what its caller has not read yet, at most one output: deltas merge.
 
     One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop. Of ``texts``,
-    ``readers``, ``last_token_times`` and ``drawn``, its tokens, each of the sequences has one.
+    ``readers``, ``last_token_times`` and ``drawn``, its tokens, each of the sequences has one. ``reservation`` is given
+    back as the first tokens come, whether they are read or not.
     """
 
-    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer, form: AnswerFormat | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        tokenizer: Tokenizer,
+        form: AnswerFormat | None = None,
+        reservation: Reservation | None = None,
+    ) -> None:
         self.request = request
+        self._reservation = reservation
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
         self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
@@ -54,16 +63,24 @@ class OpenRequest:
         waiting = self._deltas.setdefault(delta.index, delta)
         if waiting is not delta:
             waiting.add(delta)
+        if self._reservation is not None and self._reservation.requests:
+            self._reservation.begin((delta.index,))
         self._wake.set()
 
     def finish(self, vector: bytes) -> None:
         self._vector, self._num_finished = vector, len(self.texts)
+        self._leave_queue()
         self._wake.set()
 
     def fail(self, error: RayLMError) -> None:
         """End the request: the reader gets ``error`` at once, in place of what it has not read."""
         self._error, self._num_finished = error, len(self.texts)
+        self._leave_queue()
         self._wake.set()
+
+    def _leave_queue(self) -> None:
+        if self._reservation is not None:
+            self._reservation.release()
 
     async def get(self) -> RequestOutput:
         """Everything since the last call; waits until there is something, and raises what ``fail`` was called with."""
@@ -102,9 +119,11 @@ class OutputProcessor:
         self._telemetry = telemetry
         self._open: dict[int, OpenRequest] = {}
 
-    def open(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> OpenRequest:
+    def open(
+        self, request: EngineCoreRequest, form: AnswerFormat | None = None, reservation: Reservation | None = None
+    ) -> OpenRequest:
         """Expect outputs of ``request``, to be read as ``form`` describes."""
-        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form)
+        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form, reservation)
         return opened
 
     def close(self, key: int) -> bool:

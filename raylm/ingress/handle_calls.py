@@ -112,6 +112,14 @@ class HandleCalls:
         with self._admitted(fields):
             return await self._rerank.respond(await self._read(RerankRequest, fields), _uuid())
 
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with self._admitted(text):
+            return await self._llm.tokenize(text, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        with self._admitted(token_ids):
+            return await self._llm.detokenize(token_ids)
+
     @contextmanager
     def _admitted(self, asked: object) -> Iterator[None]:
         """A call that is answered at once, for as long as it takes; ``asked`` is as long as its texts, about."""

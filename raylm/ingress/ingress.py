@@ -122,10 +122,10 @@ class Ingress:
         return await self._calls.rerank({"query": query, "documents": documents} | fields)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await self._llm.tokenize(text, add_special_tokens=add_special_tokens)
+        return await self._calls.tokenize(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        return await self._llm.detokenize(token_ids)
+        return await self._calls.detokenize(token_ids)
 
     async def stream_to(
         self, caller: list[ObjectRef], method: Literal["generate", "chat"], /, *args: Any, **fields: Any

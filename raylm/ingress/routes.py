@@ -15,6 +15,7 @@ from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import PING, CountTokens, CreateMessage
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
+from raylm.ingress.http.body import BodyReader
 from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Answer, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
@@ -66,30 +67,35 @@ def build_asgi_app(
     chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
+    bodies = BodyReader(max_body_bytes, config.ingress.max_ongoing_requests, config.ingress.body_timeout_s)
 
     def post(
         path: str,
         body: type[B],
-        handler: Callable[[B, str], Awaitable[Answer]],
+        handler: Callable[[B, str], Awaitable[Answer]] | Callable[[B, str, str], Awaitable[Answer]],
         admission: Admission | None = None,
+        *,
         keep_alive: bytes = WAITING,
+        by_key: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(body, handler, incoming.prepare, lifecycle, throttle, queue, max_body_bytes, keep_alive)
+        endpoint = JSONEndpoint(
+            body, handler, incoming.prepare, lifecycle, throttle, queue, bodies, max_body_bytes, keep_alive, by_key
+        )
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
         post("/v1/chat/completions", ChatCompletionRequest, chat),
         post("/v1/completions", CompletionRequest, Completions(async_llm, config)),
-        post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle)),
+        post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle), by_key=True),
         *response_routes(store),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING),
-        post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat), unqueued),
+        post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
         post("/v1/embeddings", EmbeddingRequest, Embeddings(async_llm, config)),
         *(post(path, ScoreRequest, Score(async_llm, config)) for path in ("/score", "/v1/score")),
         *(post(path, RerankRequest, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        post("/tokenize", TokenizeRequest, Tokenize(async_llm), unqueued),
-        post("/detokenize", DetokenizeRequest, Detokenize(async_llm), unqueued),
+        post("/tokenize", TokenizeRequest, Tokenize(async_llm)),
+        post("/detokenize", DetokenizeRequest, Detokenize(async_llm)),
         post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued),
         post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued),
         *model_routes(async_llm, config, lifecycle),

@@ -20,7 +20,7 @@ from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.pooler import Pooler
-from raylm.worker.sampling.sampler import Sampler, SamplerOutput
+from raylm.worker.sampling.sampler import NOT_FINITE, Sampler, SamplerOutput
 from raylm.worker.step_batch import DrawRows, StepBatch
 
 _PROMPT_LOGITS_BYTES = 64 << 20
@@ -80,6 +80,7 @@ class ModelRunner:
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
         pooled, lost = self.pooler.pool(step, hidden, self.batch)
         drawn, kept = self._draw(logits, step, draws)
+        refused = [(step.seq_ids[place], reason) for place, reason in drawn.failed]
         logprobs = drawn.logprobs
         if logprobs is not None and len(kept) < len(logprobs.counts):
             logprobs = logprob_columns.select(logprobs, kept.tolist())
@@ -93,7 +94,8 @@ class ModelRunner:
             token_ids=drawn.token_ids[kept].tolist(),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            failed=[*((step.seq_ids[place], reason) for place, reason in drawn.failed), *lost],
+            failed=[*(row for row in refused if row[1] == NOT_FINITE), *lost],
+            undrawable=[row for row in refused if row[1] != NOT_FINITE],
             forward_s=forward_s,
             step_s=step_s,
             drafted_tokens=int(step.drafts.sum()),

@@ -58,7 +58,7 @@ class Engine:
     def update(self, plan: SchedulerOutput, *tokens: int, **fields: Any) -> EngineCoreOutputs | None:
         """Let the sequences that drew have drawn ``tokens`` (5 each, if none are given)."""
         seq_ids = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
-        failed = {seq_id for seq_id, _ in fields.get("failed", ())}
+        failed = {seq_id for seq_id, _ in (*fields.get("failed", ()), *fields.get("undrawable", ()))}
         seq_ids = [seq_id for seq_id in seq_ids if seq_id not in failed]
         drawn = list(tokens) or [5] * len(seq_ids)
         result = ModelRunnerOutput(plan.step, seq_ids, [1] * len(seq_ids), drawn, **fields)

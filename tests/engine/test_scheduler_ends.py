@@ -107,6 +107,20 @@ def test_one_of_several_sequences_can_be_stopped(in_flight: bool) -> None:
     engine.kv.check_idle()
 
 
+def test_what_a_request_forbids_itself_is_its_clients_fault_and_its_prompt_is_still_shared() -> None:
+    engine = Engine(num_blocks=20)
+    engine.add([1] * 9, key=0)
+    engine.step()
+    engine.add([1] * 9, key=1)
+    out = engine.update(engine.schedule(), 5, undrawable=[(1, "nothing is left")])
+    assert out is not None
+    ((key, error),) = out.errors
+    assert (key, type(error), error.message) == (1, InvalidRequestError, "No token can be drawn: nothing is left.")
+    engine.add([1] * 9, key=2)
+    again = engine.schedule()
+    assert again.num_computed[again.seq_ids.index(again.new[0].seq_id)] == 8
+
+
 def test_a_failed_sequence_ends_its_request_and_its_content_is_not_reused() -> None:
     engine = Engine(num_blocks=20)
     engine.add([1] * 9, key=0, n=2)

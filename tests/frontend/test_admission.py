@@ -163,3 +163,29 @@ async def test_a_prompt_is_refused_before_it_is_tokenized(llm: AsyncLLM, engine:
     await task
     assert llm.admission.requests == 0
     await waiting.aclose()
+
+
+@pytest.mark.parametrize("end", ["tokens", "error"])
+async def test_places_are_given_back_when_tokens_come_and_not_when_they_are_read(
+    llm: AsyncLLM, engine: PlayedEngine, end: str
+) -> None:
+    llm.admission = Admission(max_requests=8)
+    stream = llm.generate("hello", SamplingParams(n=4), RequestHead(request_id="a"))
+    task = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(10):
+        while not engine.added:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    key = engine.added[0].key
+    engine.say((key, 0, [5], None))
+    await task
+    assert llm.admission.requests == 3
+    if end == "tokens":
+        for left, index in ((2, 1), (1, 2), (0, 3)):
+            engine.say((key, index, [5], None))
+            await asyncio.sleep(0.01)
+            assert llm.admission.requests == left
+    else:
+        llm._outputs.fail([key], OverloadedError("x"))
+    assert (llm.admission.requests, llm.admission.tokens) == (0, 0)
+    await stream.aclose()
+    assert (llm.admission.requests, llm.admission.tokens) == (0, 0)

@@ -78,6 +78,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": 10**30}, "n"),

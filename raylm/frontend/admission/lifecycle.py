@@ -13,6 +13,7 @@ from raylm.errors import OverloadedError, ShuttingDownError
 
 PER_TURN = 8  # each then takes a part of a millisecond to be read, checked and rendered, or refused
 _ERROR_TIMEOUT_S = 1.0
+_FULL = "The server holds as many requests as it can; try again shortly."
 
 
 class Throttle:
@@ -82,26 +83,41 @@ class OngoingRequest:
 
 
 class Lifecycle:
-    """Admits requests up to a bound and drains them at shutdown; the owner of ``shutting_down``."""
+    """Admits requests up to a bound and drains them at shutdown; the owner of ``shutting_down``.
+
+    A request whose body is still coming is drained with the others, and does not count for the bound.
+    """
 
     def __init__(self, max_ongoing_requests: int) -> None:
         self.shutting_down = False
         self._max_ongoing_requests = max_ongoing_requests
         self._ongoing: set[OngoingRequest] = set()
+        self._num_receiving = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_ongoing(self) -> int:
-        return len(self._ongoing)
+        return len(self._ongoing) - self._num_receiving
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """While an admitted request receives its body it does not count; it is refused if there is no place then."""
+        self._num_receiving += 1
+        try:
+            yield
+            if self.num_ongoing >= self._max_ongoing_requests:
+                raise OverloadedError(_FULL)
+        finally:
+            self._num_receiving -= 1
 
     @contextmanager
     def admit(self) -> Iterator[OngoingRequest]:
         """Hold one request until the end of the block, or refuse it."""
         if self.shutting_down:
             raise ShuttingDownError("The server is shutting down.")
-        if len(self._ongoing) >= self._max_ongoing_requests:
-            raise OverloadedError("The server holds as many requests as it can; try again shortly.")
+        if self.num_ongoing >= self._max_ongoing_requests:
+            raise OverloadedError(_FULL)
         ongoing = OngoingRequest()
         self._ongoing.add(ongoing)
         self._idle.clear()

@@ -6,8 +6,7 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import orjson
@@ -16,10 +15,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend.text.tokenizer import check_chars
+from raylm.frontend.threads import LARGE, Lanes
 from raylm.frontend.types import ChatRequest
 
 RENDER_LIMIT_S = 5.0
-_THREADS = 2
+_CHARS_A_THING = 32
 _SHOWN_CHARS = 300
 _MAX_CUSTOM_ROLES = 64
 _PROBE = "31415926535"  # a text that no template holds
@@ -41,10 +41,13 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._model = model
         self._custom_roles: dict[tuple[str, str], bool] = {}
-        self._threads = ThreadPoolExecutor(_THREADS, "raylm-template")
+        self._lanes = Lanes("raylm-template")
 
     async def render(self, request: ChatRequest) -> str:
-        """The prompt text of a conversation; of the request only what a template sees counts."""
+        """The prompt text of a conversation; of the request only what a template sees counts.
+
+        It may take RENDER_LIMIT_S from when a thread begins with it; short ones do not wait for long ones.
+        """
         kwargs = request.template_kwargs or {}
         for name in kwargs:
             if name in _RESERVED or name in self._special_tokens or name.startswith("_"):
@@ -66,10 +69,13 @@ class ChatTemplate:
             self._check_roles(messages, template)
             return text
 
+        large = _is_large((request.messages, request.tools, kwargs))
+        loop = asyncio.get_running_loop()
         job = _Job(work)
         try:
-            async with asyncio.timeout(RENDER_LIMIT_S):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+            async with asyncio.timeout(None) as clock:
+                job.on_begin = lambda: clock.reschedule(loop.time() + RENDER_LIMIT_S)
+                return await self._lanes.run(job.run, large=large)
         except TimeoutError:
             message = f"The chat template did not render the messages within {RENDER_LIMIT_S:g} s."
             raise InvalidRequestError(message, param="messages") from None
@@ -77,7 +83,7 @@ class ChatTemplate:
             job.interrupt()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
     def _check_roles(self, messages: list[dict[str, Any]], template: str) -> None:
         """Refuse roles of which a template makes nothing, or only another one."""
@@ -117,9 +123,14 @@ class _Interrupted(BaseException):
 
 
 class _Job:
-    """One call on a thread that another thread can break off; pure-Python loops end within a few bytecodes."""
+    """One call on a thread that another thread can break off; pure-Python loops end within a few bytecodes.
+
+    Made on an event loop, which runs ``on_begin`` soon after the call has begun, unless it is over by then.
+    """
 
     def __init__(self, work: Callable[[], str]) -> None:
+        self.on_begin: Callable[[], None] = lambda: None
+        self._loop = asyncio.get_running_loop()
         self._work = work
         self._lock = threading.Lock()
         self._thread: int | None = None
@@ -131,6 +142,7 @@ class _Job:
                 raise TimeoutError
             self._thread = threading.get_ident()
         try:
+            self._loop.call_soon_threadsafe(self._begun)
             return self._work()
         except _Interrupted:
             raise TimeoutError from None
@@ -138,6 +150,10 @@ class _Job:
             # The lock decides: after this line nothing interrupts, so the thread is fit for its next job.
             with self._lock:
                 self._thread = None
+
+    def _begun(self) -> None:
+        if not self._over:
+            self.on_begin()
 
     def interrupt(self) -> None:
         """Break the call off if it runs, and keep it from starting if it does not yet."""
@@ -158,6 +174,17 @@ def _render(template: str, conversation: list[dict[str, Any]], **kwargs: Any) ->
         message = f"The chat template could not render the messages ({type(error).__name__})."
         raise InvalidRequestError(message, param="messages") from error
     return str(rendered[0])
+
+
+def _is_large(value: Any) -> bool:
+    """Whether JSON holds more than LARGE values, of which a text counts for one in each _CHARS_A_THING characters."""
+    found, stack = 0, [value]
+    while stack and found <= LARGE:
+        node = stack.pop()
+        found += 1 + (len(node) // _CHARS_A_THING if isinstance(node, str) else 0)
+        if isinstance(node, (dict, list, tuple)):
+            stack += islice(node.values() if isinstance(node, dict) else node, LARGE + 1)
+    return found > LARGE
 
 
 def content_chars(messages: list[dict[str, Any]]) -> int:

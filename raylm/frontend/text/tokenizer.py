@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,17 +15,18 @@ from typing import TypeVar
 from tokenizers import Tokenizer as Backend
 
 from raylm.errors import ConfigError, InvalidRequestError
+from raylm.frontend.threads import Lanes
 
 T = TypeVar("T")
 
+LARGE_CHARS = 65_536  # what is longer, 20 ms or more, has a thread of its own
 INLINE_CHARS = 8_192  # in one turn of the event loop: about 3 ms on one core; more would stall every stream
 MAX_CHARS = 4 * 1024 * 1024  # the list of a text's ids is made in one go, holding the GIL: about 20 ms for so many
 MAX_IDS = 4 * 1024 * 1024
-_THREADS = 2
 
 
 class Tokenizer:
-    """Text to ids and back, never holding the event loop for long.
+    """Text to ids and back, never holding the event loop for long; short texts do not wait for long ones.
 
     Raises:
         ConfigError: the checkpoint has no tokenizer.json, or it cannot be read.
@@ -47,7 +47,7 @@ class Tokenizer:
         found = loaded.chat_template or {}
         self.chat_templates: dict[str, str] = dict(found) if isinstance(found, dict) else {"default": str(found)}
         self.special_tokens: dict[str, str] = {name: str(text) for name, text in loaded.special_tokens_map.items()}
-        self._threads = ThreadPoolExecutor(_THREADS, "raylm-tokenizer")
+        self._lanes = Lanes("raylm-tokenizer")
         self._inline_left = INLINE_CHARS
 
     @cached_property
@@ -109,7 +109,7 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
     @cached_property
     def _byte_level(self) -> bool:
@@ -118,7 +118,7 @@ class Tokenizer:
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         """``work()`` on ``size`` characters or ids, on a thread if that is too much for this turn of the event loop."""
         if size > self._inline_left:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self._lanes.run(work, large=size > LARGE_CHARS)
         if self._inline_left == INLINE_CHARS and size:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._inline_left -= size

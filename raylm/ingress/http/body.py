@@ -10,13 +10,15 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from raylm.errors import BodyTooLargeError, InvalidRequestError, MediaTypeError
-from raylm.frontend import ClientDisconnectedError
+from raylm.errors import BodyTimeoutError, BodyTooLargeError, InvalidRequestError, MediaTypeError, OverloadedError
+from raylm.frontend import ClientDisconnectedError, OngoingRequest
 
 MAX_NESTING = 64
 MAX_ELEMENTS = 2**19  # commas, colons and opening brackets: so many are parsed in 20 to 40 ms, in one go
 _INLINE_BYTES = 65_536
 _SLICE_BYTES = 2**20
+_LONGEST_AT_ONCE = 8  # as many of the longest bodies may be received together
+_CROWDED = "The server receives as much as it can, and this body had come for longest; try again shortly."
 _MARKS = (b",", b":", b"{", b"[")
 
 JSONObject = dict[str, Any]
@@ -37,27 +39,64 @@ def check_head(headers: Headers, max_bytes: int) -> int:
     return num_bytes
 
 
-async def read_json_object(receive: Receive, max_bytes: int) -> tuple[JSONObject, int]:
-    """The request's body, and its bytes; of one that is too long the rest is not read.
+class BodyReader:
+    """Owns what a replica has received of bodies that are not whole: bounded each in time, and together in bytes.
 
-    Raises:
-        ClientDisconnectedError: the client hung up while sending.
+    Where all of them are too many or too long, the one that has been coming for longest is given up.
     """
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        more = message.get("more_body", False)
-    body = b"".join(parts)
-    if size <= _INLINE_BYTES:
-        return parse_json_object(body), size
-    return await asyncio.to_thread(parse_json_object, body), size
+
+    def __init__(self, max_bytes: int, max_bodies: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._max_bodies = max_bodies
+        self._timeout_s = timeout_s
+        self._sizes: dict[OngoingRequest, int] = {}  # in order of arrival
+        self._size = 0
+
+    async def read(self, receive: Receive, ongoing: OngoingRequest) -> bytes:
+        """The body of a request that has been entered; of one that is too long the rest is not read.
+
+        Raises:
+            ClientDisconnectedError: the client hung up while sending.
+            BodyTooLargeError, BodyTimeoutError, OverloadedError: it was given up.
+        """
+        late = BodyTimeoutError(f"The body did not arrive within {self._timeout_s:g} s.")
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, ongoing.interrupt, late)
+        self._sizes[ongoing] = 0
+        self._make_room()
+        try:
+            parts: list[bytes] = []
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnectedError
+                parts.append(message.get("body", b""))
+                more = message.get("more_body", False)
+                self._count(ongoing, len(parts[-1]))
+            return b"".join(parts)
+        finally:
+            timer.cancel()
+            self._size -= self._sizes.pop(ongoing, 0)
+
+    def _count(self, ongoing: OngoingRequest, num_bytes: int) -> None:
+        if ongoing not in self._sizes:
+            raise OverloadedError(_CROWDED)  # given up in this turn of the event loop
+        self._sizes[ongoing] += num_bytes
+        self._size += num_bytes
+        if self._sizes[ongoing] > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while len(self._sizes) > self._max_bodies or self._size > _LONGEST_AT_ONCE * self._max_bytes:
+            oldest = next(iter(self._sizes))
+            self._size -= self._sizes.pop(oldest)
+            oldest.interrupt(OverloadedError(_CROWDED))
+
+
+async def read_json_object(body: bytes) -> JSONObject:
+    """Parse ``body``, a long one on a thread."""
+    return parse_json_object(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse_json_object, body)
 
 
 def _too_large(max_bytes: int) -> BodyTooLargeError:

@@ -7,14 +7,13 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError
 from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
-from raylm.ingress.http.body import JSONObject, check_head, read_json_object
+from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
 from raylm.ingress.openai.fields import Body
@@ -35,6 +34,8 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 class JSONEndpoint:
     """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
+    A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed.
+
     ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
 
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
@@ -43,40 +44,45 @@ class JSONEndpoint:
     """
 
     body: type[Body]
-    handler: Callable[[Any, str], Awaitable[Answer]]
+    handler: Callable[..., Awaitable[Answer]]
     prepare: Callable[[type[Body], JSONObject], Awaitable[tuple[JSONObject, list[str]]]]
     lifecycle: Lifecycle
     throttle: Throttle
     admission: Admission
+    bodies: BodyReader
     max_body_bytes: int
     keep_alive: bytes
+    by_key: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.throttle.enter()
         headers = Headers(scope=scope)
         with suppress(ClientDisconnectedError), self.lifecycle.admit() as ongoing:
-            num_bytes = check_head(headers, self.max_body_bytes)
-            with self.admission.enter(num_bytes) as reservation, _deadline(headers, ongoing) as on_begin:
-                with ongoing:
-                    data, num_bytes = await read_json_object(receive, self.max_body_bytes)
-                    reservation.grow(1, num_bytes)
-                await self._serve(data, ongoing, on_begin, scope, receive, send)
+            self.admission.check(check_head(headers, self.max_body_bytes))
+            with _deadline(headers, ongoing) as on_begin:
+                with self.lifecycle.receiving(), ongoing:
+                    content = await self.bodies.read(receive, ongoing)
+                await self._serve(content, ongoing, on_begin, scope, receive, send)
 
     async def _serve(
-        self, data: JSONObject, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
+        self, content: bytes, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
     ) -> None:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
-            with ongoing:
-                data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
-                body = await self.body.read(data)
-                answer = await self.handler(body, scope["raylm.request_id"])
-            if isinstance(answer, (bytes, list)):
-                on_begin()
-                await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
-            else:
-                async with aclosing(answer):
-                    await _send_stream(answer, ongoing, on_begin, scope, send, self.keep_alive)
+            with self.admission.enter(len(content)) as reservation:
+                with ongoing:
+                    data = await read_json_object(content)
+                    data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
+                    body = await self.body.read(data)
+                    key = (scope.get("raylm.key", ""),) if self.by_key else ()
+                    answer = await self.handler(body, scope["raylm.request_id"], *key)
+                if isinstance(answer, (bytes, list)):
+                    on_begin()
+                    reservation.release()  # however slowly the client reads
+                    await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
+                else:
+                    async with aclosing(answer):
+                        await _send_stream(answer, ongoing, on_begin, scope, send, self.keep_alive)
         finally:
             watch.cancel()
 

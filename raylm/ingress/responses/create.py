@@ -45,11 +45,11 @@ class CreateResponse:
         self._tokens = TokenTexts(llm)
         self._background: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, body: ResponsesRequest, request_id: str) -> Answer:
+    async def __call__(self, body: ResponsesRequest, request_id: str, owner: str) -> Answer:
         check_model(body.model, self._llm)
         items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
-        history = await self._history(body.previous_response_id)
-        job, outputs = await self._start(body, history + items)
+        history = await self._history(owner, body.previous_response_id)
+        job, outputs = await self._start(body, history + items, owner)
         record = {"input": items, "history": history}
         if body.background:
             return await self._in_background(job, outputs, record)
@@ -61,8 +61,8 @@ class CreateResponse:
         await self._keep(job, record)
         return orjson.dumps(job.response())
 
-    async def _start(self, body: ResponsesRequest, items: list[JSONObject]) -> tuple[ResponseJob, Outputs]:
-        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: a client that knows it may read the response
+    async def _start(self, body: ResponsesRequest, items: list[JSONObject], owner: str) -> tuple[ResponseJob, Outputs]:
+        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: without keys, who knows it may read the response
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         with renamed(PARAM_NAMES):
             chat = await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))
@@ -70,13 +70,13 @@ class CreateResponse:
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
             params, outputs = await self._conversations.start(chat, response_id, time.time())
         shown = ResponseItems(self._tokens, with_logprobs=body.with_logprobs)
-        return ResponseJob(response_id, body, params, shown), outputs
+        return ResponseJob(response_id, owner, body, params, shown), outputs
 
-    async def _history(self, response_id: str | None) -> list[JSONObject]:
+    async def _history(self, owner: str, response_id: str | None) -> list[JSONObject]:
         """The items of the conversation that ends with a stored response."""
         if response_id is None:
             return []
-        found = await self._store.get(response_id)
+        found = await self._store.get(owner, response_id)
         if found is None:
             message = "The response that 'previous_response_id' names was not found; it may have been too long ago."
             raise NotFoundError(message, param="previous_response_id")
@@ -88,7 +88,7 @@ class CreateResponse:
         if response["store"]:
             things = len(record["history"]) + len(record["input"]) + len(response["output"])
             kept = await offload(lambda: orjson.dumps(record | {"response": response}), things)
-            await self._store.put(job.id, kept)
+            await self._store.put(job.owner, job.id, kept)
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> Chunks:
         numbers = count()
@@ -110,7 +110,7 @@ class CreateResponse:
 
     async def _make(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
         making = asyncio.create_task(self._run(job, outputs, record))
-        cancelled = asyncio.create_task(self._store.until_cancelled(job.id))
+        cancelled = asyncio.create_task(self._store.until_cancelled(job.owner, job.id))
         try:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
             if cancelled.done() and cancelled.exception() is not None:

@@ -26,10 +26,16 @@ Events = list[JSONObject]
 
 
 class ResponseJob:
-    """Owns the state of one response; ``response`` is what clients get of it at any time."""
+    """Owns the state of one response; ``response`` is what clients get of it at any time.
 
-    def __init__(self, response_id: str, body: ResponsesRequest, params: SamplingParams, items: ResponseItems) -> None:
+    ``owner`` is the name of the key that it was asked for with.
+    """
+
+    def __init__(
+        self, response_id: str, owner: str, body: ResponsesRequest, params: SamplingParams, items: ResponseItems
+    ) -> None:
         self.id = response_id
+        self.owner = owner
         self.items = items
         self.status = "queued"
         self._body = body

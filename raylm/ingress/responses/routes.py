@@ -25,8 +25,8 @@ def response_routes(store: ResponseStore) -> list[Route]:
         return json_response((await _record(store, request))["response"])
 
     async def delete(request: Request) -> Response:
-        response_id = request.path_params["response_id"]
-        if not await store.delete(response_id):
+        owner, response_id = _names(request)
+        if not await store.delete(owner, response_id):
             raise _not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -35,7 +35,7 @@ def response_routes(store: ResponseStore) -> list[Route]:
         if not record["response"]["background"]:
             message = "Only a response that was asked for with 'background' can be cancelled."
             raise InvalidRequestError(message, param="response_id")
-        cancelled = await store.cancel(request.path_params["response_id"])
+        cancelled = await store.cancel(*_names(request))
         return json_response((record if cancelled is None else orjson.loads(cancelled))["response"])
 
     async def list_input(request: Request) -> Response:
@@ -53,9 +53,14 @@ def response_routes(store: ResponseStore) -> list[Route]:
     ]
 
 
+def _names(request: Request) -> tuple[str, str]:
+    """The name of the key that the request came with, and the id of the response that it is about."""
+    return request.scope.get("raylm.key", ""), request.path_params["response_id"]
+
+
 async def _record(store: ResponseStore, request: Request) -> JSONObject:
-    response_id = request.path_params["response_id"]
-    found = await store.get(response_id)
+    owner, response_id = _names(request)
+    found = await store.get(owner, response_id)
     if found is None:
         raise _not_found(response_id)
     record: JSONObject = orjson.loads(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,69 +18,85 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class ResponseStore:
-    """In memory, bounded by number and bytes; the least recently used go first. An actor, or a plain object.
+    """In memory, bounded by number and bytes. An actor, or a plain object.
 
+    A response belongs to its ``owner``, the name of an API key ("" without keys), and is found with that alone. What
+    goes beyond the bounds goes at the cost of the owner that holds most: its least recently used ones are dropped.
     A record is {"response": …, "input": items, "history": items}, as JSON.
     """
 
     def __init__(self, max_responses: int = 4096, max_bytes: int = 128 * 2**20) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._records: OrderedDict[str, bytes] = OrderedDict()
-        self._size = 0
+        self._records: defaultdict[str, OrderedDict[str, bytes]] = defaultdict(OrderedDict)
+        self._counts: Counter[str] = Counter()
+        self._sizes: Counter[str] = Counter()
         self._cancelled: dict[str, asyncio.Event] = {}
 
-    async def put(self, response_id: str, record: bytes) -> None:
-        """Keep a record; the oldest ones go when there are too many, and a cancelled one stays as it is."""
-        known = self._records.get(response_id)
+    async def put(self, owner: str, response_id: str, record: bytes) -> None:
+        """Keep a record; older ones go when there are too many, and a cancelled one stays as it is."""
+        known = self._find(owner, response_id)
         if known is not None and _status(known) == "cancelled":
             return
-        self._set(response_id, record)
-        while len(self._records) > self._max_responses or (self._size > self._max_bytes and len(self._records) > 1):
-            self._drop(next(iter(self._records)))
+        self._set(owner, response_id, record)
+        while self._counts.total() > self._max_responses:
+            self._drop_oldest(self._counts)
+        while self._sizes.total() > self._max_bytes and self._counts.total() > 1:
+            self._drop_oldest(self._sizes)
 
-    async def get(self, response_id: str) -> bytes | None:
-        record = self._records.get(response_id)
+    async def get(self, owner: str, response_id: str) -> bytes | None:
+        record = self._find(owner, response_id)
         if record is not None:
-            self._records.move_to_end(response_id)
+            self._records[owner].move_to_end(response_id)
         return record
 
-    async def delete(self, response_id: str) -> bool:
+    async def delete(self, owner: str, response_id: str) -> bool:
         """Forget a record; whether there was one. One that is being made is cancelled too."""
-        found = response_id in self._records
-        if found:
-            self._drop(response_id)
-            self._wake(response_id)
-        return found
+        if self._find(owner, response_id) is None:
+            return False
+        self._drop(owner, response_id)
+        self._wake(response_id)
+        return True
 
-    async def cancel(self, response_id: str) -> bytes | None:
+    async def cancel(self, owner: str, response_id: str) -> bytes | None:
         """Mark an unfinished response as cancelled, wake the replica that makes it, and return its record."""
-        record = self._records.get(response_id)
+        record = self._find(owner, response_id)
         if record is None or _status(record) not in _UNFINISHED:
             return record
         content: JSONObject = orjson.loads(record)
         content["response"]["status"] = "cancelled"
-        self._set(response_id, orjson.dumps(content))
+        self._set(owner, response_id, orjson.dumps(content))
         self._wake(response_id)
-        return self._records[response_id]
+        return self._records[owner][response_id]
 
-    async def until_cancelled(self, response_id: str) -> None:
+    async def until_cancelled(self, owner: str, response_id: str) -> None:
         """Wait until it is cancelled or deleted; one waiter a response, the replica that makes it."""
         event = self._cancelled.setdefault(response_id, asyncio.Event())
         try:
-            record = self._records.get(response_id)
+            record = self._find(owner, response_id)
             if record is not None and _status(record) in _UNFINISHED:
                 await event.wait()
         finally:
             self._cancelled.pop(response_id, None)
 
-    def _set(self, response_id: str, record: bytes) -> None:
-        self._size += len(record) - len(self._records.get(response_id, b""))
-        self._records[response_id] = record
-        self._records.move_to_end(response_id)
+    def _find(self, owner: str, response_id: str) -> bytes | None:
+        return self._records[owner].get(response_id) if owner in self._records else None
 
-    def _drop(self, response_id: str) -> None:
-        self._size -= len(self._records.pop(response_id))
+    def _set(self, owner: str, response_id: str, record: bytes) -> None:
+        if self._find(owner, response_id) is not None:
+            self._drop(owner, response_id)
+        self._records[owner][response_id] = record
+        self._counts[owner] += 1
+        self._sizes[owner] += len(record)
+
+    def _drop_oldest(self, held: Counter[str]) -> None:
+        """Of the owner that holds most by ``held``."""
+        owner = max(held, key=held.__getitem__)
+        self._drop(owner, next(iter(self._records[owner])))
+
+    def _drop(self, owner: str, response_id: str) -> None:
+        self._counts[owner] -= 1
+        self._sizes[owner] -= len(self._records[owner].pop(response_id))
 
     def _wake(self, response_id: str) -> None:
         if response_id in self._cancelled:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -117,6 +119,43 @@ async def test_endless_templates_are_broken_off(monkeypatch: pytest.MonkeyPatch)
             await render(template, HI, template_kwargs={"endless": True})
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
     assert await render(template, HI) == "fine"
+
+
+LONG = [
+    [{"role": "user", "content": "x" * 100_000}],
+    [{"role": "user", "content": "x"}] * 3_001,
+    [{"role": "user", "content": [{"type": "text", "text": "x"}] * 3_001}],
+]
+
+
+@pytest.mark.parametrize("long", LONG)
+async def test_waiting_is_not_the_templates_time(long: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short conversations pass long ones, and a long one has its whole time from when its turn has come."""
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.2)
+    real, held, go_on = chat_template.prepare_messages, threading.Event(), threading.Event()
+
+    def prepare(messages: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+        if messages is long:
+            held.set()
+            go_on.wait(60)
+        return real(messages, **fields)
+
+    monkeypatch.setattr(chat_template, "prepare_messages", prepare)
+    template = make()
+    try:
+        first, *waiting = [asyncio.create_task(render(template, long)) for _ in range(3)]
+        async with asyncio.timeout(10):
+            while not held.is_set():  # noqa: ASYNC110 - a thread has no event of this loop
+                await asyncio.sleep(0.005)
+            assert "Hi" in await render(template, HI)
+            with pytest.raises(InvalidRequestError, match="did not render"):
+                await first
+        await asyncio.sleep(0.3)
+        monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
+    finally:
+        go_on.set()
+    for rendered in await asyncio.gather(*waiting):
+        assert rendered.endswith("<|im_start|>assistant\n")
 
 
 async def test_a_cancellation_is_never_lost() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from raylm.errors import InvalidRequestError
 from raylm.frontend.text import tokenizer as module
-from raylm.frontend.text.tokenizer import INLINE_CHARS, Tokenizer
+from raylm.frontend.text.tokenizer import INLINE_CHARS, LARGE_CHARS, Tokenizer
 
 TEXTS = ["hello world", "", "wörld €\n", "<|im_start|>user\nhi<|im_end|>", "x" * 20_000]
 
@@ -79,3 +79,29 @@ async def test_many_short_texts_at_once_go_to_threads(tokenizer: Tokenizer, monk
     before = on_loop
     await tokenizer.encode("hello", add_special_tokens=False)
     assert on_loop == before + 5, "the next turn starts anew"
+
+
+async def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, begun, ended = tokenizer.encode_now, [0], threading.Event()
+
+    def held(text: str, **fields: Any) -> list[int]:
+        if len(text) > LARGE_CHARS:
+            begun[0] += 1
+            ended.wait(60)
+        return real(text, **fields)
+
+    monkeypatch.setattr(tokenizer, "encode_now", held)
+    long = [asyncio.create_task(tokenizer.encode("9" * (LARGE_CHARS + 1), add_special_tokens=False)) for _ in range(4)]
+    try:
+        async with asyncio.timeout(10):
+            while not begun[0]:  # noqa: ASYNC110 - a thread has no event of this loop
+                await asyncio.sleep(0.005)
+            short = "hello " * 2_000
+            assert await tokenizer.encode(short, add_special_tokens=False) == real(short, add_special_tokens=False)
+        assert not any(task.done() for task in long)
+        long[3].cancel()
+    finally:
+        ended.set()
+    ids = [await task for task in long[:3]]
+    assert ids == [real("9" * (LARGE_CHARS + 1), add_special_tokens=False)] * 3
+    assert begun == [3], "what was cancelled while it waited was tokenized"

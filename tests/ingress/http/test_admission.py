@@ -21,20 +21,25 @@ from tests.ingress.refused import JSON, error_of
 from tests.ingress.test_real_llm import running_stack, wanted
 
 PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+WORKS: list[tuple[str, dict[str, Any]]] = [
+    *PATHS,
+    ("/tokenize", TEXT),
+    ("/tokenize", CHAT),
+    ("/detokenize", {"tokens": [5]}),
+    ("/v1/messages/count_tokens", CHAT),
+]
 
 
-@pytest.mark.parametrize(("path", "body"), PATHS)
+@pytest.mark.parametrize(("path", "body"), WORKS)
 async def test_a_full_queue_refuses_before_the_body_is_read(
     client: httpx.AsyncClient, llm: FakeAsyncLLM, path: str, body: dict[str, Any]
 ) -> None:
     llm.admission._max_requests = 1
     waiting = llm.admission.prompt(10, 1)
     answer = await client.post(path, content=b"no JSON", headers=JSON)
-    error = error_of(answer, 429)
-    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "rate_limit_error"
     assert int(answer.headers["retry-after"]) >= 1
-    for other in ("/tokenize", "/detokenize"):
-        error_of(await client.post(other, content=b"no JSON", headers=JSON), 400)
     assert (await client.get("/health")).status_code == 200
     waiting.release()
     assert (await client.post(path, json=body)).status_code == 200

@@ -21,7 +21,7 @@ KEY, OTHER = "sk-first-0123", "sk-second-4567"
 BEARER = {"authorization": f"Bearer {KEY}"}
 ROUTES = [
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/v1/models"), ("GET", "/v1/models/org/fake-model"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/org/fake-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/"),
     ("GET", "/v1/nothing"), ("GET", "/health/"), ("GET", "//health"), ("GET", "/health/../v1/models"),
     ("GET", "/HEALTH"), ("GET", "/v1/models?x=/health"), ("OPTIONS", "/v1/models"),
 ]  # fmt: skip
@@ -76,7 +76,10 @@ async def test_the_host_header_has_no_say(tmp_path: Path) -> None:
 
 async def test_open_paths_can_be_closed(tmp_path: Path) -> None:
     async with guarded(tmp_path) as client:
-        assert [(await client.get(path)).status_code for path in ("/health", "/metrics", "/ready")] == [200, 200, 401]
+        answers = [await client.get(path) for path in ("/health", "/ready", "/ping", "/docs", "/metrics")]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 401]
+    async with guarded(tmp_path, open_paths=["/metrics"]) as client:
+        assert [(await client.get(path)).status_code for path in ("/health", "/metrics")] == [401, 200]
     async with guarded(tmp_path, open_paths=[]) as client:
         assert [(await client.get(path)).status_code for path in ("/health", "/metrics")] == [401, 401]
         assert (await client.get("/health", headers=BEARER)).status_code == 200
@@ -97,7 +100,7 @@ async def test_metrics_tell_names_and_no_keys(tmp_path: Path) -> None:
         await client.post("/v1/completions", json={}, headers=BEARER)
         await client.post("/v1/completions", json=TEXT, headers={"x-api-key": OTHER})
         await client.post("/v1/completions", json=TEXT)
-        text = (await client.get("/metrics")).text
+        text = (await client.get("/metrics", headers=BEARER)).text
     counted = re.findall(
         r'^raylm:http_answers_total\{key="(.*)",model_name="org/fake-model",status="(.*)"\} 1\.0$', text, re.M
     )

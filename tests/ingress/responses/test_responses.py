@@ -294,16 +294,50 @@ async def test_the_store_is_bounded() -> None:
 
     few = ResponseStore(max_responses=3)
     for name in "abc":
-        await few.put(name, record(1))
-    await few.get("a")
-    await few.put("d", record(1))
-    assert [name for name in "abcd" if await few.get(name)] == ["a", "c", "d"]
+        await few.put("", name, record(1))
+    await few.get("", "a")
+    await few.put("", "d", record(1))
+    assert [name for name in "abcd" if await few.get("", name)] == ["a", "c", "d"]
     small = ResponseStore(max_bytes=1000)
     for name in "abc":
-        await small.put(name, record(400))
-    assert [name for name in "abc" if await small.get(name)] == ["b", "c"]
-    await small.put("c", record(900))
-    assert [name for name in "abc" if await small.get(name)] == ["c"]
+        await small.put("", name, record(400))
+    assert [name for name in "abc" if await small.get("", name)] == ["b", "c"]
+    await small.put("", "c", record(900))
+    assert [name for name in "abc" if await small.get("", name)] == ["c"]
+
+
+@pytest.mark.parametrize("bounds", [{"max_responses": 4}, {"max_bytes": 400}])
+async def test_who_stores_most_loses_their_own(bounds: dict[str, int]) -> None:
+    record = orjson.dumps({"response": {"status": "completed"}, "filling": "x" * 52})
+    assert len(record) == 100
+    store = ResponseStore(**bounds)
+    await store.put("quiet", "first", record)
+    for number in range(20):
+        await store.put("busy", f"response-{number}", record)
+    assert await store.get("quiet", "first") == record
+    assert [n for n in range(20) if await store.get("busy", f"response-{n}")] == [17, 18, 19]
+    await store.put("third", "one", record)
+    assert [n for n in range(20) if await store.get("busy", f"response-{n}")] == [18, 19]
+
+
+async def test_responses_are_their_keys_own(llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "alice: sk-alice,bob: sk-bob")
+    app = build_asgi_app(llm, Config.model_validate({"ingress": {"api_keys_env": "KEYS"}}))  # type: ignore[arg-type]
+    async with client_of(app) as alice, client_of(app) as bob:
+        alice.headers["x-api-key"], bob.headers["x-api-key"] = "sk-alice", "sk-bob"
+        first = await create(alice)
+        place = f"{PATH}/{first['id']}"
+        error_of(await bob.get(place), 404)
+        error_of(await bob.get(f"{place}/input_items"), 404)
+        error_of(await bob.delete(place), 404)
+        error = error_of(await bob.post(PATH, json=BODY | {"previous_response_id": first["id"]}), 404)
+        assert error["param"] == "previous_response_id"
+        assert (await create(alice, previous_response_id=first["id"]))["status"] == "completed"
+        llm.gate = asyncio.Event()
+        background = await create(alice, background=True)
+        error_of(await bob.post(f"{PATH}/{background['id']}/cancel"), 404)
+        assert (await alice.post(f"{PATH}/{background['id']}/cancel")).json()["status"] == "cancelled"
+        assert (await alice.delete(place)).json()["deleted"]
 
 
 class Handle:

@@ -195,14 +195,14 @@ def test_failed_rows_have_reasons_and_harm_nobody() -> None:
     news = [make(i, [1, 2], **fields[i % 4]) for i in range(20)]
     news[16] = make(16, [1, 2], allowed_token_ids=(5,), min_tokens=1, logprobs=1)
     news[17] = make(17, [1, 2], allowed_token_ids=(5, 6), logprobs=1)
-    news[18] = make(18, [1, 2], repetition_penalty=1e-30, logprobs=1)
+    news[18] = make(18, [1, 2], repetition_penalty=1e-6, logprobs=1)
     good = random_logits(20)
     bad = good.clone()
     bad[0:4, 700] = torch.nan
     bad[4:8, 3] = torch.inf
     bad[8:12] = -torch.inf
     bad[17, 9] = torch.nan
-    bad[18, 1] = 1e9
+    bad[18, 1] = 1e35
     batch = InputBatch(20, 16, 16, VOCAB)
     rows = np.array([batch.add(new) for new in news])
     out = Sampler().sample(bad, rows, batch)
