@@ -66,6 +66,13 @@ class StepCost:
             self._curve = [*below, *sizes, *above], [*outside[0], *times, *outside[1]]
         return self._curve
 
+    def seconds(self, tokens: int) -> float:
+        """What a step of so many tokens takes, from 1 to 2 million; needs a step seen."""
+        sizes, times = self.curve()
+        right = min(bisect_right(sizes, tokens), len(sizes) - 1)
+        share = (tokens - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return times[right - 1] + share * (times[right] - times[right - 1])
+
     def tokens_within(self, seconds: float) -> int:
         """The most tokens of a step that takes no longer, at least 0."""
         sizes, times = self.curve()

@@ -126,12 +126,13 @@ class FakeWorker:
     def open_channel(self, node_id: str) -> None:
         """As a Ray actor it takes steps as Ray's calls alone, as from another node."""
 
-    def load_adapter(self, adapter: int, path: str) -> None:
-        """Take it in; a path that begins with "bad" is refused."""
+    def load_adapter(self, adapter: int, path: str) -> str:
+        """Take it in; a path that begins with "bad" is refused. Its content is its path."""
         if path.startswith("bad"):
             raise InvalidRequestError(f"The adapter {path!r} cannot be served.", param="lora_path")
         assert adapter not in self.adapters, "a number is given twice"
         self.adapters[adapter] = path
+        return path
 
     def unload_adapter(self, adapter: int) -> None:
         """Let go of it; a step that uses it later fails."""
@@ -314,10 +315,10 @@ class FakeExecutor(ModelExecutor):
         result = None if self._dead else self.worker.execute(plan)
         return asyncio.ensure_future(self._give(result))
 
-    async def load_adapter(self, adapter: int, path: str) -> None:
+    async def load_adapter(self, adapter: int, path: str) -> str:
         """Load it after a moment, in which others get their turn."""
         await asyncio.sleep(self._delay_s)
-        self.worker.load_adapter(adapter, path)
+        return self.worker.load_adapter(adapter, path)
 
     async def unload_adapter(self, adapter: int) -> None:
         """Let go of it now."""

@@ -32,8 +32,12 @@ class ModelExecutor(ABC):
         """Hand one step to the workers at once; the awaitable gives the output rank's result."""
 
     @abstractmethod
-    async def load_adapter(self, adapter: int, path: str) -> None:
-        """Load a LoRA adapter under a number, steps go on where they can; InvalidRequestError if it does not fit."""
+    async def load_adapter(self, adapter: int, path: str) -> str:
+        """Load a LoRA adapter under a number, steps go on where they can; returns the digest of its content.
+
+        Raises:
+            InvalidRequestError: it does not fit.
+        """
 
     @abstractmethod
     async def unload_adapter(self, adapter: int) -> None:
@@ -60,8 +64,8 @@ class LocalExecutor(ModelExecutor):
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         return self._on_thread(self._execute, plan)
 
-    async def load_adapter(self, adapter: int, path: str) -> None:
-        await self._on_thread(self._live_worker.load_adapter, adapter, path)
+    async def load_adapter(self, adapter: int, path: str) -> str:
+        return await self._on_thread(self._live_worker.load_adapter, adapter, path)
 
     async def unload_adapter(self, adapter: int) -> None:
         await self._on_thread(self._live_worker.unload_adapter, adapter)

@@ -110,9 +110,9 @@ class RayExecutor(ModelExecutor):
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         return answer(self._senders[0](plan))
 
-    async def load_adapter(self, adapter: int, path: str) -> None:
+    async def load_adapter(self, adapter: int, path: str) -> str:
         """On the one worker there is: with several, adapters are refused at the start."""
-        await answer(self._workers[0].load_adapter.remote(adapter, path))
+        return await answer(self._workers[0].load_adapter.remote(adapter, path))
 
     async def unload_adapter(self, adapter: int) -> None:
         await answer(self._workers[0].unload_adapter.remote(adapter))

@@ -29,7 +29,7 @@ class RequestState:
 
     ``limit`` is the longest that its sequences may grow, in tokens with the prompt. ``num_unforked`` sequences are
     not made yet: they start when the first one has computed the prompt that they share. ``adapter`` is the number of
-    its LoRA adapter, 0 for the base model.
+    its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content.
     """
 
     client_id: str
@@ -40,11 +40,18 @@ class RequestState:
     num_unforked: int
     stop_token_ids: tuple[int, ...] = ()
     adapter: int = 0
+    adapter_digest: str = ""
     open: list[Sequence] = field(default_factory=list)
 
     @classmethod
     def create(
-        cls, client_id: str, request: EngineCoreRequest, arrival: int, max_model_len: int, adapter: int = 0
+        cls,
+        client_id: str,
+        request: EngineCoreRequest,
+        arrival: int,
+        max_model_len: int,
+        adapter: int = 0,
+        adapter_digest: str = "",
     ) -> RequestState:
         """The state of a new request, with the seed and the limit that it leaves open."""
         length, params = len(request.prompt_token_ids), request.params
@@ -67,6 +74,7 @@ class RequestState:
             num_unforked=0 if any(drawn != () for drawn in request.drawn) else params.n - 1,
             stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
             adapter=adapter,
+            adapter_digest=adapter_digest,
         )
 
     def begin(self, ids: Iterator[int]) -> list[Sequence]:
@@ -111,7 +119,8 @@ class Sequence:
     ``num_computed`` what they compute: accepted drafts are counted when the steps are seen. ``next_check`` is the
     length at which a token is more than an append: the first generated one's, then ``limit``. A preempted sequence may
     start again when the result of step ``resume_after`` was seen. ``num_cached`` prompt tokens came from the prefix
-    cache. ``prompt_logprobs`` gathers those of the prompt, None if they are not asked for (any more).
+    cache. ``num_owed`` tokens are counted as still to compute, besides the one of each step. ``prompt_logprobs``
+    gathers those of the prompt, None if they are not asked for (any more).
     """
 
     id: int
@@ -127,6 +136,7 @@ class Sequence:
     prompt_logprobs: list[Logprobs] | None
     num_computed: int = 0
     num_cached: int = 0
+    num_owed: int = 0
     resume_after: int = 0
     status: Status = Status.WAITING
 

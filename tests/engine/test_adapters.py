@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from raylm.block_hashes import ChainedHasher
 from raylm.config import CacheConfig, Config, LoRAConfig, SchedulerConfig
 from raylm.engine import EngineCore
-from raylm.engine.kv_cache_manager import ChainedHasher
 from raylm.engine.outbox import Outbox
 from raylm.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from raylm.messages import EngineCoreRequest, LoRAAdapter
@@ -69,7 +69,7 @@ async def test_requests_of_one_batch_use_their_own_adapters() -> None:
 
 
 async def test_a_hash_that_forgets_the_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChainedHasher, "root", lambda self, seq: b"the same for all")
+    monkeypatch.setattr(ChainedHasher, "root", lambda self, adapter, salt: b"the same for all")
     async with running(executor(), config()) as core:
         await core.load_adapter(ONE)
         assert await answers(core, [None]) == [expected()]

@@ -44,31 +44,31 @@ def shown(budget: LatencyBudget, *sizes: int, cost: Cost = line) -> LatencyBudge
 
 
 def test_fixed_is_fixed() -> None:
-    assert StepBudget(MOST).tokens([]) == StepBudget(MOST).tokens([*decoding(3), prefilling()]) == MOST
+    assert StepBudget(MOST, 8).tokens([]) == StepBudget(MOST, 8).tokens([*decoding(3), prefilling()]) == MOST
 
 
 def test_a_step_is_whole_while_nobody_decodes_or_nothing_was_seen() -> None:
-    assert LatencyBudget(MOST, 0.2).tokens(decoding(3)) == MOST
-    assert shown(LatencyBudget(MOST, 0.2), 2048).tokens([prefilling()]) == MOST
+    assert LatencyBudget(MOST, 8, 0.2).tokens(decoding(3)) == MOST
+    assert shown(LatencyBudget(MOST, 8, 0.2), 2048).tokens([prefilling()]) == MOST
 
 
 @pytest.mark.parametrize("count", [1, 32])
 def test_a_step_with_decoding_sequences_keeps_to_the_target(count: int) -> None:
-    budget = shown(LatencyBudget(MOST, 0.2), 1, 64, 100, 256, 2048)
+    budget = shown(LatencyBudget(MOST, 8, 0.2), 1, 64, 100, 256, 2048)
     assert budget.tokens([*decoding(count), prefilling()]) == pytest.approx(180, abs=2)
 
 
 def test_prompts_get_on_whatever_the_target_is() -> None:
-    assert shown(LatencyBudget(MOST, 0.001), 1, 64, 2048).tokens(decoding(5)) == 5 + MIN_PREFILL_TOKENS
+    assert shown(LatencyBudget(MOST, 8, 0.001), 1, 64, 2048).tokens(decoding(5)) == 5 + MIN_PREFILL_TOKENS
 
 
 def test_no_step_is_larger_than_configured() -> None:
-    assert shown(LatencyBudget(100, 60.0), 1, 64).tokens(decoding(5)) == 100
-    assert shown(LatencyBudget(16, 0.001), 1).tokens(decoding(5)) == 16
+    assert shown(LatencyBudget(100, 8, 60.0), 1, 64).tokens(decoding(5)) == 100
+    assert shown(LatencyBudget(16, 8, 0.001), 1).tokens(decoding(5)) == 16
 
 
 def test_guesses_count_as_tokens() -> None:
-    budget = LatencyBudget(MOST, 0.2)
+    budget = LatencyBudget(MOST, 8, 0.2)
     for _ in range(3):
         budget.observe(step_of(10), ModelRunnerOutput(1, [], [], [], step_s=line(110), drafted_tokens=100))
     assert 100 < budget.tokens(decoding(1)) < 180

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import ray
 from ray import ObjectRefGenerator
@@ -64,6 +65,10 @@ class RayEngineClient(EngineClient):
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         self._batch.stops.extend(sequences)
+        self._wake.set()
+
+    def watch_blocks(self) -> None:
+        self._batch = replace(self._batch, watch_blocks=True)
         self._wake.set()
 
     async def _send(self) -> None:
