@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import sha256
-from struct import Struct, unpack
+from struct import pack, unpack
 
-_KEY_BYTES = 8
+_KEY_BYTES, _TOKEN_BYTES = 8, 4
 
 
 class ChainedHasher:
@@ -18,17 +18,19 @@ class ChainedHasher:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._pack = Struct(f"{block_size}I").pack
 
     def root(self, adapter_digest: str, cache_salt: str | None) -> bytes:
         return sha256(repr((adapter_digest, cache_salt)).encode()).digest()
 
     def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
         """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``token_ids``."""
-        size = self._block_size
+        size, first = self._block_size, len(hashes)
+        if num_blocks <= first:
+            return
         parent = hashes[-1] if hashes else root
-        for start in range(len(hashes) * size, num_blocks * size, size):
-            parent = sha256(parent + self._pack(*token_ids[start : start + size])).digest()
+        packed = pack(f"{(num_blocks - first) * size}I", *token_ids[first * size : num_blocks * size])
+        for start in range(0, len(packed), _TOKEN_BYTES * size):
+            parent = sha256(parent + packed[start : start + _TOKEN_BYTES * size]).digest()
             hashes.append(parent)
 
 

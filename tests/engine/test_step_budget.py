@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
 from raylm.engine.sequence import Sequence
-from raylm.engine.step_budget import MIN_PREFILL_TOKENS, LatencyBudget, StepBudget
+from raylm.engine.step_budget import MIN_PREFILL_TOKENS, SPEED_EVERY, LatencyBudget, StepBudget
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 from tests.engine.build import CLIENT, Engine, sequence
 
 MOST = 2048
 Cost = Callable[[int], float]
+Budget = TypeVar("Budget", bound=StepBudget)
 
 
 def line(tokens: int) -> float:
@@ -37,7 +39,7 @@ def step_of(tokens: int) -> SchedulerOutput:
     return SchedulerOutput(1, [], [], [0], [0], [tokens], [False], [0], [])
 
 
-def shown(budget: LatencyBudget, *sizes: int, cost: Cost = line) -> LatencyBudget:
+def shown(budget: Budget, *sizes: int, cost: Cost = line) -> Budget:
     for tokens in sizes:
         budget.observe(step_of(tokens), ModelRunnerOutput(1, [], [], [], step_s=cost(tokens)))
     return budget
@@ -159,3 +161,13 @@ def test_a_machine_that_becomes_slower_gets_smaller_chunks() -> None:
 def test_every_prompt_comes_to_its_end_in_time() -> None:
     world = World(4, line, 1.0)
     assert len(world.run(1)) <= -(-1001 // MIN_PREFILL_TOKENS) + 4
+
+
+def test_the_speed_of_steps_is_told_once_a_large_one_was_seen() -> None:
+    budget = shown(StepBudget(MOST, 8), 1, 1, 1)
+    assert budget.speed[0] > 0
+    assert budget.speed[1] == 0, "steps of one token do not tell how fast prompts are computed"
+    budget = shown(StepBudget(MOST, 8), *[1, 64, 1024] * SPEED_EVERY)
+    assert budget.speed == pytest.approx((line(1), line(1024) / 1024), rel=0.05)
+    shown(budget, *[1, 64, 1024] * SPEED_EVERY, cost=lambda tokens: 3 * line(tokens))
+    assert budget.speed == pytest.approx((3 * line(1), 3 * line(1024) / 1024), rel=0.05)

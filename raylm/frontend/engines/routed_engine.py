@@ -12,6 +12,7 @@ from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineStats, OtherClients
 
 _DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, against one of this request's own
+_NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
 _DECODE_TOKENS = 8  # prompt tokens that cost a step about as much as a sequence there will, until the first token
 _SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests take
 
@@ -143,7 +144,8 @@ class RoutedEngine:
             wait_s += (there - most) * self.service_s / most
             there = most
         own_s = uncached_tokens * speed.token_s
-        return wait_s + own_s + _DELAY_WEIGHT * own_s * there + _DECODE_TOKENS * speed.token_s * there
+        delay_s = own_s * (_NEXT_WEIGHT + _DELAY_WEIGHT * there)
+        return wait_s + own_s + delay_s + _DECODE_TOKENS * speed.token_s * there
 
     def _start(self, key: int) -> None:
         if (request := self.starting.pop(key, None)) is not None:

@@ -167,7 +167,8 @@ class Router:
             digest = self.adapters.digest(info.engine_id, request.adapter) if request.adapter is not None else ""
             size = info.worker.block_size
             blocks = prompt.of(size, digest)
-            routes.append(Route(engine, length - size * engine.blocks.num_matched(blocks), blocks))
+            cached = min(engine.blocks.num_matched(blocks), (length - 1) // size)  # one token is always computed
+            routes.append(Route(engine, length - size * cached, blocks))
         return routes
 
     async def _read(self, engine: RoutedEngine) -> None:
@@ -229,7 +230,7 @@ def _speeds(engines: list[RoutedEngine]) -> list[Speed]:
 
 
 class _PromptBlocks:
-    """The keys of a prompt's whole blocks, as far as they may be found: the last token is always computed."""
+    """The keys of a prompt's whole blocks, hashed once for all engines that know them by the same."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self._request = request
@@ -240,7 +241,7 @@ class _PromptBlocks:
         if found is None:
             request, hasher = self._request, ChainedHasher(block_size)
             hashes: list[bytes] = []
-            num_blocks = (len(request.prompt_token_ids) - 1) // block_size
+            num_blocks = len(request.prompt_token_ids) // block_size
             root = hasher.root(adapter_digest, request.cache_salt)
             hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
             found = self._known[block_size, adapter_digest] = unpack_keys(pack_keys(hashes))
