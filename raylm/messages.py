@@ -212,11 +212,20 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherClients:
+    """What an engine has to do for its other clients: prompt tokens to compute, and open sequences."""
+
+    queued_tokens: int = 0
+    sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """How busy an engine is.
 
     ``places`` sequences more could run. By the steps of late one of a single token takes ``step_s`` seconds, and a
-    prompt ``token_s`` for each token, in steps as large as they get; 0 while too few were seen.
+    prompt ``token_s`` for each token, in steps as large as they get; 0 while too few were seen. ``others`` depends on
+    which client is told.
     """
 
     running: int = 0
@@ -227,6 +236,7 @@ class EngineStats:
     places: int = 0
     step_s: float = 0.0
     token_s: float = 0.0
+    others: OtherClients = OtherClients()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,14 +254,6 @@ class BlockChanges:
     @property
     def is_snapshot(self) -> bool:
         return self.number == 0
-
-
-@dataclass(frozen=True, slots=True)
-class OtherClients:
-    """What an engine has to do for its other clients: prompt tokens to compute, and open sequences."""
-
-    queued_tokens: int = 0
-    sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +283,6 @@ class EngineCoreOutputs:
     pooled: list[tuple[int, bytes]] = field(default_factory=list)
     adapters: tuple[LoRAAdapter, ...] | None = None
     blocks: BlockChanges | None = None
-    others: OtherClients = OtherClients()
     created: float = 0.0
 
 

@@ -16,6 +16,7 @@ import heapq
 import random
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -161,22 +162,17 @@ def least_open(ingress: Ingress, request: EngineCoreRequest) -> int:
 
 
 def _open(engine: RoutedEngine) -> tuple[int, int]:
-    return engine.sequences, engine.others.sequences
+    return engine.sequences, engine.stats.others.sequences
 
 
 POLICIES: dict[str, Policy] = {"round robin": round_robin, "least open": least_open, "RayLM": predicted}
 
 
 def _message(
-    keys: list[int],
-    stats: EngineStats,
-    others: OtherClients | None = None,
-    blocks: BlockChanges | None = None,
-    at: float = 0.0,
+    keys: list[int], stats: EngineStats, blocks: BlockChanges | None = None, at: float = 0.0
 ) -> EngineCoreOutputs:
     empty = [0] * len(keys)
-    others = others or OtherClients()
-    return EngineCoreOutputs(keys, empty, empty, [], [], [], empty, stats, blocks=blocks, others=others, created=at)
+    return EngineCoreOutputs(keys, empty, empty, [], [], [], empty, stats, blocks=blocks, created=at)
 
 
 class Simulation:
@@ -257,7 +253,7 @@ class Simulation:
         for ingress in self._ingresses:
             keys = [self._keys[id(turn)] for turn in begun if turn.ingress == ingress.number]
             blocks = self._blocks(ingress, number)
-            ingress.engines[number].on_outputs(_message(keys, old, others[ingress.number], blocks, at))
+            ingress.engines[number].on_outputs(_message(keys, replace(old, others=others[ingress.number]), blocks, at))
         for turn in ended:
             self._ingresses[turn.ingress].router.leave(self._keys.pop(id(turn)), abort=False)
             self.done.append(turn)

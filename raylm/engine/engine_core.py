@@ -237,13 +237,12 @@ class EngineCore:
         adapters: tuple[LoRAAdapter, ...] | None = None,
     ) -> EngineCoreOutputs:
         """A message without entries."""
-        stats, others = self.scheduler.stats(), self.scheduler.loads.others(client_id)
+        stats = replace(self.scheduler.stats(), others=self.scheduler.loads.others(client_id))
         return EngineCoreOutputs(
             *([], [], [], [], [], [], []),
             stats,
             errors=errors or [],
             adapters=adapters,
-            others=others,
             created=time.time(),
         )
 

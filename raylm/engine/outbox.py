@@ -18,7 +18,6 @@ from raylm.messages import (
     FinishReason,
     Logprobs,
     ModelRunnerOutput,
-    OtherClients,
 )
 
 
@@ -43,9 +42,7 @@ class ClientOutputs:
         """The newest token is the last one of its sequence."""
         self.finished[len(self.sequences) - 1] = (reason, stop_reason)
 
-    def columns(
-        self, result: ModelRunnerOutput, stats: EngineStats, others: OtherClients, created: float
-    ) -> EngineCoreOutputs:
+    def columns(self, result: ModelRunnerOutput, stats: EngineStats, created: float) -> EngineCoreOutputs:
         sequences, finished, drawn = self.sequences, self.finished, result.token_ids
         token_counts = [1] * len(sequences)
         if len(drawn) > len(result.seq_ids):  # the tokens that a sequence drew in a step are one entry
@@ -70,7 +67,6 @@ class ClientOutputs:
             prompt_logprobs=self.prompt_logprobs,
             errors=self.errors,
             pooled=self.pooled,
-            others=others,
             created=created,
         )
 
@@ -102,7 +98,7 @@ class Outbox:
         """Put a message that is about the stats alone, if those that say how busy the engine is have changed."""
         last, now = self._newest.stats, outputs.stats
         is_other = (last.running, last.waiting, last.kv_usage) != (now.running, now.waiting, now.kv_usage)
-        if is_other or self._changes or self._newest.others != outputs.others:
+        if is_other or self._changes or last.others != now.others:
             self.put(outputs)
 
     @property
@@ -159,4 +155,4 @@ def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutput
         getattr(held, name).extend(getattr(fresh, name))
     adapters = held.adapters if fresh.adapters is None else fresh.adapters
     created = max(held.created, fresh.created)
-    return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, others=fresh.others, created=created)
+    return replace(held, stats=fresh.stats, logprobs=logprobs, adapters=adapters, created=created)

@@ -201,7 +201,7 @@ class Scheduler:
         self._count_step(plan.num_tokens + result.drafted_tokens)
         stats, now = self.stats(), time.time()
         return {
-            client_id: entry.columns(result, stats, self.loads.others(client_id), now)
+            client_id: entry.columns(result, replace(stats, others=self.loads.others(client_id)), now)
             for client_id, entry in outputs.items()
         }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from raylm.block_hashes import unpack_keys
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.messages import BlockChanges, EngineCoreOutputs, EngineStats, OtherClients
+from raylm.messages import BlockChanges, EngineCoreOutputs, EngineStats
 
 _DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, against one of this request's own
 _NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
@@ -82,8 +82,8 @@ class Speed:
 class RoutedEngine:
     """One ready engine: its client, this process's open requests on it, and what it told of the rest.
 
-    ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. What there is to do for
-    ``others`` was so ``told_at``, in seconds since the epoch. A request takes about ``service_s``.
+    ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. The ``stats`` were
+    so ``told_at``, in seconds since the epoch. A request takes about ``service_s``.
     """
 
     client: EngineClient
@@ -91,7 +91,6 @@ class RoutedEngine:
     starting: dict[int, OpenRequest] = field(default_factory=dict)
     blocks: KnownBlocks = field(default_factory=KnownBlocks)
     stats: EngineStats = field(default_factory=EngineStats)
-    others: OtherClients = field(default_factory=OtherClients)
     told_at: float = 0.0
     service_s: float = 1.0
     sequences: int = 0
@@ -121,7 +120,7 @@ class RoutedEngine:
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Take in what a message tells of the engine; what requests stored until their first tokens is told by then."""
-        self.stats, self.others, self.told_at = outputs.stats, outputs.others, outputs.created
+        self.stats, self.told_at = outputs.stats, outputs.created
         if outputs.blocks is not None and not self.blocks.apply(outputs.blocks):
             self.client.watch_blocks()
         if self.starting:
@@ -135,9 +134,9 @@ class RoutedEngine:
         that it takes to serve, nor of their sequences after that of a request.
         """
         age = max(0.0, now - self.told_at)
-        queued_s = self.queued_tokens * speed.token_s + max(0.0, self.others.queued_tokens * speed.token_s - age)
+        queued_s = self.queued_tokens * speed.token_s + max(0.0, self.stats.others.queued_tokens * speed.token_s - age)
         trust = max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0
-        there = self.sequences + self.others.sequences * trust
+        there = self.sequences + self.stats.others.sequences * trust
         wait_s = speed.step_s + queued_s
         most = self.stats.running + self.stats.places
         if 0 < most < there:

@@ -190,11 +190,11 @@ async def test_who_has_no_requests_is_told_of_the_others_load(monkeypatch: pytes
         engine.watch()
         busy.add(request([1] * 100, 1, max_tokens=20, ignore_eos=True, n=3))
         seen = set()
-        while engine.others.sequences or len(seen) < 2:
+        while engine.stats.others.sequences or len(seen) < 2:
             engine.on_outputs(await idle._outbox.get())
-            seen.add(engine.others.sequences)
+            seen.add(engine.stats.others.sequences)
         assert max(seen) in (2, 3)
-        assert engine.others.queued_tokens == 0
+        assert engine.stats.others.queued_tokens == 0
         assert abs(time.time() - engine.told_at) < 60
 
 

@@ -110,7 +110,7 @@ async def test_equals_are_picked_at_random(router: Router) -> None:
 
 async def test_what_others_have_to_do_counts_before_the_own_requests(router: Router) -> None:
     engines = await fleet(router)
-    engines["a"].say(**told(1), others=OtherClients(10_000, 400), stats=EngineStats(places=0, running=64))
+    engines["a"].say(**told(1), stats=EngineStats(places=0, running=64, others=OtherClients(10_000, 400)))
     await read()
     assert [pick(router, [n]) for n in range(10)] == ["b"] * 10
     await router.close()
@@ -120,8 +120,8 @@ async def test_what_others_had_to_do_is_forgotten_when_it_must_have_been_served(
     now = [1000.0]
     router._clock = lambda: now[0]
     engines = await fleet(router)
-    one = {"others": OtherClients(10_000, 1), "stats": EngineStats(places=64, token_s=0.0001)}
-    engines["a"].say(**one, created=1000.0)  # a second's work
+    busy = EngineStats(places=64, token_s=0.0001, others=OtherClients(10_000, 1))  # a second's work
+    engines["a"].say(stats=busy, created=1000.0)
     engines["b"].say(stats=EngineStats(places=64, token_s=0.0001), created=1000.0)
     await read()
     assert picks(router, [1] * 100) == {"b"}
