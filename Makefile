@@ -7,7 +7,7 @@ CONFIG ?= configs/llama.yaml
 
 .DEFAULT_GOAL := help
 EXTRAS := anthropic responses tool_parsers quantization transformers_backend speculation gpu
-.PHONY: help serve test test-all check conformance clients extras format figures clean
+.PHONY: help serve test test-all check conformance clients extras long format figures clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -15,10 +15,13 @@ help:  ## this list
 serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded model on :8000
 	@exec $(BIN)/raylm serve $(CONFIG)
 
-test: $(VENV)/.dev  ## install what testing needs, then run all tests
-	@$(BIN)/pytest
+test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones
+	@$(BIN)/pytest -m "not long"
 
-test-all: check test conformance clients extras  ## everything, also what takes long or needs other software
+test-all: check test long conformance clients extras  ## everything, also what takes long or needs other software
+
+long: $(VENV)/.dev  ## the tests that take minutes
+	@$(BIN)/pytest -m long
 
 check: $(VENV)/.dev  ## format, lint, types, import rules and size figures
 	@$(BIN)/ruff format --check .

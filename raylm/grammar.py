@@ -1,4 +1,4 @@
-"""What front end and worker share of structured outputs: llguidance's form of a grammar, its limits, its tokens."""
+"""What the grammar server and the worker share of structured outputs: llguidance's grammars, limits and tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from raylm.finite_schema import has_finite_value
 from raylm.params import LARK, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": "
 
 @cache
 def limits() -> LLParserLimits:
-    """About 0.3 s for the worker to compile, far beyond what schemas in use need; a larger step fails its sequence."""
+    """Far beyond what schemas in use need; a larger step fails its sequence."""
     return LLParserLimits(
         max_grammar_size=100_000,
         initial_lexer_fuel=500_000,
@@ -43,6 +44,8 @@ def grammar_of(spec: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=COMPACT)
     if spec.json is not None:
         text = spec.json if isinstance(spec.json, str) else json.dumps(spec.json)
+        if not has_finite_value(json.loads(text)):
+            raise ValueError("no finite JSON value fits it: what it requires contains itself.")
         return LLMatcher.grammar_from_json_schema(text, defaults=COMPACT)
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
@@ -60,6 +63,10 @@ def _as_lark(text: str) -> str:
         return any_to_lark(text)
     except GbnfToLarkError as error:
         raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply.") from None
+    except Exception as error:  # llguidance has no class for rules that are missing or not closed
+        raise ValueError(f"it is no GBNF: {error}") from error
 
 
 def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

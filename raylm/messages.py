@@ -244,7 +244,7 @@ class BlockChanges:
     """Which blocks an engine's prefix cache holds: a difference to what was told before, or all of them.
 
     ``number`` is one more than that of the difference before, and 0 for a ``snapshot``. ``stored`` and ``removed`` are
-    the keys of hashes as ``raylm.block_hashes`` packs them; none is in both.
+    the keys of hashes as ``raylm.engine.block_hashes`` packs them; none is in both.
     """
 
     number: int

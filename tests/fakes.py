@@ -92,6 +92,7 @@ class FakeWorker:
     kv: dict[tuple[int, int], Entry] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
     adapters: dict[int, str] = field(default_factory=lambda: {0: ""})
+    grammars: list[str] = field(default_factory=list)
     last_step: int = 0
     tokens_computed: int = 0
     tokens_accepted: int = 0
@@ -125,6 +126,12 @@ class FakeWorker:
 
     def open_channel(self, node_id: str) -> None:
         """As a Ray actor it takes steps as Ray's calls alone, as from another node."""
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Note that it was compiled; one that begins with "bad" is refused."""
+        if grammar.startswith("bad"):
+            raise InvalidRequestError("The grammar cannot be compiled.", param="structured_outputs")
+        self.grammars.append(grammar)
 
     def load_adapter(self, adapter: int, path: str) -> str:
         """Take it in; a path that begins with "bad" is refused. Its content is its path."""
@@ -314,6 +321,11 @@ class FakeExecutor(ModelExecutor):
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         result = None if self._dead else self.worker.execute(plan)
         return asyncio.ensure_future(self._give(result))
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        """Compile it after a moment, in which others get their turn."""
+        await asyncio.sleep(self._delay_s)
+        self.worker.prepare_grammar(grammar)
 
     async def load_adapter(self, adapter: int, path: str) -> str:
         """Load it after a moment, in which others get their turn."""

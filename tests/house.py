@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent.parent / "raylm"
 ROOMS = ["native", "models", "worker", "engine", "frontend", "ingress"]  # from the ground up; app and cli lie above
 FLOOR = {
     "config", "params", "messages", "errors", "metrics", "checkpoint", "step_cost", "grammar", "lazy", "stages",
-    "logprob_columns", "block_hashes",
+    "logprob_columns", "grammar_server", "finite_schema",
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
-    "step_budget", "adapter_table", "client_loads",
+    "step_budget", "adapter_table", "client_loads", "block_hashes",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
@@ -53,7 +53,8 @@ BESIDE_THE_CORE = {
     "tool calls": ("frontend/answers/tool_",),
     "reasoning": ("frontend/answers/reasoning", "worker/sampling/thinking_budget.py"),
     "structured outputs": (
-        "frontend/answers/grammar_compiler.py", "worker/sampling/structured_outputs.py", "grammar.py",
+        "frontend/answers/grammar_", "worker/sampling/structured_outputs.py", "worker/sampling/grammars.py",
+        "engine/grammar_preparation.py", "grammar.py", "grammar_server.py", "finite_schema.py",
         "ingress/openai/structured_outputs.py",
     ),
     "speculation": ("worker/speculation/",),
@@ -238,8 +239,8 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 20,500", total <= 20_500
-    yield "lines of the core", f"{core:,}", "at most 13,000", core <= 13_000
+    yield "lines of Python", f"{total:,}", "at most 24,500", total <= 24_500
+    yield "lines of the core", f"{core:,}", "at most 14,500", core <= 14_500
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]
     share = 100 * len(long) / len(lengths)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from raylm import LLM, Config, SamplingParams
-from raylm.block_hashes import ChainedHasher
 from raylm.checkpoint import EMBEDDED
+from raylm.engine.block_hashes import ChainedHasher
 from raylm.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from raylm.models.llama import LlamaForCausalLM
 from tests.adapters import make_adapter, peft_tokens

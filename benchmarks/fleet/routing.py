@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.fleet.loads import Load, Turn
 from benchmarks.rows import Report, parser
-from raylm.block_hashes import ChainedHasher, pack_keys
+from raylm.engine.block_hashes import ChainedHasher, pack_keys
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.router import Route, RoutedEngine, Router
 from raylm.messages import (

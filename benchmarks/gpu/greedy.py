@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raylm import LLM, SamplingParams
-from raylm.llm import Completion
+from raylm.llm_engine import Completion
 
 TERMS = [
     "a token", "a KV cache", "a sequence", "a replica", "the scheduler", "paged attention", "prefix caching",

@@ -131,7 +131,7 @@ class Driver:
                 grpc_options=schema.grpc_options.model_dump(),
                 logging_config=schema.logging_config,
                 tracing_config=schema.tracing_config,
-                controller_options=schema.controller_options,
+                controller_options=schema.controller_options if self._shared else None,
             )
         report("stage", "serve", "controller and HTTP proxy are up")
 

@@ -63,6 +63,12 @@ class ServedFile:
     def configs(self) -> list[Config]:
         return [application.config for application in self.applications if application.config is not None]
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Serve's controller, its proxies and all replicas are to have in their environment."""
+        options = self.tree.get("controller_options") or {}
+        return dict((options.get("runtime_env") or {}).get("env_vars") or {})
+
     def url(self, route_prefix: str, node: str = "127.0.0.1") -> str:
         """For clients on ``node``, without a slash at the end."""
         host = node if self.host in _WILDCARDS else self.host

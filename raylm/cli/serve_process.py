@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from raylm.cli.serve_file import ServedFile
+from raylm.cli.start_checks import ray_address
 from raylm.errors import ConfigError
 
 _POLL_S = 0.05
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray would run its workers at nice 15: behind everything else on the machine
-    "RAY_prestart_worker_first_driver": "0",  # no process can be used that started before its environment was known
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -84,6 +84,8 @@ class ServeProcess:
 
     def __init__(self, served: ServedFile, dashboard: bool) -> None:
         ports, self._claims = serve_ports()
+        # Of a Ray of our own every process inherits it, and those that Ray starts beforehand can be used.
+        environment = {} if ray_address() else served.environment
         self.lines: queue.Queue[str] = queue.Queue()  # a SimpleQueue's timeout is lost when a signal comes in its end
         self._child = subprocess.Popen(
             [sys.executable, "-m", "raylm.cli.main", "run-serve", *["--dashboard"] * dashboard],
@@ -92,7 +94,7 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=_ENVIRONMENT | ports | os.environ,  # what the user has set stays
+            env=_ENVIRONMENT | ports | os.environ | environment,  # what the user has set stays
             start_new_session=True,
         )
         assert self._child.stdin is not None

@@ -66,7 +66,7 @@ class EngineCoreActor:
 
     async def drained(self) -> None:
         """Wait until no request is open."""
-        while self._core.scheduler.has_work:  # noqa: ASYNC110 - asked once in an engine's life
+        while self._core.has_work:  # noqa: ASYNC110 - asked once in an engine's life
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def info(self) -> EngineInfo:

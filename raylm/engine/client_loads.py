@@ -18,6 +18,7 @@ class ClientLoads:
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
         self._sequences: Counter[str] = Counter()
+        self._owed: dict[int, int] = {}  # by sequence, of those that owe any
 
     def enter(self, seq: Sequence) -> None:
         """A sequence is open from now on, and waits."""
@@ -26,10 +27,10 @@ class ClientLoads:
 
     def owe(self, seq: Sequence, tokens: int) -> None:
         """So many are to be computed, 0 if fewer."""
-        tokens = max(0, tokens)
-        if tokens != seq.num_owed:
-            self._tokens[seq.client_id] += tokens - seq.num_owed
-            seq.num_owed = tokens
+        more = max(0, tokens) - self._owed.pop(seq.id, 0)
+        self._tokens[seq.client_id] += more
+        if tokens > 0:
+            self._owed[seq.id] = tokens
 
     def leave(self, seq: Sequence) -> None:
         """A sequence has ended."""

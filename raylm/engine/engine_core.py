@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from raylm.config import Config
 from raylm.engine.adapter_table import AdapterTable
+from raylm.engine.grammar_preparation import GrammarPreparation
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
@@ -44,6 +45,7 @@ class EngineCore:
         self._ended_by: RayLMError | None = None
         self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
+        self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit, self._refuse)
 
     async def start(self) -> WorkerInfo:
         """Start the workers and make the scheduler for what they found.
@@ -73,6 +75,7 @@ class EngineCore:
         current = self._outboxes.get(client_id)
         if current is None or (outbox is not None and outbox is not current):
             return
+        self._grammars.abort(client_id)
         self.abort(client_id, [key for _, key in self.scheduler.open_requests(client_id)])
         self._outboxes.pop(client_id).close(EngineUnavailableError("The client has left the engine."))
 
@@ -81,22 +84,32 @@ class EngineCore:
         self._check_alive()
         if client_id not in self._outboxes:
             return
-        errors: list[tuple[int, RayLMError]] = []
         for request in requests:
-            try:
-                self.scheduler.add(client_id, request, *self._adapters.loaded(request.adapter))
-            except RayLMError as error:
-                errors.append((request.key, error))
-            except Exception as error:  # it ends its request alone, whatever it is
-                message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
-                errors.append((request.key, RayLMError(message)))
-        if errors:
-            self._outboxes[client_id].put(self._outputs(client_id, errors))
+            if not self._grammars.holds_back(client_id, request):
+                self._admit(client_id, request)
+
+    def _admit(self, client_id: str, request: EngineCoreRequest) -> None:
+        try:
+            self.scheduler.add(client_id, request, *self._adapters.loaded(request.adapter))
+        except RayLMError as error:
+            self._refuse(client_id, request.key, error)
+        except Exception as error:  # it ends its request alone, whatever it is
+            message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
+            self._refuse(client_id, request.key, RayLMError(message))
         self._work.set()
+
+    def _refuse(self, client_id: str, key: int, error: RayLMError) -> None:
+        self._outboxes[client_id].put(self._outputs(client_id, [(key, error)]))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is open."""
+        return self.scheduler.has_work or bool(self._grammars)
 
     def abort(self, client_id: str, keys: list[int]) -> None:
         """Give up requests; unknown and finished keys are ignored. The answer is the new stats alone."""
         for key in keys:
+            self._grammars.abort(client_id, key)
             self.scheduler.abort(client_id, key)
         if keys:
             self._put_stats(client_id)
@@ -249,7 +262,8 @@ class EngineCore:
     @property
     def held_requests(self) -> int:
         """Requests that are open, or were when the engine ended."""
-        return len(self.scheduler.open_requests()) if self._ended_by is None else self._ended_with
+        now = len(self.scheduler.open_requests()) + len(self._grammars)
+        return now if self._ended_by is None else self._ended_with
 
     def _check_alive(self) -> None:
         if self._ended_by is not None:
@@ -257,7 +271,9 @@ class EngineCore:
 
     def _close(self, error: RayLMError) -> None:
         self._ended_by = error
-        self._ended_with = sum(len(self.scheduler.open_requests(client_id)) for client_id in self._outboxes)
+        open_requests = sum(len(self.scheduler.open_requests(client_id)) for client_id in self._outboxes)
+        self._ended_with = open_requests + len(self._grammars)
+        self._grammars.close()
         for outbox in self._outboxes.values():
             outbox.close(error)
         for _, result in self._in_flight:

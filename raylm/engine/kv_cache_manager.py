@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from raylm.block_hashes import ChainedHasher, NoHasher
+from raylm.engine.block_hashes import ChainedHasher, NoHasher
 from raylm.engine.block_pool import BlockPool
 from raylm.engine.sequence import Sequence
 

@@ -32,6 +32,10 @@ class ModelExecutor(ABC):
         """Hand one step to the workers at once; the awaitable gives the output rank's result."""
 
     @abstractmethod
+    async def prepare_grammar(self, grammar: str) -> None:
+        """Return when the workers have compiled a grammar, beside the steps."""
+
+    @abstractmethod
     async def load_adapter(self, adapter: int, path: str) -> str:
         """Load a LoRA adapter under a number, steps go on where they can; returns the digest of its content.
 
@@ -63,6 +67,9 @@ class LocalExecutor(ModelExecutor):
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         return self._on_thread(self._execute, plan)
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        await asyncio.to_thread(self._live_worker.prepare_grammar, grammar)
 
     async def load_adapter(self, adapter: int, path: str) -> str:
         return await self._on_thread(self._live_worker.load_adapter, adapter, path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 
 from raylm import logprob_columns
-from raylm.block_hashes import pack_keys
+from raylm.engine.block_hashes import pack_keys
 from raylm.engine.block_pool import note
 from raylm.engine.sequence import Sequence
 from raylm.errors import RayLMError

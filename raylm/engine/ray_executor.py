@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,7 +22,8 @@ from raylm.worker import Worker
 
 T = TypeVar("T")
 
-WORKER_THREADS = 5  # one computes, one waits its turn, one packs its result, one answers pings, one loads adapters
+# One computes, one waits its turn, one packs its result, one answers pings, one loads adapters, one compiles grammars.
+WORKER_THREADS = 6
 
 
 def prepare_process() -> None:
@@ -109,6 +111,9 @@ class RayExecutor(ModelExecutor):
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         return answer(self._senders[0](plan))
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        await answer(asyncio.gather(*(worker.prepare_grammar.remote(grammar) for worker in self._workers)))
 
     async def load_adapter(self, adapter: int, path: str) -> str:
         """On the one worker there is: with several, adapters are refused at the start."""

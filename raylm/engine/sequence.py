@@ -119,8 +119,7 @@ class Sequence:
     ``num_computed`` what they compute: accepted drafts are counted when the steps are seen. ``next_check`` is the
     length at which a token is more than an append: the first generated one's, then ``limit``. A preempted sequence may
     start again when the result of step ``resume_after`` was seen. ``num_cached`` prompt tokens came from the prefix
-    cache. ``num_owed`` tokens are counted as still to compute, besides the one of each step. ``prompt_logprobs``
-    gathers those of the prompt, None if they are not asked for (any more).
+    cache. ``prompt_logprobs`` gathers those of the prompt, None if they are not asked for (any more).
     """
 
     id: int
@@ -136,7 +135,6 @@ class Sequence:
     prompt_logprobs: list[Logprobs] | None
     num_computed: int = 0
     num_cached: int = 0
-    num_owed: int = 0
     resume_after: int = 0
     status: Status = Status.WAITING
 

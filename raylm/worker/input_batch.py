@@ -9,8 +9,9 @@ import numpy as np
 
 from raylm.messages import NewSequence
 from raylm.worker.arrays import IntArray, Ints, Mask, ragged
+from raylm.worker.sampling.grammars import Grammars
 from raylm.worker.sampling.logits_processors import LOGITS_PROCESSORS, LogitsProcessor
-from raylm.worker.sampling.structured_outputs import Grammars, StructuredOutputs
+from raylm.worker.sampling.structured_outputs import StructuredOutputs
 
 SAMPLING_DTYPE = np.dtype(
     {
@@ -52,6 +53,7 @@ class InputBatch:
             *(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS),
             StructuredOutputs(max_num_seqs, vocab_size, grammars),
         )
+        self._grammars = grammars
         self.logprob_token_ids: dict[int, Ints] = {}
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -90,6 +92,11 @@ class InputBatch:
             if state is not None:
                 processor.add(row, state)
         return row
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Return when it is compiled."""
+        if self._grammars is not None:
+            self._grammars.prepare(grammar)
 
     def remove(self, seq_id: int) -> None:
         row = self._row_of.pop(seq_id)

@@ -30,8 +30,8 @@ from raylm.worker.kv_cache import GIB, KVCacheSize, allocate, block_bytes, free_
 from raylm.worker.lora import create_adapters
 from raylm.worker.memory import largest_step, profile_run
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.sampling.grammars import Grammars
 from raylm.worker.sampling.sampler import Sampler
-from raylm.worker.sampling.structured_outputs import Grammars
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Start it, hand it steps in order, shut it down; all from one thread.
+    """Start it, hand it steps in order, shut it down; all but ``prepare_grammar`` from one thread.
 
     Of ``engine.tensor_parallel_size`` workers each is one ``rank``. All are given the same steps; rank 0 draws, and
     only what it returns means something.
@@ -61,6 +61,10 @@ class Worker:
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step, in the order of their plans; what is returned waits for its output on any thread."""
         return self._started_runner.launch(plan)
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Compile a grammar, so that no step waits for it; may run beside a step, on any thread."""
+        self._started_runner.batch.prepare_grammar(grammar)
 
     def load_adapter(self, adapter: int, path: str) -> str:
         """Load the LoRA adapter in the directory ``path`` under a number; may run beside a step.

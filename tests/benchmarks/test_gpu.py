@@ -13,7 +13,7 @@ import pytest
 from benchmarks.gpu.device import covered
 from benchmarks.gpu.greedy import compare
 from raylm.frontend import TokenLogprob
-from raylm.llm import Completion
+from raylm.llm_engine import Completion
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = """

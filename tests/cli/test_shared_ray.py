@@ -135,7 +135,7 @@ class Serving:
         return pid
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_takes_away_only_ours(cluster: Cluster, tmp_path: Path, number: int) -> None:
     assert cluster.theirs() == "theirs"
     with Serving(cluster, tmp_path / "log") as serving:
@@ -148,6 +148,7 @@ def test_a_signal_takes_away_only_ours(cluster: Cluster, tmp_path: Path, number:
     assert set(serving.their_answers) == {"theirs"}
 
 
+@pytest.mark.long
 def test_a_crash_takes_away_only_ours_and_the_next_start_waits_for_that(cluster: Cluster, tmp_path: Path) -> None:
     with Serving(cluster, tmp_path / "log") as crashed:
         crashed.wait_ready()

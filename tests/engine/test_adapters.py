@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raylm.block_hashes import ChainedHasher
 from raylm.config import CacheConfig, Config, LoRAConfig, SchedulerConfig
 from raylm.engine import EngineCore
+from raylm.engine.block_hashes import ChainedHasher
 from raylm.engine.outbox import Outbox
 from raylm.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from raylm.messages import EngineCoreRequest, LoRAAdapter

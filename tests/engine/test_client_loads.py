@@ -19,12 +19,14 @@ def check_loads(scheduler: Scheduler) -> None:
     """Sums are those of the open sequences, and who has nothing left but its next token owes nothing."""
     tokens, sequences = Counter[str](), Counter[str]()
     for seq in scheduler._sequences.values():
-        tokens[seq.client_id] += seq.num_owed
+        owed = scheduler.loads._owed.get(seq.id, 0)
+        tokens[seq.client_id] += owed
         sequences[seq.client_id] += 1
         if seq.status is Status.RUNNING and seq.num_generated and not seq.state.request.drawn:
-            assert seq.num_owed <= max(0, len(seq.token_ids) - 1)
+            assert owed <= max(0, len(seq.token_ids) - 1)
     assert +scheduler.loads._tokens == +tokens
     assert scheduler.loads._sequences == sequences
+    assert scheduler.loads._owed.keys() <= scheduler._sequences.keys()
 
 
 @pytest.mark.parametrize("seed", range(40))

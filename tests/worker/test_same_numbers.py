@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raylm.checkpoint import EMBEDDED
 from raylm.native import kernels
 from raylm.native.build import INSTRUCTION_SETS, offered
 from tests.checkpoints import make_checkpoint
@@ -38,18 +39,30 @@ MODELS: dict[str, dict[str, Any]] = {  # heads that leave threads idle, odd size
     "qwen2 bfloat16": {"dtype": "bfloat16", "use_sliding_window": True, "sliding_window": 77, "max_window_layers": 1},
 }
 _KNOBS = ("quantization", "dtype")
+_SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+LARGER: dict[str, dict[str, Any]] = {  # the embedded model, and one of 135 M parameters
+    "embedded": {},
+    "llama 135M": {"dtype": "bfloat16", **_SMOL, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 8192},
+}
+LENGTHS = (1300, 1025, 700, 513, 512, 271, 330, 17, 2, 150, 99, 395)
+PREFIX = random_prompt(96, seed=99)
+OWNER = 10**6  # the sequence that computes it
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Driver]:
+    known = MODELS | LARGER
+
     @lru_cache
     def checkpoint(name: str) -> Path:
-        overrides = {key: value for key, value in MODELS[name].items() if key not in _KNOBS}
+        if name == "embedded":
+            return EMBEDDED
+        overrides = {key: value for key, value in known[name].items() if key not in _KNOBS}
         path = tmp_path_factory.mktemp(name.replace(" ", "-"))
         return make_checkpoint(path, name.split()[0], tokenizer=False, max_position_embeddings=2048, **overrides)
 
     def driver(name: str, threads: int, seed: int = 0) -> Driver:
-        knobs = {key: MODELS[name][key] for key in _KNOBS if key in MODELS[name]}
+        knobs = {key: known[name][key] for key in _KNOBS if key in known[name]}
         return Driver(checkpoint(name), num_blocks=1400, seed=seed, engine={"threads": threads}, **knobs)
 
     return driver
@@ -62,10 +75,13 @@ def alone(driver: Driver, tokens: list[int]) -> dict[int, Tensor]:
 
 
 class Schedule:
-    """A random life of ``texts`` by number: every position is computed at least once, some again."""
+    """A random life of ``texts`` by number: every position is computed at least once, some again, some found cached."""
 
     def __init__(self, driver: Driver, texts: list[list[int]], seed: int) -> None:
         self.random = np.random.default_rng(seed)
+        self.shared: dict[int, int] = {}  # ids of sequences, and how many of the first blocks are not theirs
+        driver.add(OWNER, PREFIX)
+        driver.step({OWNER: len(PREFIX)})
         self.driver, self.texts = driver, texts
         self.waiting = list(self.random.permutation(len(texts)))
         self.running: dict[int, int] = {}  # ids of sequences, and which text each has
@@ -82,16 +98,25 @@ class Schedule:
                 done = self.driver.sequences[seq_id].computed == len(self.texts[text])
                 if done or self.random.random() < 0.01:
                     del self.running[seq_id]
-                    check(text, self.driver.finish(seq_id).logits)
+                    check(text, self._finish(seq_id))
                     if not done:
                         self.waiting.insert(0, text)
+        self.driver.finish(OWNER)
+
+    def _finish(self, seq_id: int) -> dict[int, Tensor]:
+        del self.driver.sequences[seq_id].blocks[: self.shared.pop(seq_id, 0)]
+        return self.driver.finish(seq_id).logits
 
     def _start(self, text: int) -> None:
         self.ids += 1
-        self.driver.add(self.ids, self.texts[text], prompt=len(self.texts[text]) + 1)
-        if self.random.random() < 0.8:  # computed at once but for some last tokens, which come one by one
-            behind = min(int(self.random.integers(1, 30)), len(self.texts[text]) - 1)
-            self.driver.step({self.ids: len(self.texts[text]) - behind})
+        tokens = self.texts[text]
+        self.driver.add(self.ids, tokens, prompt=len(tokens) + 1)
+        if tokens[: len(PREFIX)] == PREFIX and self.random.random() < 0.7:
+            count = self.shared[self.ids] = int(self.random.integers(1, len(PREFIX) // self.driver.block_size + 1))
+            self.driver.share_prefix(self.ids, OWNER, count)
+        left = len(tokens) - self.driver.sequences[self.ids].computed
+        if self.random.random() < 0.8 and left > 1:  # computed at once but for some last tokens, which come one by one
+            self.driver.step({self.ids: left - min(int(self.random.integers(1, 30)), left - 1)})
         self.running[self.ids] = text
 
     def _step(self) -> None:
@@ -105,10 +130,12 @@ class Schedule:
 
 
 def check_schedules(
-    make: Callable[..., Driver], name: str, threads: Sequence[int], long: Sequence[int] = (1300, 1025, 700, 513, 512)
+    make: Callable[..., Driver], name: str, threads: Sequence[int], schedules: int = 1, lengths: Sequence[int] = LENGTHS
 ) -> None:
-    lengths = [*long, *(int(n) for n in np.random.default_rng(5).integers(2, 400, 7))]
     texts = [random_prompt(length, seed) for seed, length in enumerate(lengths)]
+    for text in texts[1::2]:
+        if len(text) > len(PREFIX):
+            text[: len(PREFIX)] = PREFIX
     reference = make(name, threads=1)
     wanted = [alone(reference, text) for text in texts]
 
@@ -118,12 +145,23 @@ def check_schedules(
             assert same, f"text {text} of {len(texts[text])} tokens, position {position}"
 
     for count in threads:
-        Schedule(make(name, count, seed=count), texts, seed=10 * count).run(check)
+        driver = make(name, count, seed=count)
+        for seed in range(schedules):
+            Schedule(driver, texts, seed=1000 * count + seed).run(check)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_bits_in_every_schedule(make: Callable[..., Driver], name: str) -> None:
     check_schedules(make, name, threads=(1, 2, 3, 4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("embedded", (*LENGTHS, *range(3, 156, 3))), ("llama 135M", (560, 140, 90, 17, 5, 97))]
+)
+def test_and_in_two_hundred(make: Callable[..., Driver], name: str, lengths: Sequence[int]) -> None:
+    """Of the embedded model up to 64 sequences are in a batch."""
+    check_schedules(make, name, (1, 2, 3, 4), schedules=50, lengths=lengths)
 
 
 @pytest.mark.parametrize("name", ["llama int4", "llama bfloat16"])
@@ -134,6 +172,6 @@ def test_and_on_every_instruction_set(
     monkeypatch.setattr(sys.modules["raylm.native.kernels"], "instruction_set", lambda: instructions)
     kernels.cache_clear()
     try:
-        check_schedules(make, name, threads=(3,), long=(520,))
+        check_schedules(make, name, threads=(3,), lengths=(520, 400, 90, 17, 130, 3))
     finally:
         kernels.cache_clear()

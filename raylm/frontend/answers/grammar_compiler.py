@@ -1,49 +1,114 @@
-"""GrammarCompiler: checks the forms that callers ask of answers, on threads, within a bound, each form once."""
+"""GrammarCompiler: has the forms that callers ask of answers proved, each once, small ones before large ones."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from raylm.errors import InvalidRequestError
+from raylm.errors import InvalidRequestError, OverloadedError
+from raylm.frontend.answers.grammar_bounds import Form, bounded_form
+from raylm.frontend.answers.grammar_process import GrammarProcess
+from raylm.grammar_server import Verdict
 from raylm.params import StructuredOutputs
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-COMPILE_LIMIT_S = 5.0
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 2**17
-_THREADS = 2
-_SHOWN_CHARS = 200
+_SMALL_CHARS = 2**14
 
-Verdict = tuple[str, str | None]  # a grammar, and why it cannot be used
+Key = tuple[str, str]  # a field of StructuredOutputs and its value, as JSON
+
+
+class Lane:
+    """A few places to work in, with a bounded queue; the smallest that waits is next."""
+
+    def __init__(self, places: int, max_waiting: int, cpu_s: float, nice: int) -> None:
+        self.cpu_s, self.nice = cpu_s, nice
+        self._free, self._max_waiting = places, max_waiting
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = count()
+
+    @asynccontextmanager
+    async def place(self, size: int) -> AsyncIterator[None]:
+        """Wait for a place; OverloadedError if too many do already."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(size)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    async def _wait(self, size: int) -> None:
+        self._waiting = [entry for entry in self._waiting if not entry[2].done()]
+        if len(self._waiting) >= self._max_waiting:
+            message = f"{self._max_waiting} forms of answers wait to be compiled already. Please try again."
+            raise OverloadedError(message, retry_after_s=2)
+        self._waiting.sort()
+        turn = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (size, next(self._order), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        while self._waiting:
+            turn = heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+@dataclass(slots=True)
+class _Job:
+    """One form in flight, for all who asked for it."""
+
+    task: asyncio.Task[Verdict]
+    waiting: int = 0
 
 
 class GrammarCompiler:
-    """Turns StructuredOutputs into grammars that a worker can use; llguidance is loaded when first asked for.
+    """Turns StructuredOutputs into grammars that a worker can use, in processes that may die of them.
 
-    Its own limits bound the work of a compilation, so a thread is never lost; ``COMPILE_LIMIT_S`` bounds the wait.
-    The last ``MAX_KEPT`` verdicts on what has at most ``MAX_KEPT_CHARS`` characters are kept, good and bad ones.
+    A form is tried for a moment first, beside one other; what does not end by then is tried again with what is large,
+    one after the other. The last ``MAX_KEPT`` verdicts on what has at most ``MAX_KEPT_CHARS`` characters are kept, good
+    and bad ones. Equal forms in flight share a process, which ends when nobody waits for it any more.
     """
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...]) -> None:
-        self._path = path
         self._eos_token_ids = eos_token_ids
-        self._verdicts: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
-        self._threads = ThreadPoolExecutor(_THREADS, "raylm-grammar")
+        self._process = GrammarProcess(path, eos_token_ids)
+        self._verdicts: OrderedDict[Key, Verdict] = OrderedDict()
+        self._jobs: dict[Key, _Job] = {}
+        self._small = Lane(places=2, max_waiting=256, cpu_s=0.06, nice=0)
+        self._large = Lane(places=1, max_waiting=16, cpu_s=2.0, nice=10)
 
     async def compile(self, spec: StructuredOutputs) -> str:
-        """The grammar of ``spec``; InvalidRequestError if it is wrong, allows nothing, or takes too long."""
+        """The grammar of ``spec``.
+
+        Raises:
+            InvalidRequestError: it is wrong, allows nothing, or is too complex.
+            OverloadedError: too many wait for theirs.
+        """
         if not self._eos_token_ids:
             raise _refused(spec, "this model has no token that ends an answer.")
-        key = _key(spec)
-        verdict = self._verdicts.pop(key, None) or await self._work(spec)
+        try:
+            form = bounded_form(spec)
+        except ValueError as error:
+            raise _refused(spec, str(error)) from None
+        key = form[0], json.dumps(form[1])
+        verdict = self._verdicts.pop(key, None) or await self._shared(key, form)
         if len(key[1]) + len(verdict[0]) <= MAX_KEPT_CHARS:
             self._verdicts[key] = verdict
             if len(self._verdicts) > MAX_KEPT:
@@ -54,45 +119,32 @@ class GrammarCompiler:
         return grammar
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for job in self._jobs.values():
+            job.task.cancel()
+        self._process.close()
 
-    async def _work(self, spec: StructuredOutputs) -> Verdict:
+    async def _shared(self, key: Key, form: Form) -> Verdict:
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = _Job(asyncio.create_task(self._prove(form, len(key[1]))))
+        job.waiting += 1
         try:
-            async with asyncio.timeout(COMPILE_LIMIT_S):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._judge, spec)
-        except TimeoutError:
-            raise _refused(spec, f"it was not compiled within {COMPILE_LIMIT_S:g} s.") from None
+            return await asyncio.shield(job.task)
+        finally:
+            job.waiting -= 1
+            if not job.waiting or job.task.done():
+                job.task.cancel()
+                if self._jobs.get(key) is job:
+                    del self._jobs[key]
 
-    def _judge(self, spec: StructuredOutputs) -> Verdict:
-        from raylm.grammar import grammar_of, matcher
-
-        try:
-            grammar = grammar_of(spec)
-        except (ValueError, RecursionError) as error:
-            return "", _clipped(str(error))
-        first = matcher(self._tokenizer, grammar)
-        mask = first.compute_bitmask() if not first.is_error() else b""
-        if first.is_error():
-            return "", _clipped(first.get_error())
-        return grammar, None if any(mask) else "it allows no answer."
-
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        from raylm.grammar import load_tokenizer
-
-        return load_tokenizer(self._path, self._eos_token_ids)
-
-
-def _key(spec: StructuredOutputs) -> tuple[str, str]:
-    """What is asked, whatever field it was asked by."""
-    given = {"json": spec.json, "choice": spec.choice, "regex": spec.regex, "grammar": spec.grammar}
-    kind, form = next(((kind, form) for kind, form in given.items() if form is not None), ("json_object", ""))
-    return kind, form if isinstance(form, str) else json.dumps(form)
-
-
-def _clipped(fault: str) -> str:
-    line = " ".join(fault.split("\n<non-verbose")[0].split())
-    return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
+    async def _prove(self, form: Form, size: int) -> Verdict:
+        lanes = [self._small, self._large] if size <= _SMALL_CHARS else [self._large]
+        for lane in lanes:
+            async with lane.place(size):
+                verdict = await self._process.prove(form, lane.cpu_s, lane.nice)
+            if verdict is not None:
+                return verdict
+        return "", "it is too complex to compile."
 
 
 def _refused(spec: StructuredOutputs, fault: str) -> InvalidRequestError:

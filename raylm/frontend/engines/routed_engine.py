@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from raylm.block_hashes import unpack_keys
+from raylm.engine import unpack_keys
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineStats
 
@@ -20,7 +20,7 @@ _SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests ta
 class KnownBlocks:
     """Which blocks an engine's prefix cache holds: those it told of, and those that requests on their way will store.
 
-    ``told`` is None while nothing is known. A block is known by its key (``raylm.block_hashes``).
+    ``told`` is None while nothing is known. A block is known by its key (``raylm.engine.block_hashes``).
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from raylm.block_hashes import ChainedHasher, pack_keys, unpack_keys
+from raylm.engine import ChainedHasher, pack_keys, unpack_keys
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient

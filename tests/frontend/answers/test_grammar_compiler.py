@@ -1,18 +1,22 @@
-"""GrammarCompiler: what is wrong is said, what is a bomb is bounded, what was seen is not compiled again."""
+"""GrammarCompiler: what is wrong is said, what kills a process is refused, what was seen is not compiled again."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
+import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raylm.checkpoint import EMBEDDED
-from raylm.errors import InvalidRequestError
-from raylm.frontend.answers import grammar_compiler
+from raylm.errors import EngineUnavailableError, InvalidRequestError, OverloadedError
+from raylm.frontend.answers.grammar_bounds import Form
 from raylm.frontend.answers.grammar_compiler import MAX_KEPT, GrammarCompiler
+from raylm.grammar_server import Verdict
 from raylm.params import StructuredOutputs
 from tests.frontend.cancelling import cancel_in_every_turn
 
@@ -26,10 +30,16 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 WRONG: list[dict[str, Any]] = [
     {"regex": "(a"}, {"regex": "(?=a)b"}, {"json": "{"}, {"json": {"type": "nope"}}, {"json": False},
+    {"json": {"type": 5}}, {"json": {"type": {"a": 1}, "required": 3}},
     {"json": {"type": "array", "uniqueItems": True}}, {"json": {"$ref": "#/nowhere"}}, {"json": {"$ref": "#"}},
     {"json": {"$ref": "http://localhost/x"}}, {"json": {"pattern": "(", "type": "string"}}, {"grammar": "xx"},
     {"json": {"type": "string", "format": "nonsense"}}, {"grammar": "start: missing"}, {"grammar": 'root ::= "a'},
     {"json": {"type": "integer", "minimum": 3, "maximum": 2}}, {"grammar": "start: start"},
+    {"grammar": 'other ::= "a"'}, {"grammar": "root ::= missing"}, {"grammar": ""}, {"grammar": " \n"},
+    {"grammar": 'root ::= "a"\nstart ::= root'}, {"grammar": "root ::= (" * 400}, {"json": "[" * 10**5},
+    {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+    {"json": {"const": "a" * 4097}}, {"regex": "a" * 4097}, {"choice": ("a" * 4097,)}, {"grammar": "\n" * 2001},
+    {"grammar": f'start: "{"a" * 4097}"'}, {"json": {"enum": [0] * 20_001}}, {"choice": ("a" * 4000,) * 66},
 ]  # fmt: skip
 
 
@@ -67,37 +77,249 @@ async def test_a_bomb_ends_and_others_are_served_meanwhile(compiler: GrammarComp
         assert ended
 
 
-async def test_what_takes_too_long_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "COMPILE_LIMIT_S", 0.05)
-    monkeypatch.setattr(compiler, "_judge", lambda spec: time.sleep(0.3) or ("", None))
-    with pytest.raises(InvalidRequestError, match=r"not compiled within 0\.05 s"):
+def chain(rules: int, last: str = "b") -> StructuredOutputs:
+    """Rules that each need the next one."""
+    lines = [f'r{i}: "a" r{i + 1}' for i in range(rules)]
+    return StructuredOutputs(grammar="\n".join(["%llguidance {}", "start: r0", *lines, f'r{rules}: "{last}"']))
+
+
+def references(definitions: int, last: str = "string") -> StructuredOutputs:
+    chained: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(definitions)}
+    return StructuredOutputs(json={"$ref": "#/$defs/d0", "$defs": chained | {f"d{definitions}": {"type": last}}})
+
+
+CRASHES = {"rules": chain(1900), "references": references(1900)}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+async def test_what_overflows_a_stack_is_refused_however_often_it_comes(compiler: GrammarCompiler, name: str) -> None:
+    await compiler.compile(StructuredOutputs(regex="a"))
+    sent = [asyncio.create_task(compiler.compile(CRASHES[name])) for _ in range(100)]
+    assert await compiler.compile(StructuredOutputs(regex="b+"))
+    for ended in await asyncio.gather(*sent, return_exceptions=True):
+        assert isinstance(ended, InvalidRequestError)
+        assert ended.message == "Invalid value for 'structured_outputs': it is too complex to compile."
+
+
+async def test_a_form_that_works_for_long_is_ended(compiler: GrammarCompiler) -> None:
+    """GBNF is read in the square of its rules; the process is given two seconds."""
+    rules = "\n".join(f"r{i} ::= [a] r{i + 1}" for i in range(1950))
+    with pytest.raises(InvalidRequestError, match="too complex to compile"):
+        await compiler.compile(StructuredOutputs(grammar=f"root ::= r0\n{rules}\nr1950 ::= [b]"))
+
+
+async def test_masks_that_take_long_are_refused(compiler: GrammarCompiler) -> None:
+    piece = '"' + "a" * 4000 + '"'
+    with pytest.raises(InvalidRequestError, match="one token of the answer takes more than 20 ms"):
+        await compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {' '.join([piece] * 60)}"))
+
+
+@pytest.mark.parametrize("properties", [500, 1000, 2000])
+async def test_what_could_not_be_followed_later_is_refused(compiler: GrammarCompiler, properties: int) -> None:
+    """After the first quotation mark any of the names may come, which are more than a row of the parser holds."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+    with pytest.raises(InvalidRequestError, match="too complex"):
+        await compiler.compile(StructuredOutputs(json=schema))
+    schema["required"] = list(schema["properties"])[:-100]
+    assert properties > 500 or await compiler.compile(StructuredOutputs(json=schema))
+
+
+async def test_a_server_that_was_lost_is_started_again(compiler: GrammarCompiler) -> None:
+    await compiler.compile(StructuredOutputs(regex="a"))
+    server = compiler._process._server
+    assert server is not None
+    server.kill()
+    server.wait()
+    assert await compiler.compile(StructuredOutputs(regex="b"))
+
+
+async def test_a_server_that_cannot_start_is_no_fault_of_the_form(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path, (2,))
+    with pytest.raises(EngineUnavailableError) as refused:
+        await compiler.compile(StructuredOutputs(regex="a"))
+    assert refused.value.retry_after_s
+    compiler.close()
+
+
+@pytest.mark.parametrize("answer", [b"\0", b'\0["gram'])
+async def test_an_answer_that_is_not_whole_is_none(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    async def ask(*_: object) -> bytes:
+        return answer
+
+    monkeypatch.setattr("raylm.frontend.answers.grammar_process._ask", ask)
+    with pytest.raises(InvalidRequestError, match="too complex to compile"):
         await compiler.compile(StructuredOutputs(regex="a"))
 
 
+async def test_limits_hold_where_signals_are_blocked(compiler: GrammarCompiler) -> None:
+    """A server inherits what the thread that starts it has blocked or ignored."""
+    deadly = {signal.SIGALRM, signal.SIGPROF, signal.SIGIO}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deadly)
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in deadly}
+    try:
+        await compiler.compile(StructuredOutputs(regex="a"))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}
+    assert await compiler._process.prove(("json", json.dumps(wide)), cpu_s=0.005, nice=0) is None
+    assert await compiler._process.prove(("json", json.dumps(wide)), cpu_s=2.0, nice=0) is not None
+
+
+async def test_the_process_of_a_cancelled_form_ends(compiler: GrammarCompiler) -> None:
+    """Its work would go on for two seconds; the place that it held is free at once."""
+    await compiler.compile(StructuredOutputs(regex="a"))
+    server = compiler._process._server
+    assert server is not None
+    await _busy(compiler, server.pid)
+    await until(lambda: not _children(server.pid))
+    assert not compiler._jobs
+    assert await compiler.compile(StructuredOutputs(regex="b"))
+
+
+async def _busy(compiler: GrammarCompiler, server: int) -> None:
+    """Wait until a large form is being compiled, and cancel it."""
+    rules = "\n".join(f"r{i} ::= [a] r{i + 1}" for i in range(1950))
+    task = asyncio.create_task(compiler.compile(StructuredOutputs(grammar=f"root ::= r0\n{rules}\nr1950 ::= [b]")))
+    await until(lambda: bool(_children(server)))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - what is waited for sets no event
+            await asyncio.sleep(0.001)
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+class Played:
+    """In place of the processes: notes what is asked, and answers when it is let."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.cancelled = 0
+        self.go = asyncio.Event()
+
+    async def prove(self, form: Form, cpu_s: float, nice: int) -> Verdict | None:
+        self.asked.append(form[1])
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return f"grammar of {form[1]}", None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def played(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> Played:
+    played = Played()
+    monkeypatch.setattr(compiler, "_process", played)
+    return played
+
+
+def large(number: int) -> StructuredOutputs:
+    return StructuredOutputs(choice=(f"{number}", *(x * 4000 for x in "vwxyz")))
+
+
+async def _settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_equal_forms_in_flight_are_one(compiler: GrammarCompiler, played: Played) -> None:
+    sent = [asyncio.create_task(compiler.compile(StructuredOutputs(regex="a", param=f"p{i}"))) for i in range(20)]
+    await _settle()
+    sent[3].cancel()
+    played.go.set()
+    ended = await asyncio.gather(*sent, return_exceptions=True)
+    assert isinstance(ended.pop(3), asyncio.CancelledError)
+    assert set(ended) == {"grammar of a"}
+    assert played.asked == ["a"]
+    assert not played.cancelled
+
+
+async def test_a_form_that_nobody_waits_for_is_given_up(compiler: GrammarCompiler, played: Played) -> None:
+    sent = [asyncio.create_task(compiler.compile(StructuredOutputs(regex="a"))) for _ in range(3)]
+    await _settle()
+    for task in sent:
+        task.cancel()
+    await asyncio.gather(*sent, return_exceptions=True)
+    await _settle()
+    assert played.cancelled == 1
+    played.go.set()
+    assert await compiler.compile(StructuredOutputs(regex="a"))
+
+
+async def test_small_forms_pass_large_ones_and_too_many_are_turned_away(
+    compiler: GrammarCompiler, played: Played
+) -> None:
+    many = [asyncio.create_task(compiler.compile(large(i))) for i in range(60)]
+    await _settle()
+    ended = [task.exception() for task in many if task.done()]
+    assert len(ended) == 60 - 17
+    assert all(isinstance(error, OverloadedError) and error.retry_after_s for error in ended)
+    small = asyncio.create_task(compiler.compile(StructuredOutputs(regex="a")))
+    await _settle()
+    assert [type(asked) for asked in played.asked] == [list, str]
+    for task in many[10:]:
+        task.cancel()
+    await _settle()
+    played.go.set()
+    await small
+    assert len([task for task in await asyncio.gather(*many, return_exceptions=True) if isinstance(task, str)]) == 10
+    assert len(played.asked) == 11
+
+
+async def test_the_smallest_that_waits_is_next(compiler: GrammarCompiler, played: Played) -> None:
+    texts = ["a" * 3000, "b" * 2000, "c" * 1000, "d"]
+    sent = [asyncio.create_task(compiler.compile(StructuredOutputs(regex=text))) for text in texts]
+    await _settle()
+    played.go.set()
+    await asyncio.gather(*sent)
+    assert [text[0] for text in played.asked] == ["a", "b", "d", "c"]
+
+
 async def test_a_cancellation_is_never_lost(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_judge", lambda spec: ("a grammar", None))
+    async def prove(*_: object) -> Verdict:
+        return await asyncio.to_thread(lambda: ("a grammar", None))
+
+    monkeypatch.setattr(compiler._process, "prove", prove)
     await cancel_in_every_turn(lambda: compiler.compile(StructuredOutputs(regex="a")))
 
 
-async def test_a_form_is_compiled_once_and_the_oldest_are_forgotten(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[str | None] = []
-    judge = compiler._judge
-
-    def noted(spec: StructuredOutputs) -> Any:
-        compiled.append(spec.regex)
-        return judge(spec)
-
-    monkeypatch.setattr(compiler, "_judge", noted)
+async def test_a_form_is_compiled_once_and_the_oldest_are_forgotten(compiler: GrammarCompiler, played: Played) -> None:
+    played.go.set()
     first = await compiler.compile(StructuredOutputs(regex="a"))
     assert await compiler.compile(StructuredOutputs(regex="a", param="other")) == first
-    assert compiled == ["a"]
+    assert played.asked == ["a"]
     for i in range(MAX_KEPT):
         await compiler.compile(StructuredOutputs(regex=f"b{i}"))
     assert len(compiler._verdicts) == MAX_KEPT
     await compiler.compile(StructuredOutputs(regex="a"))
-    assert compiled.count("a") == 2
+    assert played.asked.count("a") == 2
+
+
+async def test_kinds_share_nothing(compiler: GrammarCompiler) -> None:
+    """The same text is a form of each kind."""
+    kinds: list[dict[str, Any]] = [{"json": '"x"'}, {"regex": '"x"'}, {"choice": ('"x"',)}, {"grammar": '"x"'}]
+    for kind in kinds:
+        with suppress(InvalidRequestError):
+            await compiler.compile(StructuredOutputs(**kind))
+    assert len(compiler._verdicts) == len(kinds)
+    with pytest.raises(InvalidRequestError):
+        await compiler.compile(StructuredOutputs(grammar=""))
+    assert json.loads(await compiler.compile(StructuredOutputs(json_object=True)))
 
 
 async def test_a_model_without_an_end_token_cannot() -> None:

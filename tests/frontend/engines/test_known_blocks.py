@@ -9,8 +9,8 @@ from itertools import count
 
 import pytest
 
-from raylm.block_hashes import ChainedHasher, pack_keys, unpack_keys
 from raylm.config import CacheConfig, Config, SchedulerConfig
+from raylm.engine.block_hashes import ChainedHasher, pack_keys, unpack_keys
 from raylm.engine.block_pool import BlockPool
 from raylm.engine.outbox import Outbox
 from raylm.frontend.engines.engine_client import LocalEngineClient

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raylm.block_hashes import ChainedHasher, pack_keys
+from raylm.engine.block_hashes import ChainedHasher, pack_keys
 from raylm.errors import EngineUnavailableError
 from raylm.frontend.engines.router import Route, Router
 from raylm.messages import BlockChanges, EngineStats, LoRAAdapter, OtherClients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -16,8 +17,8 @@ from raylm.messages import NewSequence, Thinking
 from raylm.params import SamplingParams
 from raylm.params import StructuredOutputs as Spec
 from raylm.worker.input_batch import InputBatch
+from raylm.worker.sampling.grammars import Answer, Grammars
 from raylm.worker.sampling.sampler import Sampler, process_logits
-from raylm.worker.sampling.structured_outputs import Grammars
 
 VOCAB, EOS = 6142, (2, 0)
 WORDS = ("yes", "yesterday", "no", "a b", "a bc", '"q"', "é")
@@ -173,6 +174,82 @@ def test_a_grammar_too_complex_to_follow_fails_the_row_with_its_reason() -> None
             break
         push(batch, 0, TOKENIZER.token_to_id("a"))
     assert drawn.failed == [(0, "the form asked of the answer became too complex to follow")]
+
+
+class Panic(BaseException):
+    """As llguidance panics: by what is no Exception."""
+
+
+def panic(*_: object) -> Any:
+    raise Panic("index out of bounds")
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_panic_fails_the_row_alone(monkeypatch: pytest.MonkeyPatch, slow: bool, prepared: bool) -> None:
+    made, yes = Grammars(EMBEDDED, EOS, VOCAB), TOKENIZER.token_to_id("yes")
+    monkeypatch.setattr("raylm.worker.sampling.grammars.SLOW_S", -1.0 if slow else 1.0)
+    batch = InputBatch(4, 128, 16, VOCAB, made)
+    if prepared:
+        batch.prepare_grammar(grammar_of(Spec(regex="(yes)+")))
+    for seq_id in (0, 1):
+        batch.add(sequence(seq_id, Spec(regex="(yes)+")))
+    assert yes in allowed(batch, 0)[0]
+    monkeypatch.setattr(state(batch, 0), "_step", panic)
+    for _ in range(3):
+        batch.append_tokens(batch.rows([0, 1]), np.array([yes, yes]))
+        drawn = Sampler().sample(torch.zeros(2, VOCAB), batch.rows([0, 1]), batch)
+        assert drawn.failed == [(0, "the form asked of the answer became too complex to follow")]
+
+
+def state(batch: InputBatch, seq_id: int) -> Answer:
+    answer: Answer = batch.processors[-1].states[batch.rows([seq_id])[0]].answer
+    return answer
+
+
+def test_a_grammar_that_does_not_compile_fails_the_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Grammars(EMBEDDED, EOS, VOCAB)
+    monkeypatch.setattr(made, "_compile", panic)
+    batch = InputBatch(4, 128, 16, VOCAB, made)
+    batch.prepare_grammar(grammar_of(Spec(regex="a")))
+    batch.add(sequence(0, Spec(regex="a")))
+    batch.add(sequence(1, None))
+    drawn = Sampler().sample(torch.randn(2, VOCAB), batch.rows([0, 1]), batch)
+    assert [position for position, _ in drawn.failed] == [0]
+
+
+def test_a_prepared_grammar_waits_for_no_other_one() -> None:
+    """New or preempted, while the thread that compiles is taken."""
+    made, a = Grammars(EMBEDDED, EOS, VOCAB), TOKENIZER.token_to_id("a")
+    batch, over = InputBatch(4, 128, 16, VOCAB, made), threading.Event()
+    batch.prepare_grammar(grammar_of(Spec(regex="[ab]+c")))
+    made._compiling.submit(over.wait)
+    try:
+        batch.add(sequence(0, Spec(regex="[ab]+c")))
+        batch.add(sequence(1, Spec(regex="[ab]+c"), [a]))
+        new, preempted = allowed(batch, 0, 1)
+    finally:
+        over.set()
+    assert a in new
+    assert TOKENIZER.token_to_id("c") not in new
+    assert TOKENIZER.token_to_id("c") in preempted
+
+
+def test_slow_masks_are_computed_beside_the_step_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Spec(json={"type": "array", "items": {"enum": ["x", "yy", 3]}, "minItems": 1})
+    tokens = TOKENIZER.encode('["x",3,"yy"]').ids
+    followed = []
+    for slow_s in (1.0, -1.0):
+        monkeypatch.setattr("raylm.worker.sampling.grammars.SLOW_S", slow_s)
+        batch = InputBatch(4, 128, 16, VOCAB, Grammars(EMBEDDED, EOS, VOCAB))
+        batch.add(sequence(0, spec))
+        masks = [allowed(batch, 0)[0]]
+        for token in tokens:
+            push(batch, 0, token)
+            assert (state(batch, 0).coming is not None) == (slow_s < 0)
+            masks.append(allowed(batch, 0)[0])
+        followed.append(masks)
+    assert followed[0] == followed[1]
 
 
 def test_rows_of_a_form_are_not_guessed() -> None:

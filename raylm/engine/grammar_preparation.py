@@ -1,0 +1,76 @@
+"""GrammarPreparation: requests whose grammars the worker compiles beside the steps, before they may be scheduled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+from raylm.errors import EngineDiedError, RayLMError
+from raylm.messages import EngineCoreRequest
+
+MAX_KNOWN = 128  # fewer than the worker keeps
+
+Name = tuple[str, int]  # client id, key
+Admit = Callable[[str, EngineCoreRequest], None]
+Fail = Callable[[str, int, RayLMError], None]
+
+
+class GrammarPreparation:
+    """One grammar is compiled at a time, in the order of arrival; those compiled last are known to be ready.
+
+    Owns the requests that wait for it.
+    """
+
+    def __init__(self, prepare: Callable[[str], Awaitable[None]], admit: Admit, fail: Fail) -> None:
+        self._prepare, self._admit, self._fail = prepare, admit, fail
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._waiting: dict[str, dict[Name, EngineCoreRequest]] = {}
+        self._running: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def holds_back(self, client_id: str, request: EngineCoreRequest) -> bool:
+        """Whether the request waits from now on; it is admitted once its grammar is ready."""
+        grammar = request.grammar
+        if grammar is None or grammar in self._known:
+            return False
+        self._waiting.setdefault(grammar, {})[client_id, request.key] = request
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._run())
+        return True
+
+    def abort(self, client_id: str, key: int | None = None) -> None:
+        """Let go of a client's request, or of all that it has waiting."""
+        for grammar, requests in list(self._waiting.items()):
+            for name in [name for name in requests if name[0] == client_id and key in (None, name[1])]:
+                del requests[name]
+            if not requests:
+                del self._waiting[grammar]
+
+    def close(self) -> None:
+        """Let go of all requests."""
+        self._waiting.clear()
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            grammar = next(iter(self._waiting))
+            try:
+                await self._prepare(grammar)
+            except EngineDiedError:
+                return  # everybody is told by the step that fails
+            except RayLMError as error:
+                for client_id, key in self._waiting.pop(grammar, {}):
+                    self._fail(client_id, key, error)
+                continue
+            self._remember(grammar)
+            for (client_id, _), request in self._waiting.pop(grammar, {}).items():
+                self._admit(client_id, request)
+
+    def _remember(self, grammar: str) -> None:
+        self._known[grammar] = None
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)

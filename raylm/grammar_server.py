@@ -1,0 +1,201 @@
+"""The grammar server: a process that proves grammars, each in a child forked for it, which may die of what it is given.
+
+``python -m raylm.grammar_server FD CHECKPOINT EOS...`` reads the tokenizer once and then takes connections on the
+Unix socket FD; it ends when that is closed. It imports neither torch nor ray, and has one thread, so that it may fork.
+On a connection a child reads one job, writes a byte when it begins and then its verdict. It dies of its limits, of a
+stack that overflows, or when the other side closes the connection.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from raylm.params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+LENGTH = struct.Struct("<Q")
+STACK_BYTES = 1 << 20
+"""Of the thread that proves a grammar: half of the least that a worker's threads have."""
+MEMORY_BYTES = 1 << 30
+"""Address space that a child may take beyond what the server holds."""
+WALL_S = 30.0
+MAX_BUILD_S = 0.4
+"""Seconds of a core for what the worker repeats: making the matcher."""
+MAX_MASK_S = 0.02
+"""Seconds of a core for the mask of one token, which stands in the way of every sequence of the step."""
+
+_WALKS, _STEPS, _TRIES = 3, 16, 4
+_SHOWN_CHARS = 200
+
+Verdict = tuple[str, str | None]  # a grammar, and why it cannot be used
+
+
+def judge(tokenizer: LLTokenizer, spec: StructuredOutputs) -> Verdict:
+    """Compile ``spec`` and follow a few answers of it."""
+    from raylm.grammar import grammar_of, matcher
+
+    try:
+        grammar = grammar_of(spec)
+    except (ValueError, RecursionError) as error:
+        return "", _clipped(str(error))
+    started = time.thread_time()
+    first = matcher(tokenizer, grammar)
+    if first.is_error():
+        return "", _clipped(first.get_error())
+    if time.thread_time() - started > MAX_BUILD_S:
+        return "", f"it is too complex: it takes more than {MAX_BUILD_S:g} s to compile."
+    draw = random.Random(0)
+    faults = (_walk(first.deep_copy(), draw) for _ in range(_WALKS))
+    return grammar, next(filter(None, faults), None)
+
+
+def _walk(matcher: LLMatcher, draw: random.Random) -> str | None:
+    """Follow an answer of random tokens, none of them the last one if there is another; what is wrong with it."""
+    for step in range(_STEPS):
+        before = matcher.deep_copy()
+        mask, seconds = _mask(matcher, before)
+        if matcher.is_error():
+            return f"it is too complex to follow: {_clipped(matcher.get_error())}"
+        if seconds > MAX_MASK_S:
+            return f"it is too complex: one token of the answer takes more than {MAX_MASK_S * 1e3:g} ms."
+        if not any(mask):
+            return None if step else "it allows no answer."
+        for _ in range(_TRIES):
+            matcher = before.deep_copy()
+            matcher.consume_token(_any_of(mask, draw))
+            if not matcher.is_stopped() or matcher.is_error():
+                break
+        else:
+            return None
+    return None
+
+
+def _mask(matcher: LLMatcher, before: LLMatcher) -> tuple[bytes, float]:
+    """The next mask, and what it takes; the less of two tries where that is much, as anything may come between."""
+    started = time.thread_time()
+    mask = matcher.compute_bitmask()
+    seconds = time.thread_time() - started
+    if seconds > MAX_MASK_S and not matcher.is_error():
+        again = before.deep_copy()
+        started = time.thread_time()
+        again.compute_bitmask()
+        seconds = min(seconds, time.thread_time() - started)
+    return mask, seconds
+
+
+def _any_of(mask: bytes, draw: random.Random) -> int:
+    """One of the tokens in a mask that is not empty."""
+    start = draw.randrange(len(mask))
+    at = next(at for at in chain(range(start, len(mask)), range(start)) if mask[at])
+    return 8 * at + draw.choice([bit for bit in range(8) if mask[at] >> bit & 1])
+
+
+def _clipped(fault: str) -> str:
+    line = " ".join(fault.split("\n<non-verbose")[0].split())
+    return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}…"
+
+
+# ---------------------------------------------------------------- processes
+
+
+def main(descriptor: int, path: Path, eos_token_ids: tuple[int, ...]) -> None:
+    from raylm.grammar import load_tokenizer
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent, which may want to finish something
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    for deadly in (signal.SIGALRM, signal.SIGPROF, signal.SIGIO):
+        signal.signal(deadly, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the thread had blocked that started this
+    tokenizer = load_tokenizer(path, eos_token_ids)
+    with open(os.devnull, "w") as silence:
+        os.dup2(silence.fileno(), sys.stderr.fileno())  # what a dying child says
+    _set_limits()
+    with socket.socket(fileno=descriptor) as control:
+        while descriptors := socket.recv_fds(control, 1, 1)[1]:
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if _fork() == 0:
+                    control.close()
+                    _live(connection, tokenizer)
+
+
+def _set_limits() -> None:
+    """For the children; the server itself is done with what takes memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _fork() -> int:
+    """0 in the child; -1 if there is none, which closes the connection without a word."""
+    try:
+        return os.fork()
+    except OSError:
+        return -1
+
+
+def _live(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
+    """The life of a child, which never goes on with the server's."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, WALL_S)
+        job = read_frame(connection)
+        connection.sendall(b"\0")
+        _die_with(connection)
+        signal.setitimer(signal.ITIMER_PROF, job["cpu_s"])
+        os.nice(job["nice"])
+        verdict = _on_small_stack(lambda: judge(tokenizer, StructuredOutputs(**job["form"])))
+        fcntl.fcntl(connection, fcntl.F_SETFL, 0)
+        connection.sendall(json.dumps(verdict).encode())
+    finally:
+        os._exit(0)
+
+
+def _on_small_stack(work: Callable[[], Verdict]) -> Verdict:
+    """``work()`` on a thread with ``STACK_BYTES``."""
+    results: list[Verdict] = []
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def _die_with(connection: socket.socket) -> None:
+    """Let the kernel end this process, whatever it does, when the other side is closed."""
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC)
+    closed, _, _ = select.select([connection], [], [], 0)
+    if closed:  # before the kernel was asked
+        os._exit(1)
+
+
+def frame(job: dict[str, Any]) -> bytes:
+    body = json.dumps(job).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def read_frame(connection: socket.socket) -> Any:
+    with connection.makefile("rb") as stream:
+        (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+        return json.loads(stream.read(length))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:])))
