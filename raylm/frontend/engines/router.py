@@ -204,11 +204,12 @@ class Router:
         if self._engines.get(engine_id) is engine:
             del self._engines[engine_id]
             self.adapters.leave(engine_id)
-        for key in engine.open:
+        keys = list(engine.open)
+        for key in keys:
             del self._engine_of[key]
         if crashed:
-            self._recovery.suspect(engine.open)
-        self._recovery.take(engine.open, engine.client.info.worker.fingerprint, error)
+            self._recovery.suspect(keys)
+        self._recovery.take(keys, engine.client.info.worker.fingerprint, error)
 
     async def _close_client(self, client: EngineClient) -> None:
         try:
