@@ -21,7 +21,7 @@ def test_kernels_compile_before_ray_starts(tmp_path: Path) -> None:
     compiler.write_text("#!/bin/sh\n[ $1 = --version ] || exec sleep 60\n")
     compiler.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "raylm.cli.main", "run-serve", str(tmp_path / "serve.yaml")]
+    command = [sys.executable, "-m", "raylm.cli.main", "run-serve"]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as child:

@@ -169,7 +169,7 @@ def test_and_in_two_hundred(make: Callable[..., Driver], name: str, lengths: Seq
 def test_and_on_every_instruction_set(
     make: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, instructions: str, name: str
 ) -> None:
-    monkeypatch.setattr(sys.modules["raylm.native.kernels"], "instruction_set", lambda: instructions)
+    monkeypatch.setattr(sys.modules["raylm.native.runtime"], "instruction_set", lambda: instructions)
     kernels.cache_clear()
     try:
         check_schedules(make, name, threads=(3,), lengths=(520, 400, 90, 17, 130, 3))

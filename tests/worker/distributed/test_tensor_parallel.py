@@ -94,7 +94,11 @@ def test_ranks_have_the_same_blocks_and_share_the_machine(tmp_path: Path, monkey
     found = iter([64 << 20, 48 << 20])  # what each rank sees when it looks
     monkeypatch.setattr("raylm.worker.kv_cache.available_memory", lambda: next(found))
     config = Config.model_validate(
-        {"model": str(tmp_path), "scheduler": {"max_num_seqs": 4}, "engine": {"tensor_parallel_size": 2, "threads": 1}}
+        {
+            "model": str(tmp_path),
+            "scheduler": {"max_num_seqs": 200},
+            "engine": {"tensor_parallel_size": 2, "threads": 1},
+        }
     )
     infos = [info for _, info in meet(2, lambda rendezvous: start_runner(config, rendezvous))]
     a_block = 16 * 2 * 2 * 1 * 16 * 4  # tokens, layers, k and v, heads of a rank, head_dim, bytes
