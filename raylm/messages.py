@@ -37,10 +37,14 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class LoRAAdapter:
-    """An adapter as clients know it: ``name`` stands in `model`, ``path`` is where it was asked to be loaded from."""
+    """An adapter as clients know it: ``name`` stands in `model`, ``path`` is where it was asked to be loaded from.
+
+    ``digest`` is of its content, "" until an engine has loaded it; it does not tell one loading from another.
+    """
 
     name: str
     path: str
+    digest: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class EngineCoreRequest:
     A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is
     ``params.structured_outputs`` in llguidance's form, for the answer; ``thinking`` delimits the reasoning before it.
     With ``pooling`` the prompt is answered by a vector; no token is drawn, and of ``params`` only the defaults hold.
-    ``adapter`` is the name of a LoRA adapter, None for the base model.
+    ``adapter`` is the name of a LoRA adapter, None for the base model. ``uncached_tokens`` of the prompt are expected
+    to be computed, None if nothing is known of the engine's cache.
 
     Of a request that a lost engine began ``drawn`` holds what each sequence has drawn, None for one that has ended; it
     goes on behind these tokens as if it had been preempted. Else it is ().
@@ -71,16 +76,21 @@ class EngineCoreRequest:
     thinking: Thinking | None = None
     pooling: PoolingParams | None = None
     adapter: str | None = None
+    uncached_tokens: int | None = None
     drawn: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ClientBatch:
-    """What one client sends at once: ``aborts`` are keys of whole requests, ``stops`` (key, index) of sequences."""
+    """What one client sends at once: ``aborts`` are keys of whole requests, ``stops`` (key, index) of sequences.
+
+    With ``watch_blocks`` it is to be told which blocks the prefix cache holds, from now on and beginning with all.
+    """
 
     adds: list[EngineCoreRequest]
     aborts: list[int]
     stops: list[tuple[int, int]] = field(default_factory=list)
+    watch_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +214,48 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherClients:
+    """What an engine has to do for its other clients: prompt tokens to compute, and open sequences."""
+
+    queued_tokens: int = 0
+    sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
+    """How busy an engine is.
+
+    ``places`` sequences more could run. By the steps of late one of a single token takes ``step_s`` seconds, and a
+    prompt ``token_s`` for each token, in steps as large as they get; 0 while too few were seen. ``others`` depends on
+    which client is told.
+    """
+
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
     steps: int = 0
     counters: Counters = field(default_factory=Counters)
+    places: int = 0
+    step_s: float = 0.0
+    token_s: float = 0.0
+    others: OtherClients = OtherClients()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChanges:
+    """Which blocks an engine's prefix cache holds: a difference to what was told before, or all of them.
+
+    ``number`` is one more than that of the difference before, and 0 for a ``snapshot``. ``stored`` and ``removed`` are
+    the keys of hashes as ``raylm.engine.block_hashes`` packs them; none is in both.
+    """
+
+    number: int
+    stored: bytes
+    removed: bytes
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.number == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +267,7 @@ class EngineCoreOutputs:
     stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens served by the prefix cache); ``logprobs``
     over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error), the request is over.
     ``pooled``: (key, vector as float32 bytes), the request is over too.
-    ``adapters`` are all that the engine has, None where they have not changed.
+    ``adapters`` are all that the engine has, None where they have not changed; ``blocks`` are for clients that watch.
     ``created`` is the time of the newest entry in seconds since the epoch. ``draining`` says that the engine is about
     to end; entries that follow do not repeat it.
     """
@@ -239,6 +285,7 @@ class EngineCoreOutputs:
     errors: list[tuple[int, RayLMError]] = field(default_factory=list)
     pooled: list[tuple[int, bytes]] = field(default_factory=list)
     adapters: tuple[LoRAAdapter, ...] | None = None
+    blocks: BlockChanges | None = None
     created: float = 0.0
     draining: bool = False
 

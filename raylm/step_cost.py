@@ -67,7 +67,7 @@ class StepCost:
         return self._curve
 
     def seconds(self, tokens: int) -> float:
-        """Of a step of so many tokens, at least 1; needs a step seen."""
+        """Of a step of so many tokens, from 1 to 2 million; needs a step seen."""
         sizes, times = self.curve()
         right = min(bisect_right(sizes, tokens), len(sizes) - 1)
         share = (tokens - sizes[right - 1]) / (sizes[right] - sizes[right - 1])

@@ -133,12 +133,13 @@ class FakeWorker:
             raise InvalidRequestError("The grammar cannot be compiled.", param="structured_outputs")
         self.grammars.append(grammar)
 
-    def load_adapter(self, adapter: int, path: str) -> None:
-        """Take it in; a path that begins with "bad" is refused."""
+    def load_adapter(self, adapter: int, path: str) -> str:
+        """Take it in; a path that begins with "bad" is refused. Its content is its path."""
         if path.startswith("bad"):
             raise InvalidRequestError(f"The adapter {path!r} cannot be served.", param="lora_path")
         assert adapter not in self.adapters, "a number is given twice"
         self.adapters[adapter] = path
+        return path
 
     def unload_adapter(self, adapter: int) -> None:
         """Let go of it; a step that uses it later fails."""
@@ -326,10 +327,10 @@ class FakeExecutor(ModelExecutor):
         await asyncio.sleep(self._delay_s)
         self.worker.prepare_grammar(grammar)
 
-    async def load_adapter(self, adapter: int, path: str) -> None:
+    async def load_adapter(self, adapter: int, path: str) -> str:
         """Load it after a moment, in which others get their turn."""
         await asyncio.sleep(self._delay_s)
-        self.worker.load_adapter(adapter, path)
+        return self.worker.load_adapter(adapter, path)
 
     async def unload_adapter(self, adapter: int) -> None:
         """Let go of it now."""

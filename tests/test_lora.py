@@ -11,7 +11,7 @@ import pytest
 
 from raylm import LLM, Config, SamplingParams
 from raylm.checkpoint import EMBEDDED
-from raylm.engine.kv_cache_manager import ChainedHasher
+from raylm.engine.block_hashes import ChainedHasher
 from raylm.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from raylm.models.llama import LlamaForCausalLM
 from tests.adapters import make_adapter, peft_tokens
@@ -137,7 +137,7 @@ def test_the_prefix_cache_keeps_adapters_apart(cold: LLM, checkpoint: Path, root
 
 def test_a_hash_that_forgets_the_adapter_is_seen(cold: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     right = shared_prompt(cold)
-    monkeypatch.setattr(ChainedHasher, "root", lambda self, seq: b"the same for all")
+    monkeypatch.setattr(ChainedHasher, "root", lambda self, adapter, salt: b"the same for all")
     assert [tokens for _, tokens, _ in shared_prompt(cold)] != [tokens for _, tokens, _ in right]
 
 

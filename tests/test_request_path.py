@@ -21,13 +21,14 @@ MOST = 14
 # What every package stands on (data, errors, threads), and what the body has behind it when the way begins.
 FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy", "frontend.threads")}
 BEFORE = {"raylm.ingress.http.middleware"}
-# The answer's side, which is opened before the engine knows of the request and sees nothing of the body.
+# The answer's side and the accounts, which are opened before the engine knows of the request and see nothing of the body.
 ANSWER = {
     "raylm.ingress.openai.choices",
     "raylm.ingress.openai.outputs",
     "raylm.frontend.outputs",
     "raylm.frontend.output_processor",
     "raylm.frontend.text.detokenizer",
+    "raylm.frontend.engines.routed_engine",
 }
 BODY = {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 

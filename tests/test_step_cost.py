@@ -88,3 +88,9 @@ def test_a_size_not_seen_for_long_is_forgotten_the_sooner_the_less_it_was_seen(t
     assert (predicted(cost, 64), cost.times_seen(64), cost.largest) == (9.0, min(times, 7), 64)
     cost.observe(8, 0.02)
     assert (predicted(cost, 64), cost.times_seen(64), cost.largest) == (pytest.approx(0.04), 0, 8)
+
+
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(1, 1 << 21))
+def test_seconds_are_those_of_the_curve(sizes: list[int], tokens: int) -> None:
+    cost = learned(sizes)
+    assert cost.seconds(tokens) == pytest.approx(predicted(cost, tokens))

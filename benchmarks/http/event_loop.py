@@ -73,6 +73,9 @@ class InstantEngine(EngineClient):
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         """There is nothing to stop."""
 
+    def watch_blocks(self) -> None:
+        """There is no cache."""
+
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         """There is no model."""
 

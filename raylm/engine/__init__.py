@@ -1,9 +1,12 @@
-"""Front door of the engine: EngineCore, and the actors around it, imported when first used as they need ray."""
+"""Front door of the engine: EngineCore, what blocks are known by; and the actors, imported when first used: ray."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raylm.engine.block_hashes import ChainedHasher as ChainedHasher
+from raylm.engine.block_hashes import pack_keys as pack_keys
+from raylm.engine.block_hashes import unpack_keys as unpack_keys
 from raylm.engine.engine_core import EngineCore as EngineCore
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
 from raylm.lazy import front_door

@@ -122,6 +122,8 @@ class EngineCoreActor:
         self._core.add(client_id, batch.adds)
         self._core.abort(client_id, batch.aborts)
         self._core.stop(client_id, batch.stops)
+        if batch.watch_blocks:
+            self._core.watch_blocks(client_id)
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         await self._core.load_adapter(adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import count
 
 from raylm.config import LoRAConfig
@@ -13,7 +14,7 @@ BASE = 0  # the number of the base model
 
 
 class AdapterTable:
-    """Each loading has a number of its own: adapters that had the same name one after the other share nothing."""
+    """Each loading has a number of its own; what adapters share in the prefix cache their content decides."""
 
     def __init__(self, config: LoRAConfig) -> None:
         self._most = config.max_adapters
@@ -26,14 +27,14 @@ class AdapterTable:
     def adapters(self) -> tuple[LoRAAdapter, ...]:
         return tuple(self._numbers)
 
-    def number(self, name: str | None) -> int:
-        """The number of an adapter, BASE without a name."""
+    def loaded(self, name: str | None) -> tuple[int, str]:
+        """The number of an adapter and the digest of its content; BASE and "" without a name."""
         if name is None:
-            return BASE
+            return BASE, ""
         adapter = self.find(name)
         if adapter is None:
             raise ModelNotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="model")
-        return self._numbers[adapter]
+        return self._numbers[adapter], adapter.digest
 
     def find(self, name: str) -> LoRAAdapter | None:
         return next((adapter for adapter in self._numbers if adapter.name == name), None)
@@ -62,11 +63,11 @@ class AdapterTable:
         self._loading[adapter] = asyncio.Event()
         return next(self._next)
 
-    def end(self, adapter: LoRAAdapter, number: int | None) -> None:
-        """The loading has ended; ``number`` is None if it failed."""
+    def end(self, adapter: LoRAAdapter, number: int | None, digest: str = "") -> None:
+        """The loading has ended with content of this ``digest``; ``number`` is None if it failed."""
         self._loading.pop(adapter).set()
         if number is not None:
-            self._numbers[adapter] = number
+            self._numbers[replace(adapter, digest=digest)] = number
 
     def remove(self, name: str) -> int | None:
         """Returns the number of the adapter taken out of use; None if there is none of this name."""

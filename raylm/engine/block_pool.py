@@ -11,6 +11,8 @@ class BlockPool:
 
     A free block may still be *published*: found by its hash until it is handed out again. The free list is evicted
     from its head, and a published block is taken out of its middle, in O(1), when it is shared again.
+
+    While it is ``watched`` the pool notes which hashes can be found, or no more, since ``take_changes`` was called.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -19,6 +21,7 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
+        self._changes: dict[bytes, bool] | None = None
 
     @property
     def num_free(self) -> int:
@@ -58,6 +61,8 @@ class BlockPool:
         if self._hash_of[block] is None and block_hash not in self._by_hash:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block
+            if self._changes is not None:
+                note(self._changes, block_hash, True)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Let the blocks not be found any more; sequences keep them."""
@@ -67,7 +72,26 @@ class BlockPool:
     def find(self, block_hash: bytes) -> int | None:
         return self._by_hash.get(block_hash)
 
+    def watch(self) -> list[bytes]:
+        """Note changes from now on; returns the hashes that can be found now, with those noted before."""
+        if self._changes is None:
+            self._changes = {}
+        return list(self._by_hash)
+
+    def unwatch(self) -> None:
+        self._changes = None
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """By hash whether it can be found now, of those that could not be the last time, or the other way round."""
+        if not self._changes:
+            return {}
+        changes, self._changes = self._changes, {}
+        return changes
+
     def reset(self) -> None:
+        if self._changes is not None:
+            for block_hash in self._by_hash:
+                note(self._changes, block_hash, False)
         self._by_hash.clear()
         self._hash_of = [None] * self.num_blocks
 
@@ -76,3 +100,11 @@ class BlockPool:
         if block_hash is not None:
             self._hash_of[block] = None
             del self._by_hash[block_hash]
+            if self._changes is not None:
+                note(self._changes, block_hash, False)
+
+
+def note(changes: dict[bytes, bool], block_hash: bytes, found: bool) -> None:
+    """A hash can be found from now on, or no more: as these take turns, the second of two undoes the first."""
+    if changes.pop(block_hash, None) is None:
+        changes[block_hash] = found

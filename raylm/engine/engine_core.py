@@ -25,6 +25,8 @@ from raylm.messages import (
     WorkerInfo,
 )
 
+TELL_EVERY_S = 0.05
+
 
 class EngineCore:
     """The loop of one engine. ``start`` it, ``run`` it, talk to it by client id from the same event loop.
@@ -68,14 +70,14 @@ class EngineCore:
         self._check_alive()
         self.drop_client(client_id)
         outbox = self._outboxes[client_id] = Outbox()
-        outbox.put(self._outputs(adapters=self._adapters.adapters))
+        outbox.put(self._outputs(client_id, adapters=self._adapters.adapters))
         return outbox
 
     def drain(self) -> None:
         """Tell all clients that this engine ends, so that they ask others; what they still ask is answered."""
         self._draining = True
-        for outbox in self._outboxes.values():
-            outbox.put(self._outputs())
+        for client_id, outbox in self._outboxes.items():
+            outbox.put(self._outputs(client_id))
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
         """End everything that a client has open; nothing if it has another ``outbox`` by now (connected again)."""
@@ -97,7 +99,7 @@ class EngineCore:
 
     def _admit(self, client_id: str, request: EngineCoreRequest) -> None:
         try:
-            self.scheduler.add(client_id, request, self._adapters.number(request.adapter))
+            self.scheduler.add(client_id, request, *self._adapters.loaded(request.adapter))
         except RayLMError as error:
             self._refuse(client_id, request.key, error)
         except Exception as error:  # it ends its request alone, whatever it is
@@ -106,7 +108,7 @@ class EngineCore:
         self._work.set()
 
     def _refuse(self, client_id: str, key: int, error: RayLMError) -> None:
-        self._outboxes[client_id].put(self._outputs([(key, error)]))
+        self._outboxes[client_id].put(self._outputs(client_id, [(key, error)]))
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +130,31 @@ class EngineCore:
         if sequences:
             self._put_stats(client_id)
 
+    def watch_blocks(self, client_id: str) -> None:
+        """Tell a client which blocks the prefix cache holds, all now and changes from now on; nothing without one."""
+        if client_id not in self._outboxes or not self._config.cache.prefix_caching:
+            return
+        self._note_blocks()
+        self._outboxes[client_id].watch(self.scheduler.kv.pool.watch())
+        self._outboxes[client_id].put(self._outputs(client_id))
+
+    def _note_blocks(self) -> list[str]:
+        """Give the changes of the prefix cache to the clients that watch; returns their ids."""
+        watching = [client_id for client_id, outbox in self._outboxes.items() if outbox.is_watching]
+        if not watching:
+            self.scheduler.kv.pool.unwatch()
+        elif changes := self.scheduler.kv.pool.take_changes():
+            for client_id in watching:
+                self._outboxes[client_id].note_blocks(changes)
+        return watching
+
+    def _tell_watchers(self) -> None:
+        """Those whose requests had no part in the steps of late are told how busy the engine is, too."""
+        now = time.time()
+        for client_id in self._note_blocks():
+            if now - self._outboxes[client_id].told_at > TELL_EVERY_S:
+                self._put_stats(client_id)
+
     # ---------------------------------------------------------------- adapters
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
@@ -142,11 +169,11 @@ class EngineCore:
         if number is None:
             return
         try:
-            await self._executor.load_adapter(number, adapter.path)
+            digest = await self._executor.load_adapter(number, adapter.path)
         except BaseException:
             self._adapters.end(adapter, None)
             raise
-        self._adapters.end(adapter, number)
+        self._adapters.end(adapter, number, digest)
         self._announce_adapters()
 
     async def unload_adapter(self, name: str) -> None:
@@ -160,14 +187,14 @@ class EngineCore:
         gone = ModelNotFoundError(message, param="model")
         for client_id, key in self.scheduler.requests_of(number):
             self.scheduler.abort(client_id, key)
-            self._outboxes[client_id].put(self._outputs([(key, gone)]))
+            self._outboxes[client_id].put(self._outputs(client_id, [(key, gone)]))
         if self._in_flight:
             await asyncio.wait([result for _, result in self._in_flight])
         await self._executor.unload_adapter(number)
 
     def _announce_adapters(self) -> None:
-        for outbox in self._outboxes.values():
-            outbox.put(self._outputs(adapters=self._adapters.adapters))
+        for client_id, outbox in self._outboxes.items():
+            outbox.put(self._outputs(client_id, adapters=self._adapters.adapters))
 
     # ---------------------------------------------------------------- steps
 
@@ -181,6 +208,7 @@ class EngineCore:
             if client_id in self._outboxes:
                 self._outboxes[client_id].put(outputs)
         self._in_flight.popleft()
+        self._tell_watchers()
 
     async def _result_in_time(
         self, plan: SchedulerOutput, result: asyncio.Future[ModelRunnerOutput]
@@ -218,6 +246,7 @@ class EngineCore:
 
     async def _idle(self) -> None:
         self.scheduler.kv.check_idle()
+        self._note_blocks()
         for client_id in self._outboxes:
             self._put_stats(client_id)
         self._work.clear()
@@ -225,15 +254,24 @@ class EngineCore:
 
     def _put_stats(self, client_id: str) -> None:
         if client_id in self._outboxes:
-            self._outboxes[client_id].put_stats(self._outputs())
+            self._outboxes[client_id].put_stats(self._outputs(client_id))
 
     def _outputs(
-        self, errors: list[tuple[int, RayLMError]] | None = None, adapters: tuple[LoRAAdapter, ...] | None = None
+        self,
+        client_id: str,
+        errors: list[tuple[int, RayLMError]] | None = None,
+        adapters: tuple[LoRAAdapter, ...] | None = None,
     ) -> EngineCoreOutputs:
         """A message without entries."""
-        stats, now = self.scheduler.stats(), time.time()
-        empty = EngineCoreOutputs([], [], [], [], [], [], [], stats, created=now, draining=self._draining)
-        return replace(empty, errors=errors or [], adapters=adapters)
+        stats = replace(self.scheduler.stats(), others=self.scheduler.loads.others(client_id))
+        return EngineCoreOutputs(
+            *([], [], [], [], [], [], []),
+            stats,
+            errors=errors or [],
+            adapters=adapters,
+            created=time.time(),
+            draining=self._draining,
+        )
 
     @property
     def held_requests(self) -> int:

@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from hashlib import sha256
-from struct import Struct
 
+from raylm.engine.block_hashes import ChainedHasher, NoHasher
 from raylm.engine.block_pool import BlockPool
 from raylm.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence, the hashes of its full ones as far as known, with their ``root``."""
+    """The blocks of one sequence, the hashes of its full ones as far as known, with their ``root``.
+
+    The first ``num_published`` blocks need not be published, or must not be.
+    """
 
     root: bytes
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
-
-
-class ChainedHasher:
-    """SHA-256 over (parent's hash, tokens): equal hashes mean equal prefixes, and none can be forged.
-
-    The chain begins with what else the content depends on: the request's cache salt, the loading of its LoRA adapter,
-    and how often the cache was reset. Token ids are below 2**32.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._pack = Struct(f"{block_size}I").pack
-        self._epoch = 0
-
-    def root(self, seq: Sequence) -> bytes:
-        return sha256(repr((self._epoch, seq.state.adapter, seq.state.request.cache_salt)).encode()).digest()
-
-    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
-        """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``token_ids``."""
-        size = self._block_size
-        parent = hashes[-1] if hashes else root
-        for start in range(len(hashes) * size, num_blocks * size, size):
-            parent = sha256(parent + self._pack(*token_ids[start : start + size])).digest()
-            hashes.append(parent)
-
-    def renew(self) -> None:
-        """Give sequences that come from now on hashes that no earlier one had."""
-        self._epoch += 1
-
-
-class NoHasher(ChainedHasher):
-    """Prefix caching off: no block has a hash, so none is ever found."""
-
-    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
-        pass
 
 
 class KVCacheManager:
@@ -89,7 +57,7 @@ class KVCacheManager:
         is there already; None, without side effects, if the pool cannot give that much.
         """
         if seq.id not in self._tables:
-            self._tables[seq.id] = BlockTable(self._hasher.root(seq))
+            self._tables[seq.id] = BlockTable(self._root(seq))
         table = self._tables[seq.id]
         cached = self._find_prefix(seq, table) if use_cache else []
         num_new = self._blocks_for(len(seq.token_ids)) - len(cached)
@@ -137,7 +105,7 @@ class KVCacheManager:
     def unpublish(self, seq: Sequence) -> None:
         """Of a sequence that gave its blocks up."""
         hashes: list[bytes] = []
-        self._hasher.extend(hashes, self._hasher.root(seq), seq.token_ids, len(seq.token_ids) // self.block_size)
+        self._hasher.extend(hashes, self._root(seq), seq.token_ids, len(seq.token_ids) // self.block_size)
         self.pool.withdraw(block for block in map(self.pool.find, hashes) if block is not None)
 
     def num_shared_tokens(self, seq: Sequence) -> int:
@@ -150,8 +118,9 @@ class KVCacheManager:
     def reset(self) -> None:
         """Forget all cached content; sequences that run keep their blocks, and are not found by later ones."""
         self.pool.reset()
-        self._hasher.renew()
         self._tables = {seq_id: table for seq_id, table in self._tables.items() if table.block_ids}
+        for table in self._tables.values():
+            table.num_published = sys.maxsize
 
     def check_idle(self) -> None:
         """Assert that with no sequence in the engine nothing is held; costs nothing."""
@@ -169,6 +138,9 @@ class KVCacheManager:
                 break
             blocks.append(block)
         return blocks
+
+    def _root(self, seq: Sequence) -> bytes:
+        return self._hasher.root(seq.state.adapter_digest, seq.state.request.cache_salt)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -36,8 +36,12 @@ class ModelExecutor(ABC):
         """Return when the workers have compiled a grammar, beside the steps."""
 
     @abstractmethod
-    async def load_adapter(self, adapter: int, path: str) -> None:
-        """Load a LoRA adapter under a number, steps go on where they can; InvalidRequestError if it does not fit."""
+    async def load_adapter(self, adapter: int, path: str) -> str:
+        """Load a LoRA adapter under a number, steps go on where they can; returns the digest of its content.
+
+        Raises:
+            InvalidRequestError: it does not fit.
+        """
 
     @abstractmethod
     async def unload_adapter(self, adapter: int) -> None:
@@ -67,8 +71,8 @@ class LocalExecutor(ModelExecutor):
     async def prepare_grammar(self, grammar: str) -> None:
         await asyncio.to_thread(self._live_worker.prepare_grammar, grammar)
 
-    async def load_adapter(self, adapter: int, path: str) -> None:
-        await self._on_thread(self._live_worker.load_adapter, adapter, path)
+    async def load_adapter(self, adapter: int, path: str) -> str:
+        return await self._on_thread(self._live_worker.load_adapter, adapter, path)
 
     async def unload_adapter(self, adapter: int) -> None:
         await self._on_thread(self._live_worker.unload_adapter, adapter)

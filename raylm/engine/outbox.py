@@ -7,9 +7,18 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 
 from raylm import logprob_columns
+from raylm.engine.block_hashes import pack_keys
+from raylm.engine.block_pool import note
 from raylm.engine.sequence import Sequence
 from raylm.errors import RayLMError
-from raylm.messages import EngineCoreOutputs, EngineStats, FinishReason, Logprobs, ModelRunnerOutput
+from raylm.messages import (
+    BlockChanges,
+    EngineCoreOutputs,
+    EngineStats,
+    FinishReason,
+    Logprobs,
+    ModelRunnerOutput,
+)
 
 
 class ClientOutputs:
@@ -62,26 +71,53 @@ class ClientOutputs:
         )
 
 
+_NOTHING = EngineCoreOutputs([], [], [], [], [], [], [], EngineStats())
+
+
 class Outbox:
-    """What one client has not taken yet, in one message; ``put`` never waits, so a slow client stalls nothing."""
+    """What one client has not taken yet, in one message; ``put`` never waits, so a slow client stalls nothing.
+
+    Changes of the prefix cache are held as their sum, and go with the next message; they are none of their own.
+    """
 
     def __init__(self) -> None:
         self._held: EngineCoreOutputs | None = None
-        self._stats = EngineStats()
+        self._newest = _NOTHING
+        self._changes: dict[bytes, bool] = {}
+        self._number: int | None = None  # of the next message about blocks; None while the client does not watch
         self._closed_by: RayLMError | None = None
         self._ready = asyncio.Event()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
         """Append to what is held; the lists of ``outputs`` become the outbox's own."""
         self._held = outputs if self._held is None else merge(self._held, outputs)
-        self._stats = outputs.stats
+        self._newest = outputs
         self._ready.set()
 
     def put_stats(self, outputs: EngineCoreOutputs) -> None:
         """Put a message that is about the stats alone, if those that say how busy the engine is have changed."""
-        last, now = self._stats, outputs.stats
-        if (last.running, last.waiting, last.kv_usage) != (now.running, now.waiting, now.kv_usage):
+        last, now = self._newest.stats, outputs.stats
+        is_other = (last.running, last.waiting, last.kv_usage) != (now.running, now.waiting, now.kv_usage)
+        if is_other or self._changes or last.others != now.others:
             self.put(outputs)
+
+    @property
+    def is_watching(self) -> bool:
+        return self._number is not None
+
+    @property
+    def told_at(self) -> float:
+        """When the newest message was created, in seconds since the epoch."""
+        return self._newest.created
+
+    def watch(self, hashes: list[bytes]) -> None:
+        """Let the next message tell all blocks, which are these, and later ones what has changed."""
+        self._number, self._changes = 0, dict.fromkeys(hashes, True)
+
+    def note_blocks(self, changes: dict[bytes, bool]) -> None:
+        """Blocks can be found from now on, or no more (False), to be told to a client that watches."""
+        for block_hash, found in changes.items():
+            note(self._changes, block_hash, found)
 
     def close(self, error: RayLMError) -> None:
         """Let ``get`` raise ``error`` once the rest is taken."""
@@ -97,7 +133,16 @@ class Outbox:
             raise self._closed_by
         if self._closed_by is None:
             self._ready.clear()
-        return held
+        return held if self._number is None else self._with_blocks(held, self._number)
+
+    def _with_blocks(self, held: EngineCoreOutputs, number: int) -> EngineCoreOutputs:
+        changes = self._changes
+        if number and not changes:
+            return held
+        self._number, self._changes = number + 1, {}
+        stored = pack_keys(block_hash for block_hash, found in changes.items() if found)
+        removed = pack_keys(block_hash for block_hash, found in changes.items() if not found)
+        return replace(held, blocks=BlockChanges(number, stored, removed))
 
 
 _LISTS = [name for name, kind in EngineCoreOutputs.__annotations__.items() if kind.startswith("list")]

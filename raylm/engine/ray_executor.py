@@ -123,9 +123,9 @@ class RayExecutor(ModelExecutor):
     async def prepare_grammar(self, grammar: str) -> None:
         await answer(asyncio.gather(*(worker.prepare_grammar.remote(grammar) for worker in self._workers)))
 
-    async def load_adapter(self, adapter: int, path: str) -> None:
+    async def load_adapter(self, adapter: int, path: str) -> str:
         """On the one worker there is: with several, adapters are refused at the start."""
-        await answer(self._workers[0].load_adapter.remote(adapter, path))
+        return await answer(self._workers[0].load_adapter.remote(adapter, path))
 
     async def unload_adapter(self, adapter: int) -> None:
         await answer(self._workers[0].unload_adapter.remote(adapter))

@@ -11,6 +11,7 @@ from itertools import count
 
 from raylm import logprob_columns
 from raylm.config import SchedulerConfig
+from raylm.engine.client_loads import ClientLoads
 from raylm.engine.kv_cache_manager import KVCacheManager, Lookahead
 from raylm.engine.outbox import ClientOutputs
 from raylm.engine.queues import WaitingQueue
@@ -50,7 +51,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(config.policy)
         self.counters = Counters()
-        self._max_num_seqs = config.max_num_seqs
+        self.loads = ClientLoads()
         self._budget = create_budget(config)
         self._lookahead = Lookahead(kv, config.speculative_tokens)
         self._requests: dict[tuple[str, int], RequestState] = {}
@@ -67,7 +68,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0) -> None:
+    def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0, adapter_digest: str = "") -> None:
         """Let the first sequence of a request wait; the others start when it has computed the prompt they share.
 
         One that a lost engine began waits before those that begin here, with all of its sequences.
@@ -78,7 +79,7 @@ class Scheduler:
         if (client_id, request.key) in self._requests:
             raise RayLMError(f"A request with the key {request.key} is open already.")
         arrival = next(self._resumed if request.drawn else self._ids)
-        state = RequestState.create(client_id, request, arrival, self.max_model_len, adapter)
+        state = RequestState.create(client_id, request, arrival, self.max_model_len, adapter, adapter_digest)
         self._requests[client_id, request.key] = state
         for seq in state.begin(self._ids):
             self._enqueue(seq)
@@ -106,7 +107,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Draw up the next step: first what runs, then what waits; None if nothing can be computed now."""
-        plan = StepPlan(self._budget.tokens(self.running), self._max_num_seqs - len(self.running))
+        plan = StepPlan(self._budget.tokens(self.running), self._budget.places(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan)
         if plan.empty:
@@ -142,6 +143,7 @@ class Scheduler:
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs = []
         seq.num_computed = cached
+        self.loads.owe(seq, len(seq.token_ids) - cached - 1)
         plan.add_new(seq, self.kv.block_ids(seq))
 
     def _reserve_blocks(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
@@ -174,6 +176,7 @@ class Scheduler:
         seq.num_computed = 0
         seq.resume_after = self._step
         self.waiting.push(seq)
+        self.loads.owe(seq, len(seq.token_ids) - 1)
         self.counters.preemptions += 1
 
     # ---------------------------------------------------------------- update
@@ -199,7 +202,10 @@ class Scheduler:
         self.counters.drafted_tokens += result.drafted_tokens
         self._count_step(plan.num_tokens + result.drafted_tokens)
         stats, now = self.stats(), time.time()
-        return {client_id: entry.columns(result, stats, now) for client_id, entry in outputs.items()}
+        return {
+            client_id: entry.columns(result, replace(stats, others=self.loads.others(client_id)), now)
+            for client_id, entry in outputs.items()
+        }
 
     def _count_step(self, num_tokens: int) -> None:
         if num_tokens:
@@ -209,7 +215,11 @@ class Scheduler:
             self.counters.steps_by_tokens = tuple(counts)
 
     def stats(self) -> EngineStats:
+        step_s, token_s = self._budget.speed
         return EngineStats(
+            places=self._budget.places(self.running),
+            step_s=step_s,
+            token_s=token_s,
             running=len(self.running),
             waiting=len(self.waiting),
             kv_usage=self.kv.usage,
@@ -277,13 +287,16 @@ class Scheduler:
         """Let the prompts that this step computed be found; single tokens are published when they fill a block."""
         for row in range(plan.num_scheduled.count(1), len(plan.seq_ids)):
             if (seq := self._sequences.get(plan.seq_ids[row])) and seq.status is Status.RUNNING:
-                self.kv.publish(seq, plan.num_computed[row] + plan.num_scheduled[row])
+                computed = plan.num_computed[row] + plan.num_scheduled[row]
+                self.kv.publish(seq, computed)
+                self.loads.owe(seq, len(seq.token_ids) - computed - 1)
 
     # ---------------------------------------------------------------- ends
 
     def _enqueue(self, seq: Sequence) -> None:
         self._sequences[seq.id] = seq
         self.waiting.push(seq)
+        self.loads.enter(seq)
 
     def _close(self, seq: Sequence) -> None:
         """End a sequence, and with the last one its request."""
@@ -313,6 +326,7 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.state.open.remove(seq)
         del self._sequences[seq.id]
+        self.loads.leave(seq)
 
     def _leave_batch(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -29,7 +29,7 @@ class RequestState:
 
     ``limit`` is the longest that its sequences may grow, in tokens with the prompt. ``num_unforked`` sequences are
     not made yet: they start when the first one has computed the prompt that they share. ``adapter`` is the number of
-    its LoRA adapter, 0 for the base model.
+    its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content.
     """
 
     client_id: str
@@ -40,11 +40,18 @@ class RequestState:
     num_unforked: int
     stop_token_ids: tuple[int, ...] = ()
     adapter: int = 0
+    adapter_digest: str = ""
     open: list[Sequence] = field(default_factory=list)
 
     @classmethod
     def create(
-        cls, client_id: str, request: EngineCoreRequest, arrival: int, max_model_len: int, adapter: int = 0
+        cls,
+        client_id: str,
+        request: EngineCoreRequest,
+        arrival: int,
+        max_model_len: int,
+        adapter: int = 0,
+        adapter_digest: str = "",
     ) -> RequestState:
         """The state of a new request, with the seed and the limit that it leaves open."""
         length, params = len(request.prompt_token_ids), request.params
@@ -67,6 +74,7 @@ class RequestState:
             num_unforked=0 if any(drawn != () for drawn in request.drawn) else params.n - 1,
             stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
             adapter=adapter,
+            adapter_digest=adapter_digest,
         )
 
     def begin(self, ids: Iterator[int]) -> list[Sequence]:

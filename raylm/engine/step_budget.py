@@ -1,4 +1,4 @@
-"""StepBudget: how many tokens a step may have, fixed or by a latency target; StepLimit: how long it may take."""
+"""StepBudget: how many tokens a step may have, and what steps cost; StepLimit: how long one may take."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from raylm.messages import ModelRunnerOutput, SchedulerOutput
 from raylm.step_cost import StepCost
 
 MIN_PREFILL_TOKENS = 64  # prompts get as many in every step, so that they come to an end whatever the target is
+SPEED_EVERY = 32  # steps after which the speed is worked out anew
+_LARGE = 128  # tokens of a step that tells how fast prompts are computed
 _LIFETIME = 512  # after so many steps a size is tried anew: it may have been slow for reasons that are gone
 _LIMIT_TIMES = 20.0  # what is expected: a step of long contexts, or beside other processes, takes several times that
 _LIMIT_LEAST_S = 10.0  # a kernel that is compiled on first use takes seconds
@@ -15,17 +17,34 @@ _LIMIT_LIFETIME = 64  # steps for which a limit holds; looking at all that was s
 
 
 class StepBudget:
-    """The same for every step."""
+    """The same number of tokens for every step; and what the steps of late took."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, max_num_seqs: int) -> None:
         self._most = most
+        self._max_num_seqs = max_num_seqs
+        self._cost = StepCost(_LIFETIME)
+        self._observed = 0
+        self.speed = 0.0, 0.0
 
     def tokens(self, running: list[Sequence]) -> int:
         """Most tokens of the next step, when these sequences run."""
         return self._most
 
+    def places(self, running: list[Sequence]) -> int:
+        """Sequences that may run beside these."""
+        return self._max_num_seqs - len(running)
+
     def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """A step was run."""
+        """A step was run. ``speed`` is (s of a step of one token, s of a prompt's token); 0 while it is not known."""
+        tokens = plan.num_tokens + result.drafted_tokens
+        if tokens == 0 or result.step_s <= 0:
+            return
+        self._cost.observe(tokens, result.step_s)
+        if self._observed % SPEED_EVERY == 0:
+            largest = self._cost.largest
+            is_large = largest >= min(_LARGE, self._most)
+            self.speed = self._cost.seconds(1), self._cost.seconds(largest) / largest if is_large else 0.0
+        self._observed += 1
 
 
 class LatencyBudget(StepBudget):
@@ -35,10 +54,9 @@ class LatencyBudget(StepBudget):
     decoding sequence the step is as large as it may be; likewise before the first step was seen.
     """
 
-    def __init__(self, most: int, target_s: float) -> None:
-        super().__init__(most)
+    def __init__(self, most: int, max_num_seqs: int, target_s: float) -> None:
+        super().__init__(most, max_num_seqs)
         self._target_s = target_s
-        self._cost = StepCost(_LIFETIME)
 
     def tokens(self, running: list[Sequence]) -> int:
         decoding = sum(seq.num_tokens - seq.num_computed == 1 for seq in running)
@@ -46,16 +64,12 @@ class LatencyBudget(StepBudget):
             return self._most
         return min(self._most, max(self._cost.tokens_within(self._target_s), decoding + MIN_PREFILL_TOKENS))
 
-    def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        tokens = plan.num_tokens + result.drafted_tokens
-        if tokens and result.step_s > 0:
-            self._cost.observe(tokens, result.step_s)
-
 
 def create_budget(config: SchedulerConfig) -> StepBudget:
+    most, max_num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     if config.target_itl_ms is None:
-        return StepBudget(config.max_num_batched_tokens)
-    return LatencyBudget(config.max_num_batched_tokens, config.target_itl_ms / 1000)
+        return StepBudget(most, max_num_seqs)
+    return LatencyBudget(most, max_num_seqs, config.target_itl_ms / 1000)
 
 
 class StepLimit:

@@ -141,10 +141,10 @@ class AsyncLLM:
     @contextmanager
     def _sent(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> Iterator[OpenRequest]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then."""
-        engine = self._router.pick(request)
+        route = self._router.pick(request)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
         opened = self._outputs.open(request, form, reservation)
-        self._router.send(request, engine)
+        self._router.send(request, route)
         try:
             yield opened
         finally:  # no await may stand here: a cancelled task must not lose the abort

@@ -8,6 +8,7 @@ from raylm.models.lora import LowRank as LowRank
 from raylm.models.lora import LowRankLayers as LowRankLayers
 from raylm.models.lora import ModuleAdapter as ModuleAdapter
 from raylm.models.lora import adaptable_shapes as adaptable_shapes
+from raylm.models.lora import adapter_digest as adapter_digest
 from raylm.models.lora import pack_native as pack_native
 from raylm.models.lora import read_adapter as read_adapter
 from raylm.models.native_decoder import heads_struct as heads_struct

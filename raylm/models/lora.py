@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -63,6 +64,15 @@ def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: in
     except _UnservedError as error:
         text = f"The adapter {path.name!r} cannot be served: {error}."
         raise InvalidRequestError(text, param="lora_path") from error.__cause__
+
+
+def adapter_digest(path: Path) -> str:
+    """SHA-256 of the files that an adapter is read from: equal digests mean equal adapters, wherever they lie."""
+    digest = hashlib.sha256()
+    for name in (_CONFIG, _WEIGHTS):
+        with (path / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _read_pairs(file: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:

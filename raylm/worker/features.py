@@ -55,8 +55,10 @@ class AsyncDecode:
 class Adapters:
     """The LoRA adapters. ``load`` and ``unload`` may come from another thread than the steps."""
 
-    def load(self, adapter: int, path: str) -> None:
+    def load(self, adapter: int, path: str) -> str:
         """Read an adapter from a directory and bring it into the form that the forward pass reads.
+
+        Returns the digest of its content.
 
         Raises:
             InvalidRequestError: it cannot be served; says why.

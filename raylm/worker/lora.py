@@ -9,7 +9,7 @@ import numpy as np
 from raylm.config import LoRAConfig
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.messages import NewSequence
-from raylm.models import AdapterRun, CausalLM, ModuleAdapter, adaptable_shapes, read_adapter
+from raylm.models import AdapterRun, CausalLM, ModuleAdapter, adaptable_shapes, adapter_digest, read_adapter
 from raylm.native import PackedAdapter
 from raylm.worker.features import Adapters
 from raylm.worker.forward import Forward
@@ -29,9 +29,11 @@ class LoRASlots(Adapters):
         self._packed: dict[int, ModuleAdapter | PackedAdapter] = {}
         self._adapter_of = np.zeros(max_num_seqs, np.int64)
 
-    def load(self, adapter: int, path: str) -> None:
-        weights = read_adapter(inside(self._root, path), self._shapes, self._max_rank)
+    def load(self, adapter: int, path: str) -> str:
+        directory = inside(self._root, path)
+        weights = read_adapter(directory, self._shapes, self._max_rank)
         self._packed[adapter] = self._forward.pack(weights)
+        return adapter_digest(directory)
 
     def unload(self, adapter: int) -> None:
         self._packed.pop(adapter, None)

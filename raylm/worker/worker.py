@@ -66,13 +66,15 @@ class Worker:
         """Compile a grammar, so that no step waits for it; may run beside a step, on any thread."""
         self._started_runner.batch.prepare_grammar(grammar)
 
-    def load_adapter(self, adapter: int, path: str) -> None:
+    def load_adapter(self, adapter: int, path: str) -> str:
         """Load the LoRA adapter in the directory ``path`` under a number; may run beside a step.
+
+        Returns the digest of its content.
 
         Raises:
             InvalidRequestError: it cannot be served; says why.
         """
-        self._started_runner.adapters.load(adapter, path)
+        return self._started_runner.adapters.load(adapter, path)
 
     def unload_adapter(self, adapter: int) -> None:
         """Let go of an adapter; no step that was handed over, or will be, may use it."""

@@ -10,7 +10,7 @@ import pytest
 
 from raylm.config import CacheConfig, Config, LoRAConfig, SchedulerConfig
 from raylm.engine import EngineCore
-from raylm.engine.kv_cache_manager import ChainedHasher
+from raylm.engine.block_hashes import ChainedHasher
 from raylm.engine.outbox import Outbox
 from raylm.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from raylm.messages import EngineCoreRequest, LoRAAdapter
@@ -69,7 +69,7 @@ async def test_requests_of_one_batch_use_their_own_adapters() -> None:
 
 
 async def test_a_hash_that_forgets_the_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChainedHasher, "root", lambda self, seq: b"the same for all")
+    monkeypatch.setattr(ChainedHasher, "root", lambda self, adapter, salt: b"the same for all")
     async with running(executor(), config()) as core:
         await core.load_adapter(ONE)
         assert await answers(core, [None]) == [expected()]
@@ -171,3 +171,16 @@ async def test_unloading_ends_running_requests_by_name_and_no_others(delay_s: fl
         assert tokens == expected()
         await core.load_adapter(LoRAAdapter("one", "path/new"))
         assert await answers(core, ["one"]) == [expected("path/new")]
+
+
+async def test_the_same_content_is_found_again_and_another_one_is_not() -> None:
+    async with running(executor(), config()) as core:
+        outbox = core.connect("a")
+        for key, path, cached in ((1, "path/one", 0), (2, "path/one", 32), (3, "path/new", 0)):
+            await core.load_adapter(LoRAAdapter("one", path))
+            core.add("a", [replace(asking(key, "one"), params=replace(asking(key, "one").params, n=1))])
+            found: set[int] = set()
+            while core.scheduler.has_work or not found:
+                found.update((await outbox.get()).cached_tokens)
+            assert found == {cached}
+            await core.unload_adapter("one")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
 from raylm.engine.sequence import Sequence
-from raylm.engine.step_budget import MIN_PREFILL_TOKENS, LatencyBudget, StepBudget
+from raylm.engine.step_budget import MIN_PREFILL_TOKENS, SPEED_EVERY, LatencyBudget, StepBudget
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 from tests.engine.build import CLIENT, Engine, sequence
 
 MOST = 2048
 Cost = Callable[[int], float]
+Budget = TypeVar("Budget", bound=StepBudget)
 
 
 def line(tokens: int) -> float:
@@ -37,38 +39,38 @@ def step_of(tokens: int) -> SchedulerOutput:
     return SchedulerOutput(1, [], [], [0], [0], [tokens], [False], [0], [])
 
 
-def shown(budget: LatencyBudget, *sizes: int, cost: Cost = line) -> LatencyBudget:
+def shown(budget: Budget, *sizes: int, cost: Cost = line) -> Budget:
     for tokens in sizes:
         budget.observe(step_of(tokens), ModelRunnerOutput(1, [], [], [], step_s=cost(tokens)))
     return budget
 
 
 def test_fixed_is_fixed() -> None:
-    assert StepBudget(MOST).tokens([]) == StepBudget(MOST).tokens([*decoding(3), prefilling()]) == MOST
+    assert StepBudget(MOST, 8).tokens([]) == StepBudget(MOST, 8).tokens([*decoding(3), prefilling()]) == MOST
 
 
 def test_a_step_is_whole_while_nobody_decodes_or_nothing_was_seen() -> None:
-    assert LatencyBudget(MOST, 0.2).tokens(decoding(3)) == MOST
-    assert shown(LatencyBudget(MOST, 0.2), 2048).tokens([prefilling()]) == MOST
+    assert LatencyBudget(MOST, 8, 0.2).tokens(decoding(3)) == MOST
+    assert shown(LatencyBudget(MOST, 8, 0.2), 2048).tokens([prefilling()]) == MOST
 
 
 @pytest.mark.parametrize("count", [1, 32])
 def test_a_step_with_decoding_sequences_keeps_to_the_target(count: int) -> None:
-    budget = shown(LatencyBudget(MOST, 0.2), 1, 64, 100, 256, 2048)
+    budget = shown(LatencyBudget(MOST, 8, 0.2), 1, 64, 100, 256, 2048)
     assert budget.tokens([*decoding(count), prefilling()]) == pytest.approx(180, abs=2)
 
 
 def test_prompts_get_on_whatever_the_target_is() -> None:
-    assert shown(LatencyBudget(MOST, 0.001), 1, 64, 2048).tokens(decoding(5)) == 5 + MIN_PREFILL_TOKENS
+    assert shown(LatencyBudget(MOST, 8, 0.001), 1, 64, 2048).tokens(decoding(5)) == 5 + MIN_PREFILL_TOKENS
 
 
 def test_no_step_is_larger_than_configured() -> None:
-    assert shown(LatencyBudget(100, 60.0), 1, 64).tokens(decoding(5)) == 100
-    assert shown(LatencyBudget(16, 0.001), 1).tokens(decoding(5)) == 16
+    assert shown(LatencyBudget(100, 8, 60.0), 1, 64).tokens(decoding(5)) == 100
+    assert shown(LatencyBudget(16, 8, 0.001), 1).tokens(decoding(5)) == 16
 
 
 def test_guesses_count_as_tokens() -> None:
-    budget = LatencyBudget(MOST, 0.2)
+    budget = LatencyBudget(MOST, 8, 0.2)
     for _ in range(3):
         budget.observe(step_of(10), ModelRunnerOutput(1, [], [], [], step_s=line(110), drafted_tokens=100))
     assert 100 < budget.tokens(decoding(1)) < 180
@@ -159,3 +161,13 @@ def test_a_machine_that_becomes_slower_gets_smaller_chunks() -> None:
 def test_every_prompt_comes_to_its_end_in_time() -> None:
     world = World(4, line, 1.0)
     assert len(world.run(1)) <= -(-1001 // MIN_PREFILL_TOKENS) + 4
+
+
+def test_the_speed_of_steps_is_told_once_a_large_one_was_seen() -> None:
+    budget = shown(StepBudget(MOST, 8), 1, 1, 1)
+    assert budget.speed[0] > 0
+    assert budget.speed[1] == 0, "steps of one token do not tell how fast prompts are computed"
+    budget = shown(StepBudget(MOST, 8), *[1, 64, 1024] * SPEED_EVERY)
+    assert budget.speed == pytest.approx((line(1), line(1024) / 1024), rel=0.05)
+    shown(budget, *[1, 64, 1024] * SPEED_EVERY, cost=lambda tokens: 3 * line(tokens))
+    assert budget.speed == pytest.approx((3 * line(1), 3 * line(1024) / 1024), rel=0.05)

@@ -52,6 +52,7 @@ class PlayedEngine(EngineClient):
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[int] = []
         self.stopped: list[tuple[int, int]] = []
+        self.watched = 0
         self.closed = False
         self.loaded: list[LoRAAdapter] = []
         self.refusal: Exception | None = None
@@ -65,6 +66,9 @@ class PlayedEngine(EngineClient):
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         self.stopped.extend(sequences)
+
+    def watch_blocks(self) -> None:
+        self.watched += 1
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         if self.refusal is not None:

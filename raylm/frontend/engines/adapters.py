@@ -41,6 +41,11 @@ class AdapterDirectory:
             raise EngineUnavailableError(f"The LoRA adapter '{name}' is being loaded again; try again shortly.")
         return found
 
+    def digest(self, engine_id: str, name: str) -> str:
+        """Of the content of an adapter that an engine has; its name while the engine has not told it."""
+        _, adapters = self._engines[engine_id]
+        return next((adapter.digest for adapter in adapters if adapter.name == name), "") or name
+
     def on_report(self, client: EngineClient, adapters: Iterable[LoRAAdapter]) -> None:
         """An engine reports what it has; called from a task that outlives every request."""
         engine_id, now = client.info.engine_id, frozenset(adapters)

@@ -34,6 +34,10 @@ class EngineClient(ABC):
         """Give up single sequences, as (key, index); unknown and finished ones are ignored."""
 
     @abstractmethod
+    def watch_blocks(self) -> None:
+        """Ask to be told which blocks the engine's prefix cache holds: all of them once, then what changes."""
+
+    @abstractmethod
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         """Let the engine load a LoRA adapter; returns when requests may use it."""
 
@@ -72,6 +76,9 @@ class LocalEngineClient(EngineClient):
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         self._core.stop(self._client_id, sequences)
+
+    def watch_blocks(self) -> None:
+        self._core.watch_blocks(self._client_id)
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         await self._core.load_adapter(adapter)

@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 
 import ray
 from ray import ObjectRefGenerator
@@ -65,6 +66,10 @@ class RayEngineClient(EngineClient):
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         self._batch.stops.extend(sequences)
+        self._wake.set()
+
+    def watch_blocks(self) -> None:
+        self._batch = replace(self._batch, watch_blocks=True)
         self._wake.set()
 
     async def _send(self) -> None:

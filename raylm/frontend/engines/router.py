@@ -5,40 +5,36 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median_low
 
+from raylm.engine import ChainedHasher, pack_keys, unpack_keys
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
+from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine, Speed
 from raylm.frontend.input_processor import Limits
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 logger = logging.getLogger("raylm.frontend")
 
-CHUNK_TOKENS = 64
-MAX_CHUNKS = 64
-MAX_REMEMBERED = 16_384
-NEAR = 4  # requests by which an engine may be busier and still get a prompt whose beginning it has seen
+ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
+GUESS = Speed(step_s=0.01, token_s=1e-4)  # before any engine knows its speed
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
 
 
-@dataclass(slots=True, eq=False)
-class RoutedEngine:
-    """One ready engine: its client, this process's open requests on it, and its newest stats."""
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds."""
 
-    client: EngineClient
-    open_keys: set[int] = field(default_factory=set)
-    stats: EngineStats = field(default_factory=EngineStats)
-    reader: asyncio.Task[None] | None = None
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """Own open requests first: they are exact, while the stats are a step old and count other clients too."""
-        return len(self.open_keys), self.stats.running + self.stats.waiting
+    engine: RoutedEngine
+    uncached_tokens: int
+    blocks: tuple[int, ...] = ()
 
 
 class Router:
@@ -48,11 +44,18 @@ class Router:
     none it waits for one, at most ``recovery_timeout_s``.
     """
 
-    def __init__(self, deliver: Deliver, fail: Fail, resume: Resume, recovery_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        deliver: Deliver,
+        fail: Fail,
+        resume: Resume,
+        recovery_timeout_s: float = 0.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
-        self._prefixes: OrderedDict[int, str] = OrderedDict()
+        self._clock = clock
         self._deliver = deliver
         self._closing: set[asyncio.Task[None]] = set()
         self.adapters = AdapterDirectory()
@@ -79,11 +82,15 @@ class Router:
     def stats(self) -> dict[str, EngineStats]:
         return {engine_id: engine.stats for engine_id, engine in self._engines.items()}
 
-    def add(self, client: EngineClient) -> None:
+    def add(self, client: EngineClient) -> RoutedEngine:
         """Take in a ready engine and start reading from it; call it from a task that outlives every request."""
         engine = self._engines[client.info.engine_id] = RoutedEngine(client)
         engine.reader = asyncio.create_task(self._read(engine), name=f"read {client.info.engine_id}")
+        if len(self._engines) > 1:
+            for one in self._engines.values():
+                one.watch()
         self._on_engines()
+        return engine
 
     async def close(self) -> None:
         """Leave all engines; open requests end with EngineUnavailableError."""
@@ -97,17 +104,18 @@ class Router:
         self._recovery.close(out_of_service)
         await asyncio.gather(*self._closing)
 
-    def send(self, request: EngineCoreRequest, engine: RoutedEngine) -> None:
+    def send(self, request: EngineCoreRequest, route: Route) -> None:
         """Hand a request to the engine that was picked for it; ``leave`` when it is over."""
-        engine.open_keys.add(request.key)
+        engine, uncached = route.engine, route.uncached_tokens
+        engine.begin(request.key, OpenRequest(request.params.n, uncached, route.blocks, self._clock()))
         self._engine_of[request.key] = engine
-        engine.client.add(request)
+        engine.client.add(replace(request, uncached_tokens=uncached) if route.blocks else request)
 
     def leave(self, key: int, *, abort: bool) -> None:
         """A request is over; with ``abort`` its engine may still be at work on it."""
         self._recovery.forget(key)
         if (engine := self._engine_of.pop(key, None)) is not None:
-            engine.open_keys.discard(key)
+            engine.end(key, None if abort else self._clock())
             if abort:
                 engine.client.abort([key])
 
@@ -115,39 +123,53 @@ class Router:
         """Only an engine of the same fingerprint goes on with the tokens of another."""
         self.send(request, self.pick(request, fingerprint if any(request.drawn) else None))
 
-    def pick(self, request: EngineCoreRequest, fingerprint: str | None = None) -> RoutedEngine:
-        """The least loaded engine; among those about as free, the one that has seen most of the prompt's beginning.
+    def pick(self, request: EngineCoreRequest, fingerprint: str | None = None) -> Route:
+        """The engine with the least predicted seconds for this request and to those there; among equals any.
 
         Raises:
             EngineUnavailableError: none is ready, has the adapter or the ``fingerprint``.
             ModelNotFoundError: the adapter is not loaded.
         """
+        engines = self._able(request, fingerprint)
+        if len(engines) == 1:
+            return Route(engines[0], len(request.prompt_token_ids))
+        routes = self.routes(request, engines)
+        now, speeds = self._clock(), _speeds(engines)
+        costs = [
+            route.engine.predicted_s(route.uncached_tokens, speed, now)
+            for route, speed in zip(routes, speeds, strict=True)
+        ]
+        most = min(costs) * (1 + ABOUT_EQUAL)
+        return random.choice([route for route, cost in zip(routes, costs, strict=True) if cost <= most])
+
+    def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
+        """The engines that can serve a request; at least one, or an error."""
         self._check_ready()
-        engines, adapter = self._engines, request.adapter
-        if adapter is not None:
-            able = self.adapters.engines_with(adapter)
-            engines = {engine_id: engine for engine_id, engine in engines.items() if engine_id in able}
+        engines = list(self._engines.values())
+        if request.adapter is not None:
+            able = self.adapters.engines_with(request.adapter)
+            engines = [engine for engine in engines if engine.client.info.engine_id in able]
         if fingerprint is not None:
-            engines = {name: e for name, e in engines.items() if e.client.info.worker.fingerprint == fingerprint}
+            engines = [engine for engine in engines if engine.client.info.worker.fingerprint == fingerprint]
         if not engines:
             raise EngineUnavailableError("No engine is ready that could go on with this request.")
-        engines = {name: engine for name, engine in engines.items() if not engine.client.draining} or engines
-        best = min(engines.values(), key=lambda engine: engine.load)
-        if len(engines) == 1:
-            return best
-        hashes = list(_prefix_hashes(request.prompt_token_ids, (request.cache_salt, adapter)))
-        seen = (engines.get(self._prefixes.get(value, "")) for value in reversed(hashes))
-        most_open = len(best.open_keys) + NEAR
-        chosen = next((engine for engine in seen if engine is not None and len(engine.open_keys) <= most_open), best)
-        self._remember(hashes, chosen.client.info.engine_id)
-        return chosen
+        return [engine for engine in engines if not engine.client.draining] or engines
 
-    def _remember(self, hashes: list[int], engine_id: str) -> None:
-        for value in hashes:
-            self._prefixes[value] = engine_id
-            self._prefixes.move_to_end(value)
-        while len(self._prefixes) > MAX_REMEMBERED:
-            self._prefixes.popitem(last=False)
+    def routes(self, request: EngineCoreRequest, engines: list[RoutedEngine]) -> list[Route]:
+        """For each engine what would have to be computed there."""
+        prompt, length = _PromptBlocks(request), len(request.prompt_token_ids)
+        routes = []
+        for engine in engines:
+            if engine.blocks.told is None:
+                routes.append(Route(engine, length))
+                continue
+            info = engine.client.info
+            digest = self.adapters.digest(info.engine_id, request.adapter) if request.adapter is not None else ""
+            size = info.worker.block_size
+            blocks = prompt.of(size, digest)
+            cached = min(engine.blocks.num_matched(blocks), (length - 1) // size)  # one token is always computed
+            routes.append(Route(engine, length - size * cached, blocks))
+        return routes
 
     async def _read(self, engine: RoutedEngine) -> None:
         """Read until the engine is lost; nothing else ends this task but ``close``."""
@@ -155,7 +177,7 @@ class Router:
         crashed = False
         try:
             async for outputs in engine.client.outputs():
-                engine.stats = outputs.stats
+                engine.on_outputs(outputs)
                 if outputs.adapters is not None:
                     self.adapters.on_report(engine.client, outputs.adapters)
                     self._on_engines()
@@ -170,7 +192,7 @@ class Router:
                     return
         except EngineDiedError as error:
             # Its supervisor tells what was lost; a line to an engine that lives is Discovery's to tell.
-            open_requests = f"{len(engine.open_keys)} open requests"
+            open_requests = f"{len(engine.open)} open requests"
             logger.info("engine %s was lost with %s: %s", engine.client.info.engine_id, open_requests, error)
             lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
             crashed = isinstance(error, EngineCrashedError)
@@ -193,7 +215,7 @@ class Router:
 
     def _hand_over(self, engine: RoutedEngine) -> None:
         """Its requests go on on others; what it still says of them is not heard."""
-        logger.info("engine %s ends; %d open requests move", engine.client.info.engine_id, len(engine.open_keys))
+        logger.info("engine %s ends; %d open requests move", engine.client.info.engine_id, len(engine.open))
         if engine.reader is not None and engine.reader is not asyncio.current_task():
             engine.reader.cancel()
         self._leave(engine, EngineDiedError("The engine that served this request has ended."), crashed=False)
@@ -209,11 +231,12 @@ class Router:
         if self._engines.get(engine_id) is engine:
             del self._engines[engine_id]
             self.adapters.leave(engine_id)
-        for key in engine.open_keys:
+        keys = list(engine.open)
+        for key in keys:
             del self._engine_of[key]
         if crashed:
-            self._recovery.suspect(engine.open_keys)
-        self._recovery.take(engine.open_keys, engine.client.info.worker.fingerprint, error)
+            self._recovery.suspect(keys)
+        self._recovery.take(keys, engine.client.info.worker.fingerprint, error)
 
     async def _close_client(self, client: EngineClient) -> None:
         try:
@@ -226,9 +249,28 @@ class Router:
             raise EngineUnavailableError("No engine is ready; try again shortly.")
 
 
-def _prefix_hashes(token_ids: list[int], content: tuple[str | None, ...]) -> Iterator[int]:
-    """One hash for each whole chunk of the prompt's beginning, each over all chunks up to it, and what else counts."""
-    value = hash(content)
-    for end in range(CHUNK_TOKENS, min(len(token_ids), MAX_CHUNKS * CHUNK_TOKENS) + 1, CHUNK_TOKENS):
-        value = hash((value, *token_ids[end - CHUNK_TOKENS : end]))
-        yield value
+def _speeds(engines: list[RoutedEngine]) -> list[Speed]:
+    """Of each engine, as learned from its steps; where it is not known, what is usual among the others."""
+    stats = [engine.stats for engine in engines]
+    step_s = median_low([one.step_s for one in stats if one.step_s > 0] or [GUESS.step_s])
+    token_s = median_low([one.token_s for one in stats if one.token_s > 0] or [GUESS.token_s])
+    return [Speed(one.step_s or step_s, one.token_s or token_s) for one in stats]
+
+
+class _PromptBlocks:
+    """The keys of a prompt's whole blocks, hashed once for all engines that know them by the same."""
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self._request = request
+        self._known: dict[tuple[int, str], tuple[int, ...]] = {}
+
+    def of(self, block_size: int, adapter_digest: str) -> tuple[int, ...]:
+        found = self._known.get((block_size, adapter_digest))
+        if found is None:
+            request, hasher = self._request, ChainedHasher(block_size)
+            hashes: list[bytes] = []
+            num_blocks = len(request.prompt_token_ids) // block_size
+            root = hasher.root(adapter_digest, request.cache_salt)
+            hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
+            found = self._known[block_size, adapter_digest] = unpack_keys(pack_keys(hashes))
+        return found

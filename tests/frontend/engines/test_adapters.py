@@ -110,7 +110,7 @@ async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
         engine.say(adapters=(TWO,) if engine is b else ())
     await settle()
     two, one = (replace(request([1]), adapter=name) for name in ("two", "one"))
-    assert {router.pick(two).client.info.engine_id for _ in range(8)} == {"b"}
+    assert {router.pick(two).engine.client.info.engine_id for _ in range(8)} == {"b"}
     with pytest.raises(ModelNotFoundError):
         router.pick(one)
     b.die()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 
+from raylm.engine.block_hashes import ChainedHasher, pack_keys
 from raylm.errors import EngineUnavailableError
-from raylm.frontend.engines.router import CHUNK_TOKENS, MAX_REMEMBERED, NEAR, Router
-from raylm.messages import EngineStats
+from raylm.frontend.engines.router import Route, Router
+from raylm.messages import BlockChanges, EngineStats, LoRAAdapter, OtherClients
 from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
 
+BLOCK = 16
 KEYS = count()
 
 
@@ -21,56 +28,208 @@ def router() -> Router:
     return Router(lambda outputs: [], lambda keys, error: None, lambda key: None)
 
 
+async def fleet(router: Router, names: str = "ab", *, tells: bool = True) -> dict[str, PlayedEngine]:
+    """Ready engines; with ``tells`` they have told that they hold no block yet."""
+    engines = {name: PlayedEngine(name, max_model_len=10_000) for name in names}
+    for engine in engines.values():
+        router.add(engine)
+    for engine in engines.values():
+        engine.say(**(told() if tells else {}), stats=EngineStats(places=64, step_s=0.01, token_s=0.0001))
+    await read()
+    return engines
+
+
+async def read() -> None:
+    """Let the router read what engines have said."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def told(number: int = 0, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> dict[str, Any]:
+    """The column of a message about blocks, created now."""
+    return {"blocks": BlockChanges(number, pack_keys(stored), pack_keys(removed)), "created": time.time()}
+
+
+def hashes(prompt: list[int], salt: str | None = None, adapter_digest: str = "") -> list[bytes]:
+    """Of the whole blocks of a prompt, as an engine knows them."""
+    hasher, found = ChainedHasher(BLOCK), []
+    hasher.extend(found, hasher.root(adapter_digest, salt), prompt, len(prompt) // BLOCK)
+    return found
+
+
 def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
     """Pick, and keep the request open."""
     asked = request(prompt, next(KEYS), salt=salt)
-    engine = router.pick(asked)
-    router.send(asked, engine)
-    return engine.client.info.engine_id
+    route = router.pick(asked)
+    router.send(asked, route)
+    return route.engine.client.info.engine_id
+
+
+def _routes(router: Router, prompt: list[int]) -> list[Route]:
+    asked = request(prompt)
+    return router.routes(asked, list(router._engines.values()))
+
+
+def picks(router: Router, prompt: list[int], **fields: Any) -> set[str]:
+    """All engines that may be picked; nothing is sent."""
+    asked = request(prompt, next(KEYS), **fields)
+    return {router.pick(asked).engine.client.info.engine_id for _ in range(40)}
 
 
 async def test_requests_spread_by_load(router: Router) -> None:
-    for name in "abc":
-        router.add(PlayedEngine(name))
+    await fleet(router, "abc")
     assert Counter(pick(router, [n]) for n in range(30)) == {"a": 10, "b": 10, "c": 10}
     await router.close()
 
 
-async def test_engine_stats_decide_between_equals(router: Router) -> None:
-    for name in "ab":
-        router.add(PlayedEngine(name))
-    router._engines["a"].stats = EngineStats(running=5)
-    assert pick(router, [1]) == "b"
+async def test_prompts_count_by_their_tokens(router: Router) -> None:
+    await fleet(router)
+    tokens: Counter[str] = Counter()
+    for n in range(100):
+        length = 3000 if n % 2 else 20
+        tokens[pick(router, [n] * length)] += length
+    assert max(tokens.values()) <= 1.25 * min(tokens.values())
     await router.close()
 
 
-async def test_equal_beginnings_go_to_the_same_engine_until_it_is_busier(router: Router) -> None:
-    for name in "ab":
-        router.add(PlayedEngine(name))
-    shared = list(range(2 * CHUNK_TOKENS))
-    home = pick(router, shared)
-    found = [pick(router, [*shared, n]) for n in range(NEAR)]
-    assert set(found) == {home}
-    assert pick(router, shared) != home, "affinity must not outweigh load"
+async def test_sequences_of_a_request_count(router: Router) -> None:
+    await fleet(router)
+    many = request([1], next(KEYS), n=8)
+    route = router.pick(many)
+    router.send(many, route)
+    busy = route.engine.client.info.engine_id
+    assert picks(router, [2]) == {"a", "b"} - {busy}
     await router.close()
 
 
-async def test_other_salts_share_nothing(router: Router) -> None:
-    for name in "ab":
-        router.add(PlayedEngine(name))
-    shared = list(range(CHUNK_TOKENS))
-    home = pick(router, shared, "one")
-    assert pick(router, shared, "two") != home
+async def test_equals_are_picked_at_random(router: Router) -> None:
+    await fleet(router, "abc")
+    assert picks(router, [1] * 50) == {"a", "b", "c"}
     await router.close()
 
 
-async def test_memory_of_prompts_is_bounded(router: Router) -> None:
-    for name in "ab":
-        router.add(PlayedEngine(name))
-    for n in range(MAX_REMEMBERED // 8):
-        router.pick(request([n] * (16 * CHUNK_TOKENS)))
-    assert len(router._prefixes) == MAX_REMEMBERED
+async def test_what_others_have_to_do_counts_before_the_own_requests(router: Router) -> None:
+    engines = await fleet(router)
+    engines["a"].say(**told(1), stats=EngineStats(places=0, running=64, others=OtherClients(10_000, 400)))
+    await read()
+    assert [pick(router, [n]) for n in range(10)] == ["b"] * 10
     await router.close()
+
+
+async def test_what_others_had_to_do_is_forgotten_when_it_must_have_been_served(router: Router) -> None:
+    now = [1000.0]
+    router._clock = lambda: now[0]
+    engines = await fleet(router)
+    busy = EngineStats(places=64, token_s=0.0001, others=OtherClients(10_000, 1))  # a second's work
+    engines["a"].say(stats=busy, created=1000.0)
+    engines["b"].say(stats=EngineStats(places=64, token_s=0.0001), created=1000.0)
+    await read()
+    assert picks(router, [1] * 100) == {"b"}
+    now[0] += 2
+    assert picks(router, [1] * 100) == {"a", "b"}
+    await router.close()
+
+
+async def test_a_slow_engine_gets_less(router: Router) -> None:
+    engines = await fleet(router)
+    engines["a"].say(stats=EngineStats(places=64, step_s=0.03, token_s=0.0003), created=time.time())
+    await read()
+    assert Counter(pick(router, [n] * 200) for n in range(40))["a"] in range(8, 15)
+    await router.close()
+
+
+async def test_an_engine_of_unknown_speed_is_taken_to_be_as_fast_as_the_others(router: Router) -> None:
+    engines = await fleet(router)
+    engines["a"].say(stats=EngineStats(places=64), created=time.time())
+    await read()
+    assert picks(router, [1] * 200) == {"a", "b"}
+    await router.close()
+
+
+async def test_blocks_that_an_engine_holds_draw_their_prompts(router: Router) -> None:
+    engines = await fleet(router)
+    prompt = list(range(1000))
+    engines["b"].say(**told(1, stored=hashes(prompt)))
+    await read()
+    assert picks(router, [*prompt, 7]) == {"b"}
+    assert router.pick(request([*prompt, 7])).uncached_tokens == 1001 - 1000 // BLOCK * BLOCK
+    assert picks(router, [7, *prompt]) == {"a", "b"}
+    assert picks(router, prompt, salt="other") == {"a", "b"}
+    engines["b"].say(**told(2, removed=hashes(prompt)))
+    await read()
+    assert picks(router, [*prompt, 7]) == {"a", "b"}
+    await router.close()
+
+
+async def test_affinity_does_not_outweigh_load(router: Router) -> None:
+    await fleet(router)
+    prompt = list(range(800))
+    assert {pick(router, [*prompt, n]) for n in range(200)} == {"a", "b"}
+    await router.close()
+
+
+async def test_own_decisions_count_before_the_engine_has_told_of_them(router: Router) -> None:
+    engines = await fleet(router)
+    prompt = list(range(2000))
+    home = pick(router, prompt)
+    on_its_way = {route.engine.client.info.engine_id: route.uncached_tokens for route in _routes(router, [*prompt, 1])}
+    assert on_its_way == {name: 1 if name == home else 2001 for name in "ab"}
+    key = engines[home].added[0].key
+    engines[home].say((key, 0, [5], None), **told(1, stored=hashes(prompt)))
+    await read()
+    assert router.pick(request([*prompt, 2])).uncached_tokens < 20
+    router.leave(key, abort=True)
+    engines[home].say(**told(2, removed=hashes(prompt)))
+    await read()
+    for added in engines[home].added[1:]:
+        router.leave(added.key, abort=True)
+    assert router.pick(request([*prompt, 2])).uncached_tokens == 2001, "what is gone is not believed any longer"
+    await router.close()
+
+
+async def test_a_gap_is_answered_by_asking_for_all_and_nothing_is_believed_until_then(router: Router) -> None:
+    engines = await fleet(router)
+    prompt = list(range(1000))
+    engines["a"].say(**told(2, stored=hashes(prompt)))  # 1 was lost
+    engines["a"].say(**told(3, stored=hashes(prompt)))
+    await read()
+    assert engines["a"].watched == 2
+    assert picks(router, prompt) == {"a", "b"}
+    engines["a"].say(**told(0, stored=hashes(prompt)))
+    await read()
+    assert picks(router, prompt) == {"a"}
+    await router.close()
+
+
+async def test_with_one_engine_nothing_is_hashed_and_nothing_told(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChainedHasher, "extend", lambda *args: pytest.fail("a prompt was hashed"))
+    engines = await fleet(router, "a", tells=False)
+    assert pick(router, list(range(1000))) == "a"
+    assert engines["a"].watched == 0
+    await fleet(router, "b", tells=False)
+    assert engines["a"].watched == 1
+    assert pick(router, list(range(1000))) == "b", "no engine has told of a block"
+    await router.close()
+
+
+async def test_adapters_are_told_apart_by_their_content(router: Router) -> None:
+    engines = await fleet(router)
+    prompt = list(range(1000))
+    for name, engine in engines.items():
+        engine.say(
+            **told(1, stored=hashes(prompt, adapter_digest="old")), adapters=(LoRAAdapter("x", "p", digest(name)),)
+        )
+    await read()
+    asked = replace(request(prompt), adapter="x")
+    assert {router.pick(asked).engine.client.info.engine_id for _ in range(20)} == {"a"}
+    assert picks(router, prompt) == {"a", "b"}
+    await router.close()
+
+
+def digest(engine_id: str) -> str:
+    return "old" if engine_id == "a" else "new"
 
 
 async def test_without_engines_there_is_an_error(router: Router) -> None:

@@ -1,0 +1,152 @@
+"""RoutedEngine: what an ingress knows of one engine, and the seconds that a request would cost there."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from raylm.engine import unpack_keys
+from raylm.frontend.engines.engine_client import EngineClient
+from raylm.messages import BlockChanges, EngineCoreOutputs, EngineStats
+
+_DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, against one of this request's own
+_NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
+_DECODE_TOKENS = 8  # prompt tokens that cost a step about as much as a sequence there will, until the first token
+_SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests take
+
+
+class KnownBlocks:
+    """Which blocks an engine's prefix cache holds: those it told of, and those that requests on their way will store.
+
+    ``told`` is None while nothing is known. A block is known by its key (``raylm.engine.block_hashes``).
+    """
+
+    def __init__(self) -> None:
+        self.told: set[int] | None = None
+        self._number = 0
+        self._expected: dict[int, int] = {}  # by block the newest request that will store it
+
+    def apply(self, changes: BlockChanges) -> bool:
+        """Take in what the engine tells; False if something before it is missing, so that all must be told anew."""
+        if changes.number == 0:
+            self.told = set()
+        elif self.told is None:
+            return True  # all has been asked for
+        elif changes.number != self._number:
+            self.told = None
+            return False
+        self._number = changes.number + 1
+        self.told.update(unpack_keys(changes.stored))
+        self.told.difference_update(unpack_keys(changes.removed))
+        return True
+
+    def expect(self, key: int, blocks: Sequence[int]) -> None:
+        """A request was sent that will store these."""
+        self._expected.update(dict.fromkeys(blocks, key))
+
+    def settle(self, key: int, blocks: Iterable[int]) -> None:
+        """A request has stored its blocks, of which the engine has told, or never will."""
+        for block in blocks:
+            if self._expected.get(block) == key:
+                del self._expected[block]
+
+    def num_matched(self, blocks: Sequence[int]) -> int:
+        """How many blocks at the beginning of a prompt are held; engines give up the last ones of a prompt first."""
+        told, expected = self.told, self._expected
+        if told is None:
+            return 0
+        return bisect_left(blocks, True, key=lambda block: block not in told and block not in expected)
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request of this process on its engine; ``uncached_tokens`` and ``blocks`` count until its first token."""
+
+    sequences: int
+    uncached_tokens: int
+    blocks: Sequence[int]
+    since: float
+
+
+@dataclass(slots=True)
+class Speed:
+    """Seconds of a step of one token, and of each token of a prompt."""
+
+    step_s: float
+    token_s: float
+
+
+@dataclass(slots=True, eq=False)
+class RoutedEngine:
+    """One ready engine: its client, this process's open requests on it, and what it told of the rest.
+
+    ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. The ``stats`` were
+    so ``told_at``, in seconds since the epoch. A request takes about ``service_s``.
+    """
+
+    client: EngineClient
+    open: dict[int, OpenRequest] = field(default_factory=dict)
+    starting: dict[int, OpenRequest] = field(default_factory=dict)
+    blocks: KnownBlocks = field(default_factory=KnownBlocks)
+    stats: EngineStats = field(default_factory=EngineStats)
+    told_at: float = 0.0
+    service_s: float = 1.0
+    sequences: int = 0
+    queued_tokens: int = 0
+    is_watched: bool = False
+    reader: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Ask for the engine's blocks, once."""
+        if not self.is_watched:
+            self.is_watched = True
+            self.client.watch_blocks()
+
+    def begin(self, key: int, request: OpenRequest) -> None:
+        self.open[key] = self.starting[key] = request
+        self.sequences += request.sequences
+        self.queued_tokens += request.uncached_tokens
+        self.blocks.expect(key, request.blocks)
+
+    def end(self, key: int, now: float | None) -> None:
+        """A request is over, at ``now`` if it was served to its end."""
+        self._start(key)
+        request = self.open.pop(key)
+        self.sequences -= request.sequences
+        if now is not None:
+            self.service_s += _SERVICE_WEIGHT * (now - request.since - self.service_s)
+
+    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Take in what a message tells of the engine; what requests stored until their first tokens is told by then."""
+        self.stats, self.told_at = outputs.stats, outputs.created
+        if outputs.blocks is not None and not self.blocks.apply(outputs.blocks):
+            self.client.watch_blocks()
+        if self.starting:
+            for key in self.starting.keys() & outputs.keys:
+                self._start(key)
+
+    def predicted_s(self, uncached_tokens: int, speed: Speed, now: float) -> float:
+        """Seconds to the first token of a request with so many tokens to compute, and what it takes from the others.
+
+        What other clients have queued is taken as served since it was told; so nothing is left of it after the time
+        that it takes to serve, nor of their sequences after that of a request.
+        """
+        age = max(0.0, now - self.told_at)
+        queued_s = self.queued_tokens * speed.token_s + max(0.0, self.stats.others.queued_tokens * speed.token_s - age)
+        trust = max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0
+        there = self.sequences + self.stats.others.sequences * trust
+        wait_s = speed.step_s + queued_s
+        most = self.stats.running + self.stats.places
+        if 0 < most < there:
+            wait_s += (there - most) * self.service_s / most
+            there = most
+        own_s = uncached_tokens * speed.token_s
+        delay_s = own_s * (_NEXT_WEIGHT + _DELAY_WEIGHT * there)
+        return wait_s + own_s + delay_s + _DECODE_TOKENS * speed.token_s * there
+
+    def _start(self, key: int) -> None:
+        if (request := self.starting.pop(key, None)) is not None:
+            self.queued_tokens -= request.uncached_tokens
+            self.blocks.settle(key, request.blocks)
