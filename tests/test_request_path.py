@@ -21,7 +21,7 @@ MOST = 14
 # What every package stands on (data, errors, threads), and what the body has behind it when the way begins.
 FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy", "frontend.threads")}
 BEFORE = {"raylm.ingress.http.middleware"}
-# The answer's side and the accounts, which are opened before the engine knows of the request and see nothing of the body.
+# The answer's side and the accounts, opened before the engine knows of the request; they see nothing of the body.
 ANSWER = {
     "raylm.ingress.openai.choices",
     "raylm.ingress.openai.outputs",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
     from raylm.engine.actor import NAMESPACE as NAMESPACE
     from raylm.engine.actor import engine_core_prefix as engine_core_prefix
-    from raylm.engine.leases import RENEWAL_S as RENEWAL_S
+    from raylm.engine.liveness.leases import RENEWAL_S as RENEWAL_S
     from raylm.engine.ray_executor import as_raylm_error as as_raylm_error
     from raylm.engine.supervisor import SUPERVISOR_CPUS as SUPERVISOR_CPUS
     from raylm.engine.supervisor import Engine as Engine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "actor": ("MAX_OUTPUTS_IN_FLIGHT", "NAMESPACE", "engine_core_prefix"),
-    "leases": ("RENEWAL_S",),
+    "liveness.leases": ("RENEWAL_S",),
     "ray_executor": ("as_raylm_error",),
     "supervisor": ("SUPERVISOR_CPUS", "Engine", "placement_bundles"),
 }

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError
 
 from raylm.config import Config
 from raylm.engine.engine_core import EngineCore
-from raylm.engine.heartbeats import send_heartbeats
-from raylm.engine.leases import PERIOD_S, Leases
+from raylm.engine.liveness.heartbeats import send_heartbeats
+from raylm.engine.liveness.leases import PERIOD_S, Leases
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raylm.config import Config
-from raylm.engine.heartbeats import send_heartbeats
+from raylm.engine.liveness.heartbeats import send_heartbeats
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError

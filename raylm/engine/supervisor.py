@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
 from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core, engine_core_prefix
-from raylm.engine.heartbeats import HeartbeatMonitor
+from raylm.engine.liveness.heartbeats import HeartbeatMonitor
 from raylm.engine.load_report import PERIOD_S, LoadReport
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from raylm.engine import heartbeats
-from raylm.engine.heartbeats import HeartbeatMonitor
+from raylm.engine.liveness import heartbeats
+from raylm.engine.liveness.heartbeats import HeartbeatMonitor
 
 # Its main thread computes without a pause, as a step does.
 BUSY = """
 import sys
-from raylm.engine.heartbeats import send_heartbeats
+from raylm.engine.liveness.heartbeats import send_heartbeats
 send_heartbeats(*sys.argv[1:])
 while True:
     pass

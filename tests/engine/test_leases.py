@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from raylm.engine.leases import PERIOD_S, RENEWAL_S, Leases
+from raylm.engine.liveness.leases import PERIOD_S, RENEWAL_S, Leases
 
 
 def test_a_lease_ends_within_two_seconds_of_its_last_renewal_but_outlasts_late_ones() -> None:

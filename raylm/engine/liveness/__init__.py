@@ -1,0 +1,1 @@
+"""Signs of life: who is lost or hangs, and which clients have gone."""
