@@ -46,7 +46,6 @@ LARGER: dict[str, dict[str, Any]] = {  # the embedded model, and one of 135 M pa
 }
 LENGTHS = (1300, 1025, 700, 513, 512, 271, 330, 17, 2, 150, 99, 395)
 PREFIX = random_prompt(96, seed=99)
-OWNER = 10**6  # the sequence that computes it
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +79,12 @@ class Schedule:
     def __init__(self, driver: Driver, texts: list[list[int]], seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.shared: dict[int, int] = {}  # ids of sequences, and how many of the first blocks are not theirs
-        driver.add(OWNER, PREFIX)
-        driver.step({OWNER: len(PREFIX)})
+        self.ids = self.owner = 10_000 * seed  # the owner computes the prefix that others share
+        driver.add(self.owner, PREFIX)
+        driver.step({self.owner: len(PREFIX)})
         self.driver, self.texts = driver, texts
         self.waiting = list(self.random.permutation(len(texts)))
         self.running: dict[int, int] = {}  # ids of sequences, and which text each has
-        self.ids = 0
         self.most = int(self.random.integers(1, len(texts) + 1))
         self.chunk = int(self.random.choice([1, 3, 16, 17, 100, 600]))
 
@@ -101,7 +100,7 @@ class Schedule:
                     check(text, self._finish(seq_id))
                     if not done:
                         self.waiting.insert(0, text)
-        self.driver.finish(OWNER)
+        self.driver.finish(self.owner)
 
     def _finish(self, seq_id: int) -> dict[int, Tensor]:
         del self.driver.sequences[seq_id].blocks[: self.shared.pop(seq_id, 0)]
@@ -113,7 +112,7 @@ class Schedule:
         self.driver.add(self.ids, tokens, prompt=len(tokens) + 1)
         if tokens[: len(PREFIX)] == PREFIX and self.random.random() < 0.7:
             count = self.shared[self.ids] = int(self.random.integers(1, len(PREFIX) // self.driver.block_size + 1))
-            self.driver.share_prefix(self.ids, OWNER, count)
+            self.driver.share_prefix(self.ids, self.owner, count)
         left = len(tokens) - self.driver.sequences[self.ids].computed
         if self.random.random() < 0.8 and left > 1:  # computed at once but for some last tokens, which come one by one
             self.driver.step({self.ids: left - min(int(self.random.integers(1, 30)), left - 1)})
