@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,14 @@ class Driver:
         if self._shared and here and not port_is_free(self._served.host, self._served.port):
             raise ConfigError(f"http_options.port: something listens on port {self._served.port} already.")
         self._started_serve = True
+        # On another thread, which waits for the proxy: the replicas may start meanwhile.
+        starting = ThreadPoolExecutor(1, "start of serve").submit(self._start_controller_and_proxy, schema)
+        while ray_private.serve_details() is None and not starting.done():
+            time.sleep(_POLL_S / 5)
+        if starting.done():
+            starting.result()
+
+    def _start_controller_and_proxy(self, schema: ServeDeploySchema) -> None:
         # The controller replaces a proxy that is slow to start on a busy machine; ready is when there is one.
         with suppress(ray.exceptions.RayActorError, TimeoutError):
             serve.start(
