@@ -144,9 +144,9 @@ def run_example(script: str, *args: str) -> str:
     ("victim", "number"),
     [
         ("WorkerActor", signal.SIGKILL),
-        ("EngineCoreActor", signal.SIGKILL),
-        ("ServeReplica:default:Engine", signal.SIGKILL),
-        ("WorkerActor", signal.SIGSTOP),
+        pytest.param("EngineCoreActor", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("ServeReplica:default:Engine", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("WorkerActor", signal.SIGSTOP, marks=pytest.mark.long),
         ("EngineCoreActor", signal.SIGSTOP),
     ],
 )
@@ -182,7 +182,11 @@ def test_a_stream_outlives_a_killed_or_stopped_process_with_the_text_of_an_undis
 
 @pytest.mark.parametrize(
     ("victim", "number"),
-    [("WorkerActor", signal.SIGKILL), ("EngineCoreActor", signal.SIGKILL), ("WorkerActor", signal.SIGSTOP)],
+    [
+        ("WorkerActor", signal.SIGKILL),
+        pytest.param("EngineCoreActor", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("WorkerActor", signal.SIGSTOP, marks=pytest.mark.long),
+    ],
 )
 def test_a_process_that_is_lost_idle_is_replaced_before_a_request_needs_it(
     server: Server, victim: str, number: int

@@ -54,6 +54,7 @@ def test_all_are_served_and_named_at_ready(tmp_path: Path) -> None:
         assert server.processes() == []
 
 
+@pytest.mark.long
 def test_an_application_that_cannot_be_imported_is_said_in_one_line(tmp_path: Path) -> None:
     port = free_port()
     path = serve_file(tmp_path / "serve.yaml", port, ARGS)

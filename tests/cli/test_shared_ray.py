@@ -173,6 +173,7 @@ def test_another_port_or_a_taken_name_or_path_is_said(cluster: Cluster) -> None:
     assert cluster.theirs() == "theirs"
 
 
+@pytest.mark.long
 def test_a_wrong_token_is_said(cluster: Cluster) -> None:
     said = cluster.refusal(RAY_AUTH_TOKEN="f" * 64)
     assert f"no Ray lets us in at {cluster.address}" in said

@@ -163,6 +163,7 @@ def test_and_in_two_hundred(make: Callable[..., Driver], name: str, lengths: Seq
     check_schedules(make, name, (1, 2, 3, 4), schedules=50, lengths=lengths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama int4", "llama bfloat16"])
 @pytest.mark.parametrize("instructions", [name for name in INSTRUCTION_SETS if offered(name)][1:])
 def test_and_on_every_instruction_set(
