@@ -138,6 +138,7 @@ def say_and_wait(word="begun"):
             caller.go_on()
 
 
+@pytest.mark.long
 def test_what_a_killed_caller_leaves_is_ended_and_others_go_on(server: Server) -> None:
     aborted, finished = ended(server, "abort"), ended(server, "length")
     program = "first, second = llm.chat(HI, **LONG), llm.reply(HI, **LONG)\nnext(first)\nprint('begun', flush=True)\n"
