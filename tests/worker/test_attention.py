@@ -164,7 +164,7 @@ def test_equals_brute_force(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("instructions", [name for name in INSTRUCTION_SETS if offered(name)])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, pytest.param(3, marks=pytest.mark.long)])
 @given(case=cases("cpu"))
 @settings(max_examples=60, deadline=None)
 def test_every_instruction_set_and_team_equals_brute_force(instructions: str, threads: int, case: Case) -> None:

@@ -39,6 +39,7 @@ class EventStream:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._timer.cancel()
+        del self._timer  # it refers to this stream, as a ring that only the collector would free
 
     async def send(self, chunk: bytes) -> None:
         self._last = self._time()

@@ -31,6 +31,7 @@ def spec(**changes: Any) -> AttentionSpec:
     return AttentionSpec(**{"layer": 3, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "scale": 0.1} | changes)
 
 
+@pytest.mark.long
 def test_the_kernel_in_tritons_interpreter() -> None:
     """All of interpreted_xformers.py, its planted faults included; the interpreter is chosen for a whole process."""
     env = os.environ | {"TRITON_INTERPRET": "1", "XFORMERS_ENABLE_TRITON": "1", "PYTHONPATH": str(ROOT)}
