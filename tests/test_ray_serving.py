@@ -220,6 +220,7 @@ async def collect(client: httpx.AsyncClient, body: dict[str, object]) -> list[st
         return [line async for line in answer.aiter_lines() if line]
 
 
+@pytest.mark.long
 def test_local_executor_behind_the_default_proxy(tmp_path: Path) -> None:
     port = free_port()
     args = ARGS | {"engine": {"threads": 2, "executor": "local"}}

@@ -17,7 +17,7 @@ import pytest
 
 from tests.serving import ROOT, chat, free_port
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 LIMIT_S = 150
 HERE = Path(__file__).parent
