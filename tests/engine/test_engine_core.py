@@ -349,10 +349,11 @@ LIMITED = Config.model_validate({"engine": {"step_timeout_s": 0.2}})
 
 
 async def test_a_step_has_its_time_for_itself_and_not_with_the_one_before_it() -> None:
-    async with running(FakeExecutor(delay_s=0.15), LIMITED) as core:
+    limited = Config.model_validate({"engine": {"step_timeout_s": 1.0}})
+    async with running(FakeExecutor(delay_s=0.6), limited) as core:  # two in flight take longer than the limit
         outbox = core.connect("a")
         core.add("a", some(1, max_tokens=4))
-        await collect(outbox, 1)
+        assert await collect(outbox, 1)
 
 
 async def test_a_worker_that_hangs_in_a_step_is_given_up() -> None:

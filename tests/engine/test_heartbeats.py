@@ -118,10 +118,19 @@ async def test_a_monitor_that_was_stopped_itself_blames_nobody(monitor: Heartbea
     os.kill(process.pid, signal.SIGCONT)
 
 
-async def test_nobody_is_killed_who_is_not_there(monitor: HeartbeatMonitor, begin: Begin) -> None:
+async def test_nobody_is_killed_who_is_not_there(
+    monitor: HeartbeatMonitor, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     monitor.kill("a")
     process = begin("a")
     await heard(monitor, "a")
+    monitor.kill("a")
+    assert killed == [process.pid]
+    monkeypatch.undo()
     process.kill()
     await monitor.lost
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     monitor.kill("a")
+    assert killed == [process.pid]
