@@ -185,7 +185,9 @@ class FakeWorker:
         result = ModelRunnerOutput(plan.step, [], [], [], Logprobs([], [], [], []))
         drafted = 0
         columns = zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, plan.samples, strict=True)
-        for seq_id, computed, count, samples in columns:
+        joined = {new.seq_id: place for place, new in enumerate(plan.new)}
+        # A new sequence may read what a row before it in ``plan.new``, or one that is not new, writes in this step.
+        for seq_id, computed, count, samples in sorted(columns, key=lambda row: joined.get(row[0], -1)):
             row = self.rows[seq_id]
             if self.speculative_tokens and samples and count == 1:
                 computed = self._where_it_is(row, computed)

@@ -27,9 +27,11 @@ class BlockTable:
 class KVCacheManager:
     """Gives sequences their KV blocks, and lets equal prompt beginnings share them.
 
-    Workers run steps strictly in order. Therefore a block may be shared as soon as the step that computes it was
-    handed over before the step that reads it, and a block given up while a step in flight still writes to it may be
-    handed out at once: its next owner writes later than that step, and reads only what it wrote itself.
+    Workers run steps strictly in order, and in a step each layer writes the keys and values of all rows before it
+    attends. Therefore a block may be shared as soon as it is scheduled, even in the step that computes it, and a block
+    given up while a step in flight still writes to it may be handed out at once: its next owner writes later than that
+    step, and reads only what it wrote itself. What turns out not to be finite is withdrawn; who shares it by then
+    attends to the same numbers, and fails with it unless they are beyond what it reads.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
@@ -83,7 +85,10 @@ class KVCacheManager:
         return blocks
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
-        """Let the full blocks among the first ``num_computed`` tokens be found, as far as those tokens are known."""
+        """Let the full blocks among the first ``num_computed`` tokens be found, as far as those tokens are known.
+
+        They are computed, or scheduled.
+        """
         table = self._tables[seq.id]
         num_full = min(num_computed, len(seq.token_ids)) // self.block_size
         if num_full <= table.num_published:

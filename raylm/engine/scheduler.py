@@ -117,7 +117,8 @@ class Scheduler:
         return plan.columns(self._step, finished)
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks)
+        for seq in plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks):
+            self.kv.publish(seq, seq.num_computed)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Strict head of line: all others wait behind the first one until the pool can hold it."""
@@ -145,6 +146,7 @@ class Scheduler:
         seq.num_computed = cached
         self.loads.owe(seq, len(seq.token_ids) - cached - 1)
         plan.add_new(seq, self.kv.block_ids(seq))
+        self.kv.publish(seq, seq.num_computed)
 
     def _reserve_blocks(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
         """Let the block table of ``seq``, the plan's next to decode, grow; preempt sequences behind it if need be.
@@ -193,7 +195,7 @@ class Scheduler:
             self._fail(seq_id, RayLMError(reason), outputs)
         for seq_id, reason in result.undrawable:
             self._fail(seq_id, InvalidRequestError(f"No token can be drawn: {reason}."), outputs)
-        self._publish_chunks(plan)
+        self._count_chunks(plan)
         for seq_id, logprobs in result.prompt_logprobs:
             if (seq := self._sequences.get(seq_id)) and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)
@@ -283,12 +285,11 @@ class Scheduler:
         for sibling in seq.state.fork(self._ids):
             self._enqueue(sibling)
 
-    def _publish_chunks(self, plan: SchedulerOutput) -> None:
-        """Let the prompts that this step computed be found; single tokens are published when they fill a block."""
+    def _count_chunks(self, plan: SchedulerOutput) -> None:
+        """What this step computed of prompts is owed no more."""
         for row in range(plan.num_scheduled.count(1), len(plan.seq_ids)):
             if (seq := self._sequences.get(plan.seq_ids[row])) and seq.status is Status.RUNNING:
                 computed = plan.num_computed[row] + plan.num_scheduled[row]
-                self.kv.publish(seq, computed)
                 self.loads.owe(seq, len(seq.token_ids) - computed - 1)
 
     # ---------------------------------------------------------------- ends

@@ -34,19 +34,23 @@ class StepPlan:
     def empty(self) -> bool:
         return not self._ids and not self._chunks
 
-    def add_running(self, running: list[Sequence], reserve_every: int, reserve: Reserve) -> None:
+    def add_running(self, running: list[Sequence], reserve_every: int, reserve: Reserve) -> list[Sequence]:
         """Add sequences in the order of their rank; a chunk leaves a token for each sequence that comes behind it.
+
+        Returns those of which a part of their known tokens was added.
 
         A sequence that decodes asks for blocks whenever it has computed a multiple of ``reserve_every`` tokens, by
         ``reserve``: it sits the step out if that is false. Sequences behind ``place`` may leave then.
         """
         ids, computed_tokens, tokens = self._ids, self._computed, self.tokens
+        chunked = []
         for place, seq in enumerate(running):
             computed, known = seq.num_computed, seq.num_tokens
             if known >= seq.limit or tokens <= 0:
                 continue
             if known - computed > 1:
                 tokens -= self._add_chunk(seq, min(known - computed, max(1, tokens - (len(running) - place - 1))))
+                chunked.append(seq)
             elif computed % reserve_every or reserve(seq, place, self):
                 ids.append(seq.id)
                 computed_tokens.append(computed)
@@ -54,6 +58,7 @@ class StepPlan:
                 seq.num_tokens = known + 1
                 tokens -= 1
         self.tokens = tokens
+        return chunked
 
     def add_new(self, seq: Sequence, block_ids: list[int]) -> None:
         """Let a sequence join that the worker has no row of, and compute as much of it as the budget allows."""

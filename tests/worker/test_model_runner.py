@@ -92,6 +92,21 @@ def test_shared_prefix_blocks(make: Maker) -> None:
     assert min(driver.sequences[1].logits) == 32
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # by the native decoder, and by sdpa
+def test_blocks_are_shared_in_the_step_that_writes_them(make: Maker, family: str) -> None:
+    driver, reference = make(family)
+    prompt = random_prompt(33, seed=1)
+    driver.add(0, prompt)
+    driver.sequences[0].blocks = [driver.free.pop(), driver.free.pop()]
+    for seq_id, tail in ((1, prompt[32:]), (2, random_prompt(9, seed=2))):
+        driver.add(seq_id, prompt[:32] + tail)
+        driver.share_prefix(seq_id, source=0, num_blocks=2)
+    driver.step({0: 33, 1: 1, 2: 9})
+    for seq in driver.sequences.values():
+        assert reference.error(seq) < LIMIT
+    assert driver.sequences[0].tokens == driver.sequences[1].tokens == reference.greedy(prompt, 1)
+
+
 def test_blocks_of_finished_sequences_are_reused(make: Maker) -> None:
     driver, reference = make("mistral", num_blocks=5)
     for seq_id in range(4):

@@ -154,6 +154,25 @@ def test_logits_are_the_same_bits_in_every_schedule(make: Callable[..., Driver],
     check_schedules(make, name, threads=(1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("tail", [1, 9])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_may_be_read_in_the_step_that_writes_them(make: Callable[..., Driver], threads: int, tail: int) -> None:
+    """Each layer writes the keys and values of all rows before it attends, so a reader may even stand first."""
+    text = random_prompt(320 + tail, seed=5)
+    wanted = alone(make("mistral", 1), text)
+    driver = make("mistral", threads, seed=tail)
+    for seq_id in (100, 101, 102):
+        driver.add(seq_id, text)
+    blocks = driver.sequences[100].blocks = [driver.free.pop() for _ in range(20)]
+    for seq_id in (101, 102):
+        driver.share_prefix(seq_id, 100, len(blocks))
+    driver.step({102: tail, 100: len(text), 101: tail})
+    for seq_id, count in ((100, len(text)), (101, tail), (102, tail)):
+        logits = driver.finish(seq_id).logits
+        assert len(logits) == count
+        assert all(torch.equal(found, wanted[position]) for position, found in logits.items())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "lengths"), [("embedded", (*LENGTHS, *range(3, 156, 3))), ("llama 135M", (560, 140, 90, 17, 5, 97))]

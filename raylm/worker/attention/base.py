@@ -80,6 +80,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
         """Write ``k`` and ``v`` (tokens, num_kv_heads, head_dim) into ``kv`` by the slot mapping, then attend.
 
+        All are written first: a sequence may share blocks with one that computes them in the same step.
         ``q`` (tokens, num_heads, head_dim) -> as ``q``. Never reads a slot that no token of the sequence was
         written to: what lies there may be another sequence's, or not a number.
         """
