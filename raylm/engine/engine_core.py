@@ -115,6 +115,10 @@ class EngineCore:
         """Whether a request is open."""
         return self.scheduler.has_work or bool(self._grammars)
 
+    @property
+    def has_clients(self) -> bool:
+        return bool(self._outboxes)
+
     def abort(self, client_id: str, keys: list[int]) -> None:
         """Give up requests; unknown and finished keys are ignored. The answer is the new stats alone."""
         for key in keys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -15,9 +16,11 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
-from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core, engine_core_prefix
+from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core
+from raylm.engine.deployment.autoscaling import EngineLoad
+from raylm.engine.deployment.names import EngineName, engine_digest
 from raylm.engine.liveness.heartbeats import HeartbeatMonitor
-from raylm.engine.load_report import PERIOD_S, LoadReport
+from raylm.engine.load_report import PERIOD_S, LoadReport, Pace
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
@@ -25,7 +28,7 @@ from raylm.stages import report
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
-DRAIN_MARGIN_S = 1.5
+_SWITCH_S = 10.0  # in which an update's new ingress replicas take over from those that use an old engine
 LAST_WORDS_S = 0.3  # for an EngineCore to tell its clients what became of a worker
 MOST_STARTS = 3
 LOAD_PERIOD_S = 1.0
@@ -40,11 +43,17 @@ def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
     return [{"CPU": SUPERVISOR_CPUS}, core, *[device] * config.engine.tensor_parallel_size]
 
 
+def drain_limit_s(config: Config) -> float:
+    """How long an engine that is to end may serve those who cannot leave it: at least as long as they themselves."""
+    return config.ingress.shutdown_grace_s + _SWITCH_S
+
+
 class EngineProcesses:
     """One incarnation of an engine: its EngineCore and workers, started together as importing torch takes longest."""
 
     def __init__(self, config: Config, name: str, engine_id: str, gpus: int, title: str = "") -> None:
         """``title`` begins its lines at the terminal."""
+        self.load = EngineLoad()
         self._title = title
         self._held = 0
         _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
@@ -94,11 +103,12 @@ class EngineProcesses:
 
     async def _follow_load(self) -> None:
         """Report it while there is any; the end of the EngineCore ends this too."""
-        load, told = LoadReport(), time.monotonic()
+        load, pace, told = LoadReport(), Pace(), time.monotonic()
         with suppress(RayError):
             while True:
                 await asyncio.sleep(LOAD_PERIOD_S)
                 stats, self._held = await self._core.load.remote()
+                self.load = pace.load(stats, time.monotonic())
                 if (seconds := time.monotonic() - told) < PERIOD_S:
                     continue
                 told += seconds
@@ -142,7 +152,6 @@ class Engine:
         context = serve.get_replica_context()
         self._config = config
         self._gpus = gpus
-        self._prefix = engine_core_prefix(context.app_name, config)
         self._app_name = context.app_name
         self._replica = context.replica_tag
         self._incarnation = 0
@@ -158,7 +167,8 @@ class Engine:
     async def _launch(self) -> tuple[EngineProcesses, EngineInfo]:
         """Start the next incarnation; a start that fails leaves nothing behind."""
         engine_id = f"{self._replica}.{self._incarnation}"
-        processes = EngineProcesses(self._config, self._prefix + engine_id, engine_id, self._gpus, self._title)
+        name = str(EngineName(self._app_name, engine_digest(self._config), engine_id))
+        processes = EngineProcesses(self._config, name, engine_id, self._gpus, self._title)
         try:
             info = await processes.start()
         except RayLMError as error:
@@ -189,6 +199,13 @@ class Engine:
             else:
                 return
 
+    async def wake(self) -> None:
+        """Does nothing: that a call waits is what makes Serve start a replica."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks this where the number of engines depends on the load."""
+        return asdict(self._processes.load)
+
     async def check_health(self) -> None:
         """Serve calls this; an error, that the engine could not be started again here, replaces the whole replica."""
         if self._watch is not None and self._watch.done():
@@ -199,7 +216,7 @@ class Engine:
         if self._watch is None:
             return  # the start failed
         self._watch.cancel()
-        await self._processes.drain(self._config.ingress.shutdown_grace_s + DRAIN_MARGIN_S)
+        await self._processes.drain(drain_limit_s(self._config))
         self._processes.kill()
 
 
