@@ -12,19 +12,21 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError
-from ray.util import get_current_placement_group
+from ray.util import get_current_placement_group, list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
 from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core
 from raylm.engine.deployment.autoscaling import EngineLoad
+from raylm.engine.deployment.memory import check_memory
 from raylm.engine.deployment.names import EngineName, engine_digest
 from raylm.engine.liveness.heartbeats import HeartbeatMonitor
 from raylm.engine.load_report import PERIOD_S, LoadReport, Pace
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
-from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
+from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
 from raylm.stages import report
+from raylm.worker import available_memory
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
@@ -156,6 +158,7 @@ class Engine:
         self._replica = context.replica_tag
         self._incarnation = 0
         self._watch: asyncio.Task[None] | None = None
+        await asyncio.to_thread(self._check_memory)
         self._processes, info = await self._launch()
         _report(info, self._title)
         self._watch = asyncio.create_task(self._keep_alive())
@@ -163,6 +166,17 @@ class Engine:
     @property
     def _title(self) -> str:
         return f"{self._app_name}/{self._replica}.{self._incarnation}"
+
+    def _check_memory(self) -> None:
+        if self._gpus:
+            return
+        names = (EngineName.parse(actor["name"]) for actor in list_named_actors(all_namespaces=True))
+        others = sum(name is not None and name.app_name == self._app_name for name in names)
+        try:
+            check_memory(self._config, others, available_memory())
+        except ConfigError as error:
+            report("error", "engine", f"{self._title}: {error.message}")
+            raise
 
     async def _launch(self) -> tuple[EngineProcesses, EngineInfo]:
         """Start the next incarnation; a start that fails leaves nothing behind."""

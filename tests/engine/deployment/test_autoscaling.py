@@ -86,7 +86,7 @@ def test_more_to_do_never_asks_for_fewer(loads: list[EngineLoad], targets: Targe
 
 
 @given(st.integers(1, 10), st.integers(0, 600), st.integers(1, 100), st.floats(0.001, 0.02), st.floats(0.0001, 0.01))
-def test_under_a_steady_load_the_number_is_found_and_kept(
+def test_under_a_steady_load_the_number_settles(
     start: int, sequences: int, places: int, step_s: float, each_s: float
 ) -> None:
     """In a fleet whose steps take ``step_s`` and ``each_s`` for each sequence."""
