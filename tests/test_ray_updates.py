@@ -15,6 +15,7 @@ from tests.updating import Updates, updated_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
 
+SCALED = {"replicas": {"min": 0, "max": 2, "downscale_delay_s": 3}, "threads": 1}
 QUESTIONS = [f"Count from {number} to {number + 9}." for number in range(6)]
 
 
@@ -115,3 +116,20 @@ async def test_no_client_sees_an_update(updates: Updates) -> None:
     quantized = {await text(updates.server.url, number, 60) for number in range(4)}
     assert quantized.isdisjoint(set.union(*alone)), "another model gives other texts"
     assert {*seen} <= set.union(*alone) | quantized
+
+
+async def test_engines_go_with_the_load_to_none_and_back(tmp_path: Path) -> None:
+    """What is asked while there is none is answered; what more is asked than one has places for starts another."""
+    args = {"engine": SCALED, "scheduler": {"max_num_seqs": 3}}
+    with updated_server(tmp_path / "serve.yaml", engines=0, **args) as updates:
+        url, engines = updates.server.url, lambda: [*updates.replicas("Engine").values()]
+        right = await text(url, 1, 40)
+        assert len(right) > 100
+        await asyncio.to_thread(updates.wait, lambda: engines() == [], "keeps its engine")
+        assert (await asyncio.to_thread(httpx.get, f"{url}/health")).status_code == 200
+        assert await asyncio.gather(*(text(url, 1, 40) for _ in range(3))) == [right] * 3
+        streams = [asyncio.create_task(text(url, number, 4000)) for number in range(6)]
+        await asyncio.to_thread(updates.wait, lambda: engines() == ["RUNNING"] * 2, "starts no other engine")
+        texts = await asyncio.gather(*streams)
+        assert all(len(found) > 1000 for found in texts)
+        await asyncio.to_thread(updates.wait, lambda: engines() == [], "keeps its engines")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
 from raylm import ray_private
 from tests.serving import ARGS, Server, free_port, serve_file
@@ -35,6 +34,8 @@ class Updates:
 
     def deploy(self) -> None:
         """Hand over the tree as it is now; returns at once."""
+        from ray.serve.schema import ServeDeploySchema  # Ray Serve warns when it is imported
+
         ray_private.deploy_file(ServeDeploySchema.model_validate(self.tree))
 
     def replicas(self, deployment: str) -> dict[str, str]:
@@ -88,12 +89,13 @@ def updated_server(path: Path, engines: int = 1, **args: Any) -> Iterator[Update
     else:
         tree["applications"][0]["deployments"] = [{"name": "Ingress", "max_ongoing_requests": 8192}]
     path.write_text(yaml.safe_dump(tree))
-    with Server(path, port) as server, pytest.MonkeyPatch.context() as environment:
-        line = re.search(r"(RAY_AUTH_MODE=token )?RAY_ADDRESS=(\S+)", server.log.read_text())
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")  # of the server; this process has none either
+        server = Server(path, port)
+    with server:
+        line = re.search(r"RAY_ADDRESS=(\S+)", server.log.read_text())
         assert line is not None
-        if line[1]:
-            environment.setenv("RAY_AUTH_MODE", "token")
-        ray.init(address=line[2], namespace="serve", log_to_driver=False)
+        ray.init(address=line[1], namespace="serve", log_to_driver=False)
         try:
             yield Updates(server, tree)
         finally:
