@@ -237,9 +237,12 @@ async def test_an_engine_that_drains_says_so_to_its_clients_and_to_those_who_com
     async with asyncio.timeout(30):
         while not (await anext(outputs)).draining:
             pass
-        assert (await anext((await RayEngineClient.connect(engine.core)).outputs())).draining
-        assert not drained.done()
+        late = await RayEngineClient.connect(engine.core)
+        assert (await anext(late.outputs())).draining
         await client.close()
+        await asyncio.sleep(0.2)
+        assert not drained.done(), "a client is there, which may still ask"
+        await late.close()
         await drained
 
 

@@ -29,7 +29,6 @@ MAX_OUTPUTS_IN_FLIGHT = 8
 ENGINE_CORE = "EngineCore"  # as it signs its heartbeats
 LOST = " was lost."
 _DRAIN_POLL_S = 0.05
-_IDLE_POLLS = 100  # 5 s, in which clients that have no other engine may still ask
 
 
 class EngineCoreActor:
@@ -82,12 +81,13 @@ class EngineCoreActor:
                 self._core.drop_client(client_id)
 
     async def drain(self) -> None:
-        """Tell the clients that this engine ends, and wait until they have left, or have asked nothing for 5 s."""
+        """Tell the clients that this engine ends, and wait until they have left.
+
+        They do when they have another one, or end themselves; until then what they ask is answered.
+        """
         self._core.drain()
-        idle_polls = 0
-        while self._core.has_clients and idle_polls < _IDLE_POLLS:
+        while self._core.has_clients:  # noqa: ASYNC110 - asked once in an engine's life
             await asyncio.sleep(_DRAIN_POLL_S)
-            idle_polls = 0 if self._core.has_work else idle_polls + 1
 
     async def info(self) -> EngineInfo:
         """Waits until the engine is ready."""

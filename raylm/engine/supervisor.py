@@ -30,7 +30,7 @@ from raylm.worker import available_memory
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
-_SWITCH_S = 10.0  # in which an update's new ingress replicas take over from those that use an old engine
+_SWITCH_S = 30.0  # in which an update's new ingress replicas take over from those that use an old engine
 LAST_WORDS_S = 0.3  # for an EngineCore to tell its clients what became of a worker
 MOST_STARTS = 3
 LOAD_PERIOD_S = 1.0
