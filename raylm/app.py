@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 from typing import Any
 
 import ray
 from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from raylm import checkpoint
-from raylm.config import Config, faults
-from raylm.engine import SUPERVISOR_CPUS, Engine, placement_bundles
+from raylm.config import Config, EngineConfig, ReplicaRange, faults
+from raylm.engine import SUPERVISOR_CPUS, Engine, EnginePolicy, Targets, drain_limit_s, placement_bundles
 from raylm.errors import ConfigError
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
 
@@ -20,6 +22,9 @@ INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
 DRAIN_MARGIN_S = 3.0
 HEALTH_PERIOD_S = 0.25  # a replica that was killed is replaced after so long
+NEW_BEFORE_OLD = 100  # percent: an update starts as many new replicas as there are before it ends old ones
+_LOAD_PERIOD_S = 1.0  # in which engines tell Serve what they have to do
+_UPSCALE_DELAY_S = 3.0  # for which the load has to ask for more engines
 _SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background waits in one
 
 
@@ -35,13 +40,14 @@ def build_app(config: Config | dict[str, Any]) -> Application:
     gpus = _gpus(config)
     deployment = functools.partial(
         serve.deployment,
-        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=STOP_POLL_S,
         max_constructor_retry_count=1,
+        max_surge_percent=NEW_BEFORE_OLD,
     )
     engine = deployment(
         Engine,
-        num_replicas=config.engine.replicas,
+        **_number(config.engine),
+        graceful_shutdown_timeout_s=drain_limit_s(config) + DRAIN_MARGIN_S,
         placement_group_bundles=placement_bundles(config, gpus),
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
@@ -50,6 +56,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
     ingress = deployment(
         serve.ingress()(Ingress),
         num_replicas=config.ingress.replicas,
+        graceful_shutdown_timeout_s=config.ingress.shutdown_grace_s + DRAIN_MARGIN_S,
         max_ongoing_requests=2 * config.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )
@@ -61,6 +68,25 @@ def build_app(config: Config | dict[str, Any]) -> Application:
         }
         shared_actors = {name: serve.deployment(actor, **options).bind() for name, actor in SHARED_ACTORS.items()}
     return ingress.bind(config, engine.bind(config, gpus), **shared_actors)
+
+
+def _number(engine: EngineConfig) -> dict[str, Any]:
+    """Serve's options that say how many engines there are."""
+    if not isinstance(engine.replicas, ReplicaRange):
+        return {"num_replicas": engine.replicas}
+    least, most, itl_ms = engine.replicas.min, engine.replicas.max, engine.replicas.target_itl_ms
+    targets = Targets(least, most, engine.replicas.target_ttft_s, None if itl_ms is None else itl_ms / 1000)
+    autoscaling = AutoscalingConfig(
+        min_replicas=least,
+        max_replicas=most,
+        initial_replicas=max(1, least),
+        metrics_interval_s=_LOAD_PERIOD_S,
+        look_back_period_s=3 * _LOAD_PERIOD_S,
+        upscale_delay_s=_UPSCALE_DELAY_S,
+        downscale_delay_s=engine.replicas.downscale_delay_s,
+        policy=AutoscalingPolicy(policy_function=EnginePolicy, policy_kwargs=asdict(targets)),
+    )
+    return {"autoscaling_config": autoscaling}
 
 
 def _checked(config: Config | dict[str, Any]) -> Config:

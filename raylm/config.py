@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from raylm.errors import ConfigError
 
@@ -68,11 +68,35 @@ class SchedulerConfig(Frozen):
         return self
 
 
+class ReplicaRange(Frozen):
+    """Engines that are started and ended as the load asks for."""
+
+    min: int = Field(ge=0, le=256)
+    max: int = Field(ge=1, le=256)
+    target_ttft_s: float = Field(2.0, gt=0, le=3600)
+    target_itl_ms: float | None = Field(None, gt=0, le=60_000)
+    downscale_delay_s: float = Field(300, ge=0, le=86_400)
+
+    @model_validator(mode="after")
+    def _min_is_no_more_than_max(self) -> ReplicaRange:
+        if self.min > self.max:
+            raise ValueError(f"min: {self.min} is more than max: {self.max}")
+        return self
+
+
+def _kind_of_replicas(given: object) -> str:
+    return "range" if isinstance(given, dict | ReplicaRange) else "number"
+
+
 class EngineConfig(Frozen):
     """Engine replicas and their actors."""
 
-    replicas: int = Field(1, ge=1, le=256)
-    """Engines; each has its own EngineCore and workers."""
+    replicas: Annotated[
+        Annotated[int, Field(ge=1, le=256), Tag("number")] | Annotated[ReplicaRange, Tag("range")],
+        Discriminator(_kind_of_replicas),
+    ] = 1
+    """Engines; each has its own EngineCore and workers. A number, or `{min, max}` with `target_ttft_s` (2),
+    `target_itl_ms` and `downscale_delay_s` (300): as many as the load asks for."""
     executor: Literal["ray", "local"] = "ray"
     """ray: workers are actors of their own; local: the worker is a thread of the EngineCore."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
@@ -86,6 +110,10 @@ class EngineConfig(Frozen):
     step_timeout_s: float = Field(300, gt=0)
     """A worker that takes longer for one step, or 20 times as long as for steps of its size (at least 10 s), is given
     up; a served engine is then replaced."""
+
+    @property
+    def scales_to_zero(self) -> bool:
+        return isinstance(self.replicas, ReplicaRange) and self.replicas.min == 0
 
     @model_validator(mode="after")
     def _ranks_are_actors(self) -> EngineConfig:

@@ -22,6 +22,14 @@ def stop_flag() -> Callable[[], bool]:
     return lambda: bool(replica._shutting_down)
 
 
+def routed_for_s() -> float:
+    """Seconds for which Serve lets proxies route requests to a replica of an ingress that has begun to stop."""
+    from ray.serve._private import constants
+
+    direct = constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
+    return float(constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S) if direct else 0.0
+
+
 def dead_processes() -> list[str]:
     """Which of the processes that ``ray.init`` started ended by themselves, as kinds: raylet, gcs_server, ..."""
     node = ray._private.worker._global_node

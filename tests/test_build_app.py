@@ -40,3 +40,37 @@ def test_a_config_and_its_dict_make_the_same(monkeypatch: pytest.MonkeyPatch, gi
     monkeypatch.setattr(app.ray, "nodes", list)
     built = app.build_app(given)
     assert built._bound_deployment.init_args[0] == Config(device="cpu")
+
+
+def test_a_range_of_engines_is_serves_autoscaling_by_our_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylm import app
+
+    monkeypatch.setattr(app.ray, "nodes", list)
+    replicas = {"min": 0, "max": 3, "target_ttft_s": 1.5, "target_itl_ms": 50, "downscale_delay_s": 7}
+    built = app.build_app({"device": "cpu", "engine": {"replicas": replicas}})
+    engine = built._bound_deployment.init_args[1]._bound_deployment
+    found = engine._deployment_config.autoscaling_config
+    assert (found.min_replicas, found.max_replicas, found.initial_replicas, found.downscale_delay_s) == (0, 3, 1, 7)
+    assert found.policy.policy_kwargs == {"min": 0, "max": 3, "target_ttft_s": 1.5, "target_itl_s": 0.05}
+    assert engine._deployment_config.max_surge_percent == 100
+
+
+@pytest.mark.parametrize(
+    ("replicas", "said"),
+    [
+        ({"min": 3, "max": 2}, "min: 3 is more than max: 2"),
+        ({"min": 1}, "max: Field required"),
+        ({"min": 0, "max": 2, "targets": 1}, "unknown key 'targets'"),
+        ({"min": 0, "max": 2, "target_ttft_s": 0}, "target_ttft_s: Input should be greater than 0"),
+        (0, "Input should be greater than or equal to 1"),
+        ("two", "Input should be a valid integer"),
+    ],
+)
+def test_a_wrong_number_of_engines_is_named(replicas: Any, said: str) -> None:
+    from raylm.app import build_app
+
+    with pytest.raises(ConfigError) as caught:
+        build_app({"engine": {"replicas": replicas}})
+    assert caught.value.message.startswith("engine.replicas")
+    assert said in caught.value.message
+    assert caught.value.message.count("Input") <= 1

@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from raylm.config import Config
-from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, as_raylm_error, engine_core_prefix
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, EngineName, as_raylm_error, engine_digest
 from raylm.engine.actor import create_engine_core
 from raylm.errors import ConfigError, EngineDiedError
 from raylm.frontend import Discovery
@@ -237,9 +237,12 @@ async def test_an_engine_that_drains_says_so_to_its_clients_and_to_those_who_com
     async with asyncio.timeout(30):
         while not (await anext(outputs)).draining:
             pass
-        assert (await anext((await RayEngineClient.connect(engine.core)).outputs())).draining
-        assert not drained.done()
+        late = await RayEngineClient.connect(engine.core)
+        assert (await anext(late.outputs())).draining
         await client.close()
+        await asyncio.sleep(0.2)
+        assert not drained.done(), "a client is there, which may still ask"
+        await late.close()
         await drained
 
 
@@ -298,17 +301,17 @@ async def test_what_a_worker_refuses_at_start_arrives_as_it_was_said(start: Star
     assert error.message == "max_model_len: 7 is too evil."
 
 
-async def test_discovery_finds_every_incarnation_once_and_no_engine_of_another_configuration(start: Start) -> None:
-    prefix, other = engine_core_prefix("app", CONFIG), engine_core_prefix("app", Config(max_model_len=7))
+async def test_discovery_finds_every_incarnation_once_and_no_engine_of_another_application(start: Start) -> None:
+    digest = engine_digest(CONFIG)
     found: asyncio.Queue[EngineClient] = asyncio.Queue()
-    discovery = Discovery(prefix, found.put_nowait)
-    first = start(prefix + "a.0")
-    await running(start(other + "b.0"))
+    discovery = Discovery("app", digest, found.put_nowait)
+    first = start(str(EngineName("app", digest, "a.0")))
+    await running(start(str(EngineName("another", digest, "b.0"))))
     await running(first)
     async with asyncio.timeout(30):
         assert (await found.get()).info.engine_id == first.name
         ray.kill(first.core)
-        second = start(prefix + "a.1")
+        second = start(str(EngineName("app", digest, "a.1")))
         await running(second)
         assert (await found.get()).info.engine_id == second.name
     await asyncio.sleep(0.6)
@@ -317,10 +320,10 @@ async def test_discovery_finds_every_incarnation_once_and_no_engine_of_another_c
 
 
 async def test_a_line_that_an_engine_cannot_read_is_given_up_and_opened_again(start: Start) -> None:
-    prefix = engine_core_prefix("app", CONFIG)
+    digest = engine_digest(CONFIG)
     found: asyncio.Queue[EngineClient] = asyncio.Queue()
-    discovery = Discovery(prefix, found.put_nowait)
-    await running(start(prefix + "a.0"))
+    discovery = Discovery("app", digest, found.put_nowait)
+    await running(start(str(EngineName("app", digest, "a.0"))))
     async with asyncio.timeout(30):
         client = await found.get()
         client.add("no request")  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ SERVE_OPTIONS: dict[str, Any] = {
                 "RAY_SERVE_ENABLE_HA_PROXY": "1",
                 "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
                 "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+                "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
                 "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "raylm.ingress:serve_middlewares",
                 "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "raylm.ingress:configure_controller",
             }

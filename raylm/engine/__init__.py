@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 from raylm.engine.block_hashes import ChainedHasher as ChainedHasher
 from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
+from raylm.engine.deployment.autoscaling import EnginePolicy as EnginePolicy
+from raylm.engine.deployment.autoscaling import Targets as Targets
+from raylm.engine.deployment.names import EngineName as EngineName
+from raylm.engine.deployment.names import engine_digest as engine_digest
 from raylm.engine.engine_core import EngineCore as EngineCore
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
 from raylm.lazy import front_door
@@ -14,18 +18,18 @@ from raylm.lazy import front_door
 if TYPE_CHECKING:
     from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
     from raylm.engine.actor import NAMESPACE as NAMESPACE
-    from raylm.engine.actor import engine_core_prefix as engine_core_prefix
     from raylm.engine.liveness.leases import RENEWAL_S as RENEWAL_S
     from raylm.engine.ray_executor import as_raylm_error as as_raylm_error
     from raylm.engine.supervisor import SUPERVISOR_CPUS as SUPERVISOR_CPUS
     from raylm.engine.supervisor import Engine as Engine
+    from raylm.engine.supervisor import drain_limit_s as drain_limit_s
     from raylm.engine.supervisor import placement_bundles as placement_bundles
 
 _MODULES = {
-    "actor": ("MAX_OUTPUTS_IN_FLIGHT", "NAMESPACE", "engine_core_prefix"),
+    "actor": ("MAX_OUTPUTS_IN_FLIGHT", "NAMESPACE"),
     "liveness.leases": ("RENEWAL_S",),
     "ray_executor": ("as_raylm_error",),
-    "supervisor": ("SUPERVISOR_CPUS", "Engine", "placement_bundles"),
+    "supervisor": ("SUPERVISOR_CPUS", "Engine", "drain_limit_s", "placement_bundles"),
 }
 
 __getattr__ = front_door(__name__, _MODULES)

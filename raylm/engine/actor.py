@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -29,12 +29,6 @@ MAX_OUTPUTS_IN_FLIGHT = 8
 ENGINE_CORE = "EngineCore"  # as it signs its heartbeats
 LOST = " was lost."
 _DRAIN_POLL_S = 0.05
-
-
-def engine_core_prefix(app_name: str, config: Config) -> str:
-    """What the names of an application's EngineCores begin with; an ingress sees only engines of its configuration."""
-    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
-    return f"EngineCore:{app_name}:{digest}:"
 
 
 class EngineCoreActor:
@@ -73,8 +67,9 @@ class EngineCoreActor:
         return "The EngineCore has stopped."
 
     async def load(self) -> tuple[EngineStats, int]:
-        """What it does now, and the requests that it holds, or held when it was lost."""
-        return self._core.scheduler.stats(), self._core.held_requests
+        """What it does now, for all clients as ``others``, and the requests that it holds or held when it was lost."""
+        scheduler = self._core.scheduler
+        return replace(scheduler.stats(), others=scheduler.loads.others("")), self._core.held_requests
 
     async def _follow_leases(self) -> None:
         """What a client has open ends when it is gone, whether or not Ray closes its stream."""
@@ -86,9 +81,12 @@ class EngineCoreActor:
                 self._core.drop_client(client_id)
 
     async def drain(self) -> None:
-        """Tell the clients that this engine ends, and wait until no request is open."""
+        """Tell the clients that this engine ends, and wait until they have left.
+
+        They do when they have another one, or end themselves; until then what they ask is answered.
+        """
         self._core.drain()
-        while self._core.has_work:  # noqa: ASYNC110 - asked once in an engine's life
+        while self._core.has_clients:  # noqa: ASYNC110 - asked once in an engine's life
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def info(self) -> EngineInfo:

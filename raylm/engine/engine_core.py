@@ -111,9 +111,8 @@ class EngineCore:
         self._outboxes[client_id].put(self._outputs(client_id, [(key, error)]))
 
     @property
-    def has_work(self) -> bool:
-        """Whether a request is open."""
-        return self.scheduler.has_work or bool(self._grammars)
+    def has_clients(self) -> bool:
+        return bool(self._outboxes)
 
     def abort(self, client_id: str, keys: list[int]) -> None:
         """Give up requests; unknown and finished keys are ignored. The answer is the new stats alone."""

@@ -5,27 +5,32 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError
-from ray.util import get_current_placement_group
+from ray.util import get_current_placement_group, list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
-from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core, engine_core_prefix
+from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core
+from raylm.engine.deployment.autoscaling import EngineLoad
+from raylm.engine.deployment.memory import check_memory
+from raylm.engine.deployment.names import EngineName, engine_digest
 from raylm.engine.liveness.heartbeats import HeartbeatMonitor
-from raylm.engine.load_report import PERIOD_S, LoadReport
+from raylm.engine.load_report import PERIOD_S, LoadReport, Pace
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
-from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
+from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
 from raylm.stages import report
+from raylm.worker import available_memory
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
-DRAIN_MARGIN_S = 1.5
+_SWITCH_S = 30.0  # in which an update's new ingress replicas take over from those that use an old engine
 LAST_WORDS_S = 0.3  # for an EngineCore to tell its clients what became of a worker
 MOST_STARTS = 3
 LOAD_PERIOD_S = 1.0
@@ -40,11 +45,17 @@ def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
     return [{"CPU": SUPERVISOR_CPUS}, core, *[device] * config.engine.tensor_parallel_size]
 
 
+def drain_limit_s(config: Config) -> float:
+    """How long an engine that is to end may serve those who cannot leave it: at least as long as they themselves."""
+    return config.ingress.shutdown_grace_s + _SWITCH_S
+
+
 class EngineProcesses:
     """One incarnation of an engine: its EngineCore and workers, started together as importing torch takes longest."""
 
     def __init__(self, config: Config, name: str, engine_id: str, gpus: int, title: str = "") -> None:
         """``title`` begins its lines at the terminal."""
+        self.load = EngineLoad()
         self._title = title
         self._held = 0
         _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
@@ -94,11 +105,12 @@ class EngineProcesses:
 
     async def _follow_load(self) -> None:
         """Report it while there is any; the end of the EngineCore ends this too."""
-        load, told = LoadReport(), time.monotonic()
+        load, pace, told = LoadReport(), Pace(), time.monotonic()
         with suppress(RayError):
             while True:
                 await asyncio.sleep(LOAD_PERIOD_S)
                 stats, self._held = await self._core.load.remote()
+                self.load = pace.load(stats, time.monotonic())
                 if (seconds := time.monotonic() - told) < PERIOD_S:
                     continue
                 told += seconds
@@ -142,11 +154,11 @@ class Engine:
         context = serve.get_replica_context()
         self._config = config
         self._gpus = gpus
-        self._prefix = engine_core_prefix(context.app_name, config)
         self._app_name = context.app_name
         self._replica = context.replica_tag
         self._incarnation = 0
         self._watch: asyncio.Task[None] | None = None
+        await asyncio.to_thread(self._check_memory)
         self._processes, info = await self._launch()
         _report(info, self._title)
         self._watch = asyncio.create_task(self._keep_alive())
@@ -155,10 +167,22 @@ class Engine:
     def _title(self) -> str:
         return f"{self._app_name}/{self._replica}.{self._incarnation}"
 
+    def _check_memory(self) -> None:
+        if self._gpus:
+            return
+        names = (EngineName.parse(actor["name"]) for actor in list_named_actors(all_namespaces=True))
+        others = sum(name is not None and name.app_name == self._app_name for name in names)
+        try:
+            check_memory(self._config, others, available_memory())
+        except ConfigError as error:
+            report("error", "engine", f"{self._title}: {error.message}")
+            raise
+
     async def _launch(self) -> tuple[EngineProcesses, EngineInfo]:
         """Start the next incarnation; a start that fails leaves nothing behind."""
         engine_id = f"{self._replica}.{self._incarnation}"
-        processes = EngineProcesses(self._config, self._prefix + engine_id, engine_id, self._gpus, self._title)
+        name = str(EngineName(self._app_name, engine_digest(self._config), engine_id))
+        processes = EngineProcesses(self._config, name, engine_id, self._gpus, self._title)
         try:
             info = await processes.start()
         except RayLMError as error:
@@ -189,6 +213,13 @@ class Engine:
             else:
                 return
 
+    async def wake(self) -> None:
+        """Does nothing: that a call waits is what makes Serve start a replica."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks this where the number of engines depends on the load."""
+        return asdict(self._processes.load)
+
     async def check_health(self) -> None:
         """Serve calls this; an error, that the engine could not be started again here, replaces the whole replica."""
         if self._watch is not None and self._watch.done():
@@ -199,7 +230,7 @@ class Engine:
         if self._watch is None:
             return  # the start failed
         self._watch.cancel()
-        await self._processes.drain(self._config.ingress.shutdown_grace_s + DRAIN_MARGIN_S)
+        await self._processes.drain(drain_limit_s(self._config))
         self._processes.kill()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 
 from raylm.checkpoint import resolve
@@ -32,13 +32,20 @@ class AsyncLLM:
     """Text in, deltas of text out; everything runs on one event loop, long tokenizing and templates on threads.
 
     ``adapters`` are the LoRA adapters that requests may name; ``admission`` bounds what waits for a first token.
-    Requests whose engine is lost go on on another one, for which they wait at most ``recovery_timeout_s``.
+    Requests whose engine is lost go on on another one, for which they wait at most ``recovery_timeout_s``; so do new
+    ones where there is none and ``wake`` starts one.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
     """
 
-    def __init__(self, config: Config, admission: Admission | None = None, recovery_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        admission: Admission | None = None,
+        recovery_timeout_s: float = 0.0,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
         self.admission = admission or Admission()
@@ -54,12 +61,19 @@ class AsyncLLM:
         self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
-        self._router = Router(self._outputs.process, self._outputs.fail, self._outputs.resumed, recovery_timeout_s)
+        self._router = Router(
+            self._outputs.process, self._outputs.fail, self._outputs.resumed, recovery_timeout_s, wake=wake
+        )
+        self._starts_engines = wake is not None
         self.adapters = self._router.adapters
 
     def add_engine(self, client: EngineClient) -> None:
         """Take in a ready engine; call it from a task that outlives every request. One that dies leaves by itself."""
         self._router.add(client)
+
+    async def until_engine(self) -> None:
+        """Wait, however long, for an engine that is not about to end."""
+        await self._router.until_lasting_engine()
 
     async def stop(self) -> None:
         """Leave all engines, which ends what is open, and end the threads."""
@@ -70,7 +84,8 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        return self._router.is_ready
+        """Whether a request would be answered now, or as soon as an engine has been started for it."""
+        return self._router.is_ready or self._starts_engines
 
     @property
     def max_model_len(self) -> int:
@@ -102,6 +117,7 @@ class AsyncLLM:
             OverloadedError: too many wait already.
             EngineUnavailableError: no engine is ready; EngineDiedError if it was lost meanwhile.
         """
+        await self._router.until_engine()
         limits = self._router.limits
         spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
         if params.thinking_token_budget is not None and thinking is None:
@@ -124,6 +140,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: PoolingParams, head: RequestHead
     ) -> AsyncGenerator[RequestOutput, None]:
         """Compute one prompt and pool its hidden states; the only output holds the vector. Else as ``generate``."""
+        await self._router.until_engine()
         limits = self._router.limits
         self.pooling_defaults.check(params)
         token_ids = await self._token_ids(prompt, limits, head.param)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,20 +14,23 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from raylm.config import Config
-from raylm.engine import engine_core_prefix
+from raylm.engine import engine_digest
 from raylm.errors import ConfigError
 from raylm.frontend import Lifecycle
 from raylm.ingress.callers import Callers
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import stop_flag
+from raylm.ray_private import routed_for_s, stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput
     from raylm.ingress.handle_calls import HandleCalls
 
+logger = logging.getLogger("raylm.ingress")
+
 _POLL_S = 0.1
+_LEAVE_S = 0.5  # for proxies to forget this replica, beyond the time that Serve itself gives them
 
 # Actors that all replicas share where there are several, by the name under which the app knows them.
 SHARED_ACTORS: Family[type] = Family({
@@ -37,8 +41,8 @@ SHARED_ACTORS: Family[type] = Family({
 class Ingress:
     """One replica. Python callers reach the public methods by handle, HTTP clients the app.
 
-    ``engine`` is bound only so that Serve deploys the engines with the ingress; ``shared_actors`` are SHARED_ACTORS,
-    none where there is a single replica.
+    ``engine`` is bound so that Serve deploys the engines with the ingress, and is called only where there may be none;
+    ``shared_actors`` are SHARED_ACTORS, none where there is a single replica.
     """
 
     _llm: AsyncLLM
@@ -48,11 +52,18 @@ class Ingress:
 
     def __init__(self, config: Config, engine: DeploymentHandle, **shared_actors: DeploymentHandle) -> None:
         self._config = config
+        self._engine = engine
+        self._engine_wanted = asyncio.Event()
+        self._leave: Callable[[], object] | None = None
         self._shared_actors = shared_actors
         self._callers = Callers()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        """Serve calls this once, at boot: here start all tasks that must outlive every request."""
+        """Serve calls this once, at boot: here start all tasks that must outlive every request.
+
+        It ends when there is an engine. So an update takes away the old replicas, and with them what they serve, only
+        when new ones can answer.
+        """
         from raylm.frontend import Admission, AsyncLLM, Discovery  # here: building the application need not wait
         from raylm.ingress.handle_calls import HandleCalls
         from raylm.ingress.routes import build_asgi_app
@@ -60,7 +71,8 @@ class Ingress:
         bounds, app_name = self._config.ingress, serve.get_replica_context().app_name
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
         try:
-            self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s)
+            wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None
+            self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake)
         except ConfigError as error:
             report("error", "chat", f"{app_name}: {error.message}")
             raise
@@ -70,8 +82,15 @@ class Ingress:
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
-        prefix = engine_core_prefix(app_name, self._config)
-        self._tasks = Discovery(prefix, self._llm.add_engine), asyncio.create_task(self._drain_when_stopped())
+        self._tasks = (
+            Discovery(app_name, engine_digest(self._config), self._llm.add_engine),
+            asyncio.create_task(self._drain_when_stopped()),
+            asyncio.create_task(self._start_engines_when_wanted()),
+        )
+        loop = asyncio.get_running_loop()
+        self._leave = lambda: loop.create_task(self._llm.stop())
+        if not self._config.engine.scales_to_zero:
+            await self._llm.until_engine()
         return app
 
     async def generate(
@@ -145,12 +164,30 @@ class Ingress:
         with self._callers.waiting(*caller) as ongoing, ongoing:
             return await getattr(self, method)(*args, **fields)
 
+    async def _start_engines_when_wanted(self) -> None:
+        """A call that waits for a replica is what makes Serve start one where there is none."""
+        while True:
+            await self._engine_wanted.wait()
+            self._engine_wanted.clear()
+            try:
+                await self._engine.wake.remote()
+            except Exception as error:  # of any class; whoever waits for an engine asks again
+                logger.warning("No engine could be asked for: %s", error)
+
     async def _drain_when_stopped(self) -> None:
         """End running streams in order when Serve stops this replica.
 
-        Serve tells user code of a stop only when no request is left; its replica, in this process, knows at once.
+        Serve tells user code of a stop only when no request is left; its replica, in this process, knows at once. What
+        proxies send until they have heard of it is served as ever.
         """
         is_stopping = stop_flag()
         while not is_stopping():  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(routed_for_s() + _LEAVE_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
+
+    def __del__(self) -> None:
+        """Serve calls this when no request is left: engines that drain need not wait for this client."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()

@@ -13,7 +13,7 @@ import pytest
 
 from raylm.config import Config
 from raylm.engine.sequence import sequence_seed
-from raylm.errors import EngineCrashedError, EngineDiedError
+from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError
 from raylm.frontend import AsyncLLM, RequestHead
 from raylm.messages import LoRAAdapter
 from raylm.params import SamplingParams
@@ -249,3 +249,64 @@ async def test_engines_drain_one_after_the_other_with_the_answers_of_an_undistur
         assert tokens == {index: model.continuation([5, number], seed, 60) for index, seed in enumerate(seeds)}
     for house in houses:
         await house.close()
+
+
+async def test_a_draining_engine_is_left_when_nothing_is_open_there_and_another_one_is_ready(
+    lasting: AsyncLLM,
+) -> None:
+    """Of whatever fingerprint: new requests go to the other one anyway. The only engine is not left."""
+    first, other = PlayedEngine("first"), PlayedEngine("other", fingerprint="fp_2")
+    lasting.add_engine(first)
+    begun = asyncio.create_task(read(lasting, [5], SamplingParams(max_tokens=2, ignore_eos=True)))
+    await until(lambda: len(first.added) == 1)
+    first.say(draining=True)
+    await until(lambda: first.draining)
+    lasting.add_engine(other)
+    await asyncio.sleep(0.01)
+    assert not first.closed
+    first.say((first.added[0].key, 0, [7, 8], "length"))
+    assert await begun == {0: [7, 8]}
+    await until(lambda: first.closed)
+    other.say(draining=True)
+    await asyncio.sleep(0.01)
+    assert not other.closed
+
+
+async def test_new_requests_wait_for_an_engine_that_is_started_for_them(checkpoint: Path) -> None:
+    wakes: list[str] = []
+    llm = AsyncLLM(Config(model=str(checkpoint)), recovery_timeout_s=30, wake=lambda: wakes.append("wanted"))
+    assert llm.is_ready
+    asked = asyncio.create_task(read(llm, [5], SamplingParams(max_tokens=1, ignore_eos=True)))
+    await until(lambda: bool(wakes))
+    engine = PlayedEngine("first")
+    llm.add_engine(engine)
+    await until(lambda: bool(engine.added))
+    engine.die()
+    wakes.clear()
+    await until(lambda: bool(wakes))
+    second = PlayedEngine("second")
+    llm.add_engine(second)
+    await until(lambda: bool(second.added))
+    second.say((second.added[0].key, 0, [6], "length"))
+    assert await asked == {0: [6]}
+    await llm.stop()
+
+
+async def test_an_engine_that_is_started_but_never_comes_is_told(checkpoint: Path) -> None:
+    llm = AsyncLLM(Config(model=str(checkpoint)), recovery_timeout_s=0.05, wake=lambda: None)
+    with pytest.raises(EngineUnavailableError):
+        await read(llm, [5], SamplingParams(max_tokens=1))
+    await llm.stop()
+
+
+async def test_an_ingress_waits_for_an_engine_that_lasts(lasting: AsyncLLM) -> None:
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    ready = asyncio.create_task(lasting.until_engine())
+    lasting.add_engine(first)
+    first.say(draining=True)
+    first.draining = True
+    await asyncio.sleep(0.01)
+    assert not ready.done()
+    lasting.add_engine(second)
+    async with asyncio.timeout(10):
+        await ready

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable
 
 import ray
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from raylm.engine import NAMESPACE
+from raylm.engine import NAMESPACE, EngineName, as_raylm_error
 from raylm.errors import EngineDiedError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.ray_engine_client import RayEngineClient
@@ -25,12 +26,16 @@ class Discovery:
 
     An EngineCore's name is unique to one incarnation and vanishes with it, so every name is connected to once, and
     again only if the line to an engine was lost that lives on and does not drain.
+
+    Engines of the configuration with this ``digest`` are handed over as they come. Others of the application, which
+    there are while it is updated, are if they have the fingerprint of one of those: they give the same tokens.
     """
 
-    def __init__(self, prefix: str, found: Callable[[EngineClient], None]) -> None:
-        self._prefix = prefix
+    def __init__(self, app_name: str, digest: str, found: Callable[[EngineClient], None]) -> None:
+        self._app_name, self._digest = app_name, digest
         self._found = found
-        self._connecting: dict[str, asyncio.Task[None]] = {}
+        self._fingerprints: set[str] = set()
+        self._connecting: dict[EngineName, asyncio.Task[None]] = {}
         self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -41,23 +46,29 @@ class Discovery:
                 logger.warning("Ray could not be asked for engines, and will be again: %s", error)
             await asyncio.sleep(PERIOD_S)
 
-    def _follow(self, names: set[str]) -> None:
+    def _follow(self, names: set[EngineName]) -> None:
         for name in names - self._connecting.keys():
             self._connecting[name] = asyncio.create_task(self._connect(name))
         for name in self._connecting.keys() - names:
             self._connecting.pop(name).cancel()
 
-    def _names(self) -> set[str]:
+    def _names(self) -> set[EngineName]:
         found = list_named_actors(all_namespaces=True)
-        return {a["name"] for a in found if a["namespace"] == NAMESPACE and a["name"].startswith(self._prefix)}
+        names = [EngineName.parse(actor["name"]) for actor in found if actor["namespace"] == NAMESPACE]
+        return {name for name in names if name is not None and name.app_name == self._app_name}
 
-    async def _connect(self, name: str) -> None:
+    async def _connect(self, name: EngineName) -> None:
         try:
-            core = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            core = await asyncio.to_thread(ray.get_actor, str(name), NAMESPACE)
+            if name.digest != self._digest:
+                await self._until_known((await core.info.remote()).worker.fingerprint)
             client = await RayEngineClient.connect(core)
-        except (ValueError, EngineDiedError) as error:
-            logger.warning("%s was gone before it was ready: %s", name, error)
+        except (ValueError, RayError, EngineDiedError) as error:
+            reason = as_raylm_error(error) if isinstance(error, RayError) else error
+            logger.warning("%s was gone before it was ready: %s", name, reason)
             return
+        if name.digest == self._digest:
+            self._fingerprints.add(client.info.worker.fingerprint)
         self._found(client)
         await client.left.wait()
         if client.draining:
@@ -65,6 +76,10 @@ class Discovery:
         await asyncio.sleep(RECONNECT_S)
         logger.warning("The line to %s was lost, which lives; it is opened again.", name)
         self._connecting.pop(name, None)
+
+    async def _until_known(self, fingerprint: str) -> None:
+        while fingerprint not in self._fingerprints:  # noqa: ASYNC110 - it may be for ever
+            await asyncio.sleep(PERIOD_S)
 
     def stop(self) -> None:
         """Look for engines no more; clients that were handed over live on."""

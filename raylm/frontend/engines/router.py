@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -22,6 +23,7 @@ from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 logger = logging.getLogger("raylm.frontend")
 
+WAKE_PERIOD_S = 1.0
 ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
 GUESS = Speed(step_s=0.01, token_s=1e-4)  # before any engine knows its speed
 
@@ -41,7 +43,8 @@ class Router:
     """``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests with an error.
 
     A request whose engine is lost goes on on another one: ``resume`` gives it with the tokens it has. Where there is
-    none it waits for one, at most ``recovery_timeout_s``.
+    none it waits for one, at most ``recovery_timeout_s``. ``wake`` is called, again and again, while requests wait for
+    an engine and there is none; without it new requests do not wait.
     """
 
     def __init__(
@@ -51,18 +54,44 @@ class Router:
         resume: Resume,
         recovery_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.time,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
+        self._recovery_timeout_s = recovery_timeout_s
         self._clock = clock
+        self._wake = wake
         self._deliver = deliver
+        self._engine_came = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self.adapters = AdapterDirectory()
 
     @property
     def is_ready(self) -> bool:
         return bool(self._engines)
+
+    async def until_engine(self) -> None:
+        """Wait for the first engine if ``wake`` can bring one; EngineUnavailableError if it does not come in time."""
+        if self._engines or self._wake is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._recovery_timeout_s):
+                while not self._engines:
+                    self._wake()
+                    await self._until_one_comes(WAKE_PERIOD_S)
+        self._check_ready()
+
+    async def until_lasting_engine(self) -> None:
+        """Wait, however long, for an engine that does not drain."""
+        while all(engine.client.draining for engine in self._engines.values()):
+            await self._until_one_comes(WAKE_PERIOD_S)
+
+    async def _until_one_comes(self, timeout_s: float) -> None:
+        self._engine_came.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._engine_came.wait()
 
     @property
     def limits(self) -> Limits:
@@ -89,6 +118,7 @@ class Router:
         if len(self._engines) > 1:
             for one in self._engines.values():
                 one.watch()
+        self._engine_came.set()
         self._on_engines()
         return engine
 
@@ -118,6 +148,8 @@ class Router:
             engine.end(key, None if abort else self._clock())
             if abort:
                 engine.client.abort([key])
+            if engine.client.draining and not engine.open:
+                self._on_engines()
 
     def _send_again(self, request: EngineCoreRequest, fingerprint: str) -> None:
         """Only an engine of the same fingerprint goes on with the tokens of another."""
@@ -210,8 +242,8 @@ class Router:
 
     def _can_replace(self, other: RoutedEngine, engine: RoutedEngine) -> bool:
         mine, its = engine.client.info, other.client.info
-        same = mine.worker.fingerprint == its.worker.fingerprint
-        return same and not other.client.draining and self.adapters.has_all_of(its.engine_id, mine.engine_id)
+        takes_open = not engine.open or mine.worker.fingerprint == its.worker.fingerprint
+        return takes_open and not other.client.draining and self.adapters.has_all_of(its.engine_id, mine.engine_id)
 
     def _hand_over(self, engine: RoutedEngine) -> None:
         """Its requests go on on others; what it still says of them is not heard."""
@@ -237,6 +269,8 @@ class Router:
         if crashed:
             self._recovery.suspect(keys)
         self._recovery.take(keys, engine.client.info.worker.fingerprint, error)
+        if keys and not self._engines and self._wake is not None:
+            self._wake()
 
     async def _close_client(self, client: EngineClient) -> None:
         try:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from raylm.engine import NAMESPACE
 from raylm.frontend.engines import discovery
+from raylm.messages import EngineInfo
+from tests.frontend.played_engine import PlayedEngine
 
 
 class Client:
     """All that Discovery asks of a client."""
 
-    def __init__(self) -> None:
+    def __init__(self, fingerprint: str = "fp_1") -> None:
         self.left = asyncio.Event()
         self.draining = False
+        self.info = PlayedEngine("a", fingerprint=fingerprint).info
 
 
 async def test_an_engine_is_found_after_looks_that_failed(
@@ -29,11 +33,11 @@ async def test_an_engine_is_found_after_looks_that_failed(
         looks += 1
         if looks < 3:
             raise ConnectionError("the control plane is away")
-        names = [("EngineCore:a", NAMESPACE), ("EngineCore:b", "another"), ("Other", NAMESPACE)]
+        names = [("EngineCore:app:d:a", NAMESPACE), ("EngineCore:app:d:b", "another"), ("Other", NAMESPACE)]
         return [{"name": name, "namespace": namespace} for name, namespace in names]
 
     async def connect(core: object) -> Client:
-        assert core == "the actor EngineCore:a"
+        assert core == "the actor EngineCore:app:d:a"
         return client
 
     monkeypatch.setattr(discovery, "list_named_actors", list_named_actors)
@@ -41,7 +45,7 @@ async def test_an_engine_is_found_after_looks_that_failed(
     monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: f"the actor {name}")
     monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
     found: asyncio.Queue[object] = asyncio.Queue()
-    watching = discovery.Discovery("EngineCore:", found.put_nowait)
+    watching = discovery.Discovery("app", "d", found.put_nowait)
     async with asyncio.timeout(30):
         assert await found.get() is client
     assert [record.getMessage() for record in caplog.records] == [
@@ -59,14 +63,14 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_
     async def connect(core: object) -> Client:
         return next(waiting)
 
-    listed = [{"name": "EngineCore:a", "namespace": NAMESPACE}]
+    listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
     monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
     monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
     monkeypatch.setattr(discovery, "RECONNECT_S", 0.001)
     monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
     found: asyncio.Queue[object] = asyncio.Queue()
-    watching = discovery.Discovery("EngineCore:", found.put_nowait)
+    watching = discovery.Discovery("app", "d", found.put_nowait)
     async with asyncio.timeout(30):
         assert await found.get() is clients[0]
         clients[0].left.set()
@@ -76,6 +80,51 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_
     await asyncio.sleep(0.05)
     assert found.empty()
     assert [record.getMessage() for record in caplog.records] == [
-        "The line to EngineCore:a was lost, which lives; it is opened again."
+        "The line to EngineCore:app:d:a was lost, which lives; it is opened again."
     ]
+    watching.stop()
+
+
+class Core:
+    """The handle of an EngineCore that is ready."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.info = SimpleNamespace(remote=self._info)
+
+    async def _info(self) -> EngineInfo:
+        return self.client.info
+
+
+async def test_an_engine_of_another_configuration_is_taken_if_it_gives_the_tokens_of_one_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not before ours are there, and never one of another model."""
+    clients = {
+        "EngineCore:app:new:a": Client("fp_1"),
+        "EngineCore:app:old:b": Client("fp_1"),
+        "EngineCore:app:old:c": Client("fp_2"),
+        "EngineCore:app:old:app:new:d": Client("fp_1"),
+    }
+    listed = [name for name in clients if name != "EngineCore:app:new:a"]
+
+    async def connect(core: Core) -> Client:
+        return core.client
+
+    monkeypatch.setattr(
+        discovery, "list_named_actors", lambda all_namespaces: [{"name": n, "namespace": NAMESPACE} for n in listed]
+    )
+    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
+    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: Core(clients[name]))
+    monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
+    found: asyncio.Queue[object] = asyncio.Queue()
+    watching = discovery.Discovery("app", "new", found.put_nowait)
+    await asyncio.sleep(0.05)
+    assert found.empty()
+    listed.append("EngineCore:app:new:a")
+    async with asyncio.timeout(30):
+        assert await found.get() is clients["EngineCore:app:new:a"]
+        assert await found.get() is clients["EngineCore:app:old:b"]
+    await asyncio.sleep(0.05)
+    assert found.empty()
     watching.stop()

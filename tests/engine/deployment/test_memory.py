@@ -1,0 +1,44 @@
+"""One more engine is refused by name where it cannot fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylm.config import Config
+from raylm.engine.deployment.memory import GIB, check_memory
+from raylm.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A checkpoint whose two files of weights have 3 GiB, none of them on the disk."""
+    for number, size in enumerate((1, 2)):
+        with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(size * GIB)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "free", "said"),
+    [
+        ({}, 3.0, ""),
+        ({}, 2.9, "needs 3.00 GiB of weights, and 2.90 GiB are free"),
+        ({"cache": {"memory_gib": 1}}, 4.0, ""),
+        ({"cache": {"memory_gib": 1}}, 3.9, "3.00 GiB of weights and 1.00 GiB of KV cache, and 3.90 GiB are free"),
+        ({"cache": {"memory_gib": 1}, "engine": {"tensor_parallel_size": 2}}, 4.9, "and 2.00 GiB of KV cache"),
+    ],
+)
+def test_what_is_missing_is_named(model: str, knobs: dict[str, Any], free: float, said: str) -> None:
+    config = Config.model_validate({"model": model} | knobs)
+    if not said:
+        check_memory(config, 1, int(free * GIB))
+        return
+    with pytest.raises(ConfigError) as first:
+        check_memory(config, 0, int(free * GIB))
+    assert said in first.value.message
+    assert "update" not in first.value.message
+    with pytest.raises(ConfigError, match="An update starts new engines before it ends old ones"):
+        check_memory(config, 2, int(free * GIB))

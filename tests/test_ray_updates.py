@@ -1,0 +1,135 @@
+"""Engines that drain, and updates of a served file, under clients: nobody sees an error, and texts stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving import chat, text_of
+from tests.updating import Updates, updated_server
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
+
+SCALED = {"replicas": {"min": 0, "max": 2, "downscale_delay_s": 3}, "threads": 1}
+QUESTIONS = [f"Count from {number} to {number + 9}." for number in range(6)]
+
+
+@pytest.fixture
+def updates(tmp_path: Path) -> Iterator[Updates]:
+    with updated_server(tmp_path / "serve.yaml", engines=2) as updates:
+        yield updates
+
+
+async def text(url: str, number: int, tokens: int) -> str:
+    """A sampled stream over a connection of its own, or what went wrong."""
+    body = chat(
+        QUESTIONS[number % len(QUESTIONS)],
+        stream=True,
+        ignore_eos=True,
+        max_tokens=tokens,
+        temperature=0.9,
+        seed=number,
+    )
+    found = last = ""
+    try:
+        async with (
+            httpx.AsyncClient(timeout=120) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if answer.status_code != 200 or '"error"' in line:
+                    return f"{answer.status_code} {line}"
+                found += text_of(line)
+                last = line or last
+    except httpx.HTTPError as error:
+        return repr(error)
+    return found if last == "data: [DONE]" else f"it ended with {last}"
+
+
+async def test_streams_outlive_engines_that_drain_with_the_texts_of_an_undisturbed_run(updates: Updates) -> None:
+    url, tokens = updates.server.url, 3000
+    undisturbed = await asyncio.gather(*(text(url, number, tokens) for number in range(6)))
+    ingress = updates.replicas("Ingress")
+    streams = [asyncio.create_task(text(url, number, tokens)) for number in range(6)]
+    await asyncio.sleep(0.5)
+    drained = 0
+    while not any(stream.done() for stream in streams):
+        await asyncio.to_thread(updates.set_engines, 1)
+        drained += not any(stream.done() for stream in streams)
+        await asyncio.to_thread(updates.set_engines, 2)
+    assert await asyncio.gather(*streams) == undisturbed
+    assert drained
+    assert updates.replicas("Ingress") == ingress
+
+
+class Clients:
+    """They ask again and again; ``wrong`` has what was not one of the texts that are ``right`` at the time."""
+
+    def __init__(self, url: str, right: list[set[str]]) -> None:
+        self._url = url
+        self.right = right
+        self.wrong: list[str] = []
+        self.answers = 0
+
+    async def ask(self, number: int) -> None:
+        while True:
+            found = await text(self._url, number, 60)
+            self.answers += 1
+            if found not in self.right[number]:
+                self.wrong.append(found)
+
+
+@asynccontextmanager
+async def clients(url: str) -> AsyncIterator[Clients]:
+    made = Clients(url, [{await text(url, number, 60)} for number in range(4)])
+    tasks = [asyncio.create_task(made.ask(number)) for number in range(4)]
+    try:
+        yield made
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks)
+
+
+async def test_no_client_sees_an_update(updates: Updates) -> None:
+    """Of the ingress, of the engines, and of what they compute with."""
+    async with clients(updates.server.url) as asking:
+        await asyncio.to_thread(updates.update, ingress={"max_queued_requests": 1000})
+        assert asking.wrong == []
+        await asyncio.to_thread(updates.update, scheduler={"max_num_seqs": 32})
+        assert asking.wrong == []
+        before = asking.answers
+        alone = [right.copy() for right in asking.right]
+        for right in asking.right:
+            right.clear()
+        asking.wrong.clear()
+        await asyncio.to_thread(updates.update, quantization="int8")
+        seen = list(asking.wrong)
+        asking.wrong.clear()
+    assert asking.answers > before
+    quantized = {await text(updates.server.url, number, 60) for number in range(4)}
+    assert quantized.isdisjoint(set.union(*alone)), "another model gives other texts"
+    assert {*seen} <= set.union(*alone) | quantized
+
+
+async def test_engines_go_with_the_load_to_none_and_back(tmp_path: Path) -> None:
+    """What is asked while there is none is answered; what more is asked than one has places for starts another."""
+    args = {"engine": SCALED, "scheduler": {"max_num_seqs": 3}}
+    with updated_server(tmp_path / "serve.yaml", engines=0, **args) as updates:
+        url, engines = updates.server.url, lambda: [*updates.replicas("Engine").values()]
+        right = await text(url, 1, 40)
+        assert len(right) > 100
+        await asyncio.to_thread(updates.wait, lambda: engines() == [], "keeps its engine")
+        assert (await asyncio.to_thread(httpx.get, f"{url}/health")).status_code == 200
+        assert await asyncio.gather(*(text(url, 1, 40) for _ in range(3))) == [right] * 3
+        streams = [asyncio.create_task(text(url, number, 4000)) for number in range(6)]
+        await asyncio.to_thread(updates.wait, lambda: engines() == ["RUNNING"] * 2, "starts no other engine")
+        texts = await asyncio.gather(*streams)
+        assert all(len(found) > 1000 for found in texts)
+        await asyncio.to_thread(updates.wait, lambda: engines() == [], "keeps its engines")

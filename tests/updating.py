@@ -1,0 +1,102 @@
+"""A served file that changes while it is served, as by `serve deploy`, and what Serve says of its replicas."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from raylm import ray_private
+from tests.serving import ARGS, Server, free_port, serve_file
+
+LIMIT_S = 180
+
+
+class Updates:
+    """Of one application, on the Ray of a server that was started with its file."""
+
+    def __init__(self, server: Server, tree: dict[str, Any]) -> None:
+        self.server = server
+        self.tree = copy.deepcopy(tree)
+
+    @property
+    def application(self) -> dict[str, Any]:
+        entry: dict[str, Any] = self.tree["applications"][0]
+        return entry
+
+    def deploy(self) -> None:
+        """Hand over the tree as it is now; returns at once."""
+        from ray.serve.schema import ServeDeploySchema  # Ray Serve warns when it is imported
+
+        ray_private.deploy_file(ServeDeploySchema.model_validate(self.tree))
+
+    def replicas(self, deployment: str) -> dict[str, str]:
+        """States by id."""
+        found = ray_private.serve_details()
+        assert found is not None
+        deployments = found["applications"]["default"]["deployments"]
+        replicas = deployments.get(deployment, {}).get("replicas", [])
+        return {replica["replica_id"]: str(replica["state"]) for replica in replicas}
+
+    def status(self) -> str:
+        found = ray_private.serve_details()
+        assert found is not None
+        return str(found["applications"]["default"]["status"])
+
+    def set_engines(self, number: int) -> None:
+        """Change their number alone, and wait until so many are there and none else."""
+        self.application["deployments"] = [{"name": "Engine", "num_replicas": number}]
+        self.deploy()
+        self.wait(lambda: [*self.replicas("Engine").values()] == ["RUNNING"] * number, f"has not {number} engines")
+
+    def update(self, **args: Any) -> None:
+        """Change args of the application, and wait until only new replicas are there."""
+        before = {name: self.replicas(name).keys() for name in ("Engine", "Ingress")}
+        self.application["args"] |= args
+        self.deploy()
+
+        def is_new(name: str) -> bool:
+            now = self.replicas(name)
+            return not now.keys() & before[name] and {*now.values()} == {"RUNNING"}
+
+        self.wait(lambda: self.status() == "RUNNING" and is_new("Engine") and is_new("Ingress"), "is not updated")
+
+    def wait(self, condition: Callable[[], bool], complaint: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            if time.monotonic() > deadline:
+                found = {name: self.replicas(name) for name in ("Engine", "Ingress")}
+                raise AssertionError(f"it {complaint}: {found}\n{self.server.log.read_text()}")
+            time.sleep(0.1)
+
+
+@contextmanager
+def updated_server(path: Path, engines: int = 1, **args: Any) -> Iterator[Updates]:
+    """A server of the embedded model that was deployed from a file, and this process on its Ray."""
+    port = free_port()
+    serve_file(path, port, ARGS | args)
+    tree = yaml.safe_load(path.read_text())
+    if engines:
+        tree["applications"][0]["deployments"] = [{"name": "Engine", "num_replicas": engines}]
+    else:
+        tree["applications"][0]["deployments"] = [{"name": "Ingress", "max_ongoing_requests": 8192}]
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")  # of the server; this process has none either
+        server = Server(path, port)
+    with server:
+        line = re.search(r"RAY_ADDRESS=(\S+)", server.log.read_text())
+        assert line is not None
+        ray.init(address=line[1], namespace="serve", log_to_driver=False)
+        try:
+            yield Updates(server, tree)
+        finally:
+            ray.shutdown()
