@@ -23,7 +23,7 @@ from raylm.ray_private import stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, RequestOutput
+    from raylm.frontend import AsyncLLM, RequestOutput, StateClient
     from raylm.ingress.handle_calls import HandleCalls
 
 _POLL_S = 0.1
@@ -43,6 +43,7 @@ class Ingress:
 
     _llm: AsyncLLM
     _lifecycle: Lifecycle
+    _state: StateClient
     _calls: HandleCalls
     _tasks: tuple[object, ...]
 
@@ -53,7 +54,7 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, at boot: here start all tasks that must outlive every request."""
-        from raylm.frontend import Admission, AsyncLLM, Discovery  # here: building the application need not wait
+        from raylm.frontend import Admission, AsyncLLM, Discovery, RemoteState, StateClient  # building need not wait
         from raylm.ingress.handle_calls import HandleCalls
         from raylm.ingress.routes import build_asgi_app
 
@@ -65,7 +66,10 @@ class Ingress:
             report("error", "chat", f"{app_name}: {error.message}")
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
-        app = build_asgi_app(self._llm, self._config, self._shared_actors)
+        link = RemoteState(app_name) if _is_shared(self._config) else None
+        self._state = StateClient(link, serve.get_replica_context().replica_tag)
+        app = build_asgi_app(self._llm, self._config, self._shared_actors, self._state)
+        self._state.start()
         self._lifecycle = app.state.lifecycle
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()
@@ -154,3 +158,9 @@ class Ingress:
         while not is_stopping():  # noqa: ASYNC110 - Serve's own flag, which nothing announces
             await asyncio.sleep(_POLL_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
+        await self._state.close()
+
+
+def _is_shared(config: Config) -> bool:
+    """Whether there is something that other replicas, or the next one in this one's place, must know of."""
+    return config.ingress.replicas > 1 or config.ingress.has_keys or config.lora.root is not None

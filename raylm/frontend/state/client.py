@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from contextvars import Context
 from itertools import count
@@ -74,6 +74,8 @@ class SharedAdapters(Protocol):
 
     def merge(self, entries: Iterable[AdapterEntry]) -> None: ...
 
+    def connect(self, publish: Callable[[], Awaitable[None]]) -> None: ...
+
 
 class Hold:
     """A claim that was granted; ``end`` says how many tokens were served, and gives back the rest. Safe to repeat."""
@@ -114,6 +116,7 @@ class StateClient:
         """What this replica tells the others of itself, and what it hears of them."""
         self._own_series = series
         self._shared = _Shared(adapters)
+        adapters.connect(self.publish)
 
     def start(self) -> None:
         """Begin to report; else the first claim does."""

@@ -27,6 +27,9 @@ class KeyLimits:
         return self.requests_per_minute is not None or self.concurrency is not None
 
 
+NO_LIMITS = KeyLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What is asked of the limits of ``key``: to let one request in (``tokens`` None), or to serve so many tokens.
@@ -76,11 +79,18 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """What was last decided about the adapter ``name``: it is loaded, or (None) unloaded; the higher revision holds."""
+    """What was last decided about the adapter of a name; the higher revision holds.
 
-    name: str
-    adapter: LoRAAdapter | None
+    While it is ``loading`` engines may have it or not. One that has it although it was ``unloaded`` is to give it up.
+    """
+
+    adapter: LoRAAdapter
+    decided: Literal["loading", "loaded", "unloaded"]
     revision: int
+
+    @property
+    def name(self) -> str:
+        return self.adapter.name
 
 
 @dataclass(frozen=True, slots=True)
