@@ -149,7 +149,8 @@ class IngressConfig(Frozen):
     body_timeout_s: float = Field(60, gt=0, le=3600)
     """Seconds in which a request's body must have arrived; beyond it 408."""
     api_keys_file: str | None = Field(None, min_length=1)
-    """File with an API key a line, as `name: key`; without keys everybody is let in."""
+    """File with an API key a line, as `name: key` and its limits; without keys everybody is let in. Read again when it
+    changes."""
     api_keys_env: str | None = Field(None, min_length=1)
     """Environment variable that holds API keys, as the file does."""
     open_paths: tuple[str, ...] = ("/health", "/ready", "/ping", "/docs")
@@ -164,6 +165,10 @@ class IngressConfig(Frozen):
     """Seconds that requests whose engine was lost wait for another one, on which they go on; longer than its start."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
     """Seconds that running streams get to end at shutdown."""
+
+    @property
+    def has_keys(self) -> bool:
+        return self.api_keys_file is not None or self.api_keys_env is not None
 
 
 class Config(Frozen):

@@ -55,6 +55,13 @@ class AuthenticationError(InvalidRequestError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(InvalidRequestError):
+    """The API key is valid, and not for this."""
+
+    status = 403
+    code = "permission_denied"
+
+
 class NotFoundError(InvalidRequestError):
     status = 404
     code = "not_found"
@@ -98,6 +105,12 @@ class OverloadedError(RayLMError):
     type = "rate_limit_error"
     code = "overloaded"
     retry_after_s = 1
+
+
+class RateLimitError(OverloadedError):
+    """A limit of the API key is reached; the message names it."""
+
+    code = "rate_limit_exceeded"
 
 
 class DeadlineExceededError(RayLMError):

@@ -217,14 +217,13 @@ def _curl(application: ServedApplication, urls: dict[str, str]) -> str:
         body,
     ]
     bounds = application.config.ingress
-    key = ' -H "Authorization: Bearer $KEY"' if bounds.api_keys_file or bounds.api_keys_env else ""
+    key = ' -H "Authorization: Bearer $KEY"' if bounds.has_keys else ""
     return shlex.join(words) + key
 
 
 def _key_header(config: IngressConfig) -> dict[str, str]:
-    if "/health" in config.open_paths or (config.api_keys_file is None and config.api_keys_env is None):
+    if "/health" in config.open_paths or not config.has_keys:
         return {}
     from raylm.ingress import read_keys  # here, so that starting need not wait for it
 
-    (_, key), *_ = read_keys(config) or [("", "")]
-    return {"x-api-key": key}
+    return {"x-api-key": next(key for _, key in read_keys(config) or ())}

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.lifecycle import Lifecycle as Lifecycle
     from raylm.frontend.admission.lifecycle import OngoingRequest as OngoingRequest
     from raylm.frontend.admission.lifecycle import Throttle as Throttle
+    from raylm.frontend.admission.place import ApiKey as ApiKey
+    from raylm.frontend.admission.place import Place as Place
     from raylm.frontend.admission.queue import Admission as Admission
+    from raylm.frontend.admission.queue import FairShares as FairShares
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.discovery import Discovery as Discovery
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
     from raylm.frontend.outputs import RequestOutput as RequestOutput
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
+    from raylm.frontend.state.actor import RemoteState as RemoteState
+    from raylm.frontend.state.actor import end_state as end_state
+    from raylm.frontend.state.client import StateClient as StateClient
+    from raylm.frontend.state.messages import KeyLimits as KeyLimits
     from raylm.frontend.threads import LARGE as LARGE
     from raylm.frontend.threads import offload as offload
     from raylm.frontend.types import ChatRequest as ChatRequest
@@ -29,12 +36,16 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
-    "admission.queue": ("Admission",),
+    "admission.place": ("ApiKey", "Place"),
+    "admission.queue": ("Admission", "FairShares"),
     "answers.chat_processor": ("ChatPrompt",),
     "async_llm": ("AsyncLLM",),
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("LocalEngineClient",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
+    "state.actor": ("RemoteState", "end_state"),
+    "state.client": ("StateClient",),
+    "state.messages": ("KeyLimits",),
     "threads": ("LARGE", "offload"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import UnsupportedFieldError
-from raylm.frontend.admission.queue import Admission
+from raylm.frontend.admission.place import Place
+from raylm.frontend.admission.queue import Admission, Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
@@ -18,6 +19,7 @@ from raylm.frontend.engines.router import Router
 from raylm.frontend.input_processor import InputProcessor, Limits
 from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
+from raylm.frontend.state.client import Hold
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
 from raylm.frontend.text.tokenizer import Tokenizer
@@ -124,12 +126,15 @@ class AsyncLLM:
             message = "'thinking_token_budget' needs a conversation with a model that thinks before it answers."
             raise UnsupportedFieldError(message, param="thinking_token_budget")
         grammar = await self._grammars.compile(spec) if spec is not None else None
-        token_ids = await self._token_ids(prompt, limits, head.param)
+        token_ids = await self._token_ids(prompt, limits, head)
         bad_words = await self._input.bad_words(params.bad_words, limits)
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        with self._sent(request, answer_format) as opened:
+        if head.place is not None:
+            request = head.place.bounded(request, params.max_tokens)
+        hold = None if head.place is None else await head.place.claim_tokens(request)
+        with self._sent(request, head.place, hold, answer_format) as opened:
             while True:
                 output = await opened.get()
                 yield output
@@ -143,30 +148,41 @@ class AsyncLLM:
         await self._router.until_engine()
         limits = self._router.limits
         self.pooling_defaults.check(params)
-        token_ids = await self._token_ids(prompt, limits, head.param)
+        token_ids = await self._token_ids(prompt, limits, head)
         request = self._input.build_pooling(token_ids, params, limits, head)
-        with self._sent(request) as opened:
+        hold = None if head.place is None else await head.place.claim_tokens(request)
+        with self._sent(request, head.place, hold) as opened:
             yield await opened.get()
 
-    async def _token_ids(self, prompt: Prompt, limits: Limits, param: str) -> list[int]:
+    async def _token_ids(self, prompt: Prompt, limits: Limits, head: RequestHead) -> list[int]:
         if isinstance(prompt, list):
             return prompt
-        self._input.check_chars(len(prompt), limits.max_model_len, param)
-        self.admission.check(len(prompt))
-        return await self._tokenizer.encode(prompt, add_special_tokens=True, param=param)
+        self._input.check_chars(len(prompt), limits.max_model_len, head.param)
+        if _waiting(head.place) is None:
+            self.admission.check(len(prompt))
+        return await self._tokenizer.encode(prompt, add_special_tokens=True, param=head.param)
 
     @contextmanager
-    def _sent(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> Iterator[OpenRequest]:
-        """Send ``request`` to an engine, and abort it there unless it has ended by then."""
-        route = self._router.pick(request)
-        reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
-        opened = self._outputs.open(request, form, reservation)
-        self._router.send(request, route)
+    def _sent(
+        self, request: EngineCoreRequest, place: Place | None, hold: Hold | None, form: AnswerFormat | None = None
+    ) -> Iterator[OpenRequest]:
+        """Send ``request`` to an engine, and abort it there unless it has ended by then; ``hold`` ends in any case."""
+        served = 0
         try:
-            yield opened
-        finally:  # no await may stand here: a cancelled task must not lose the abort
-            reservation.release()
-            self._router.leave(request.key, abort=self._outputs.close(request.key))
+            route = self._router.pick(request)
+            tokens, waiting = len(request.prompt_token_ids), place.reservation if place is not None else None
+            reservation = self.admission.prompt(tokens, request.params.n, waiting)
+            opened = self._outputs.open(request, form, reservation)
+            self._router.send(request, route)
+            try:
+                yield opened
+            finally:  # no await may stand here: a cancelled task must not lose the abort
+                reservation.release()
+                self._router.leave(request.key, abort=self._outputs.close(request.key))
+                served = tokens + sum(map(len, opened.drawn))
+        finally:
+            if hold is not None:
+                hold.end(served)
 
     @property
     def calls_tools(self) -> bool:
@@ -209,3 +225,9 @@ class AsyncLLM:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
+
+
+def _waiting(place: Place | None) -> Reservation | None:
+    """What a request counts for in the queue that it was let into, None if it waits by itself."""
+    found = place.reservation if place is not None else None
+    return None if found is None or found.released else found

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raylm.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from raylm.frontend.admission.place import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +18,8 @@ class RequestHead:
 
     A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
-    name. ``adapter`` names a LoRA adapter, None means the base model.
+    name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is that of the request in this replica,
+    None where nobody admitted it.
     """
 
     request_id: str
@@ -24,6 +28,7 @@ class RequestHead:
     arrival_time: float = field(default_factory=time.time)
     param: str = "prompt"
     adapter: str | None = None
+    place: Place | None = None
 
     def nth(self, place: int, param: str | None = None) -> RequestHead:
         """The head of one of several prompts that came together, which may come from a field of its own."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
-from raylm.frontend import Lifecycle
+from raylm.frontend import Lifecycle, Place
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
@@ -54,16 +54,18 @@ class HandleCalls:
 
     async def completion(self, prompt: object, params: SamplingParams | None, fields: JSONObject) -> Started:
         _check_params(SamplingParams, params, fields)
-        with self._llm.admission.enter(len(str(prompt))):
-            body = await self._read(CompletionRequest, {"prompt": prompt} | fields)
+        place = Place(self._llm.admission)
+        with place.wait(len(str(prompt))):
+            body = (await self._read(CompletionRequest, {"prompt": prompt} | fields)).at(place)
             _check_one(len(body.prompt))
             started = await self._completions.start(body, _name(body), time.time(), params)
         return started.params, started.outputs[0]
 
     async def conversation(self, messages: object, params: SamplingParams | None, fields: JSONObject) -> Started:
         _check_params(SamplingParams, params, fields)
-        with self._llm.admission.enter(len(str(messages))):
-            body = await self._read(ChatCompletionRequest, {"messages": messages} | fields)
+        place = Place(self._llm.admission)
+        with place.wait(len(str(messages))):
+            body = (await self._read(ChatCompletionRequest, {"messages": messages} | fields)).at(place)
             return await self._conversations.start(body, _name(body), time.time(), params)
 
     async def stream(self, starting: Coroutine[Any, Any, Started]) -> AsyncGenerator[RequestOutput, None]:
@@ -95,8 +97,8 @@ class HandleCalls:
 
     async def embedding(self, prompt: object, params: PoolingParams | None, fields: JSONObject) -> RequestOutput:
         _check_params(PoolingParams, params, fields)
-        with self._admitted(prompt), renamed({"input": "prompt"}):
-            body = await self._read(EmbeddingRequest, {"input": prompt} | fields)
+        with self._admitted(prompt) as place, renamed({"input": "prompt"}):
+            body = (await self._read(EmbeddingRequest, {"input": prompt} | fields)).at(place)
             _check_one(len(body.input))
             body.check(self._config)
             head = body.head(_name(body), time.time(), "input", self._llm)
@@ -105,12 +107,12 @@ class HandleCalls:
                 return await anext(outputs)
 
     async def score(self, fields: JSONObject) -> JSONObject:
-        with self._admitted(fields):
-            return await self._score.respond(await self._read(ScoreRequest, fields), _uuid())
+        with self._admitted(fields) as place:
+            return await self._score.respond((await self._read(ScoreRequest, fields)).at(place), _uuid())
 
     async def rerank(self, fields: JSONObject) -> JSONObject:
-        with self._admitted(fields):
-            return await self._rerank.respond(await self._read(RerankRequest, fields), _uuid())
+        with self._admitted(fields) as place:
+            return await self._rerank.respond((await self._read(RerankRequest, fields)).at(place), _uuid())
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with self._admitted(text):
@@ -121,10 +123,11 @@ class HandleCalls:
             return await self._llm.detokenize(token_ids)
 
     @contextmanager
-    def _admitted(self, asked: object) -> Iterator[None]:
+    def _admitted(self, asked: object) -> Iterator[Place]:
         """A call that is answered at once, for as long as it takes; ``asked`` is as long as its texts, about."""
-        with self._lifecycle.admit() as ongoing, ongoing, self._llm.admission.enter(len(str(asked))):
-            yield
+        place = Place(self._llm.admission)
+        with self._lifecycle.admit(place.ongoing) as ongoing, ongoing, place.wait(len(str(asked))):
+            yield place
 
     async def _read(self, body: type[B], fields: JSONObject) -> B:
         given = {name: value for name, value in fields.items() if value is not None}

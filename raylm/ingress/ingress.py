@@ -24,7 +24,7 @@ from raylm.ray_private import routed_for_s, stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, RequestOutput
+    from raylm.frontend import AsyncLLM, RequestOutput, StateClient
     from raylm.ingress.handle_calls import HandleCalls
 
 logger = logging.getLogger("raylm.ingress")
@@ -47,6 +47,7 @@ class Ingress:
 
     _llm: AsyncLLM
     _lifecycle: Lifecycle
+    _state: StateClient
     _calls: HandleCalls
     _tasks: tuple[object, ...]
 
@@ -64,7 +65,7 @@ class Ingress:
         It ends when there is an engine. So an update takes away the old replicas, and with them what they serve, only
         when new ones can answer.
         """
-        from raylm.frontend import Admission, AsyncLLM, Discovery  # here: building the application need not wait
+        from raylm.frontend import Admission, AsyncLLM, Discovery, RemoteState, StateClient  # building need not wait
         from raylm.ingress.handle_calls import HandleCalls
         from raylm.ingress.routes import build_asgi_app
 
@@ -77,7 +78,10 @@ class Ingress:
             report("error", "chat", f"{app_name}: {error.message}")
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
-        app = build_asgi_app(self._llm, self._config, self._shared_actors)
+        link = RemoteState(app_name) if _is_shared(self._config) else None
+        self._state = StateClient(link, serve.get_replica_context().replica_tag)
+        app = build_asgi_app(self._llm, self._config, self._shared_actors, self._state)
+        self._state.start()
         self._lifecycle = app.state.lifecycle
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()
@@ -185,9 +189,15 @@ class Ingress:
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(routed_for_s() + _LEAVE_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
+        await self._state.close()
 
     def __del__(self) -> None:
         """Serve calls this when no request is left: engines that drain need not wait for this client."""
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
+
+
+def _is_shared(config: Config) -> bool:
+    """Whether there is something that other replicas, or the next one in this one's place, must know of."""
+    return config.ingress.replicas > 1 or config.ingress.has_keys or config.lora.root is not None

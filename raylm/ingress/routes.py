@@ -11,13 +11,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from raylm.config import Config
-from raylm.frontend import Admission, Lifecycle, Throttle
+from raylm.frontend import Admission, FairShares, StateClient
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import PING, CountTokens, CreateMessage
-from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
-from raylm.ingress.http.body import BodyReader
+from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys
 from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Answer, JSONEndpoint
+from raylm.ingress.http.gate import Gate
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
@@ -54,20 +54,23 @@ class _App(Starlette):
 
 
 def build_asgi_app(
-    async_llm: AsyncLLM, config: Config, shared_actors: Mapping[str, DeploymentHandle] | None = None
+    async_llm: AsyncLLM,
+    config: Config,
+    shared_actors: Mapping[str, DeploymentHandle] | None = None,
+    state: StateClient | None = None,
 ) -> Starlette:
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
 
-    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas.
+    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas; ``state`` is this replica's line to
+    what all of them share, without which it has one of its own.
     """
-    http_metrics = HTTPMetrics(async_llm)
-    lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
-    unqueued, throttle = Admission(), Throttle()
+    http_metrics, state = HTTPMetrics(async_llm), state or StateClient()
+    state.share(lambda: async_llm.metrics_text() + http_metrics.text(), async_llm.adapters)
+    unqueued, gate = Admission(), Gate(config.ingress, state)
+    lifecycle = gate.lifecycle
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
     chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
     store = open_store(shared_actors or {})
-    max_body_bytes = int(config.ingress.max_body_mib * 2**20)
-    bodies = BodyReader(max_body_bytes, config.ingress.max_ongoing_requests, config.ingress.body_timeout_s)
 
     def post(
         path: str,
@@ -77,11 +80,10 @@ def build_asgi_app(
         *,
         keep_alive: bytes = WAITING,
         by_key: bool = False,
+        for_admins: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(
-            body, handler, incoming.prepare, lifecycle, throttle, queue, bodies, max_body_bytes, keep_alive, by_key
-        )
+        endpoint = JSONEndpoint(body, handler, incoming.prepare, gate, queue, keep_alive, by_key, for_admins)
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
@@ -96,18 +98,20 @@ def build_asgi_app(
         *(post(path, RerankRequest, Rerank(async_llm, config)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         post("/tokenize", TokenizeRequest, Tokenize(async_llm)),
         post("/detokenize", DetokenizeRequest, Detokenize(async_llm)),
-        post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued),
-        post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued),
+        post("/v1/load_lora_adapter", LoadAdapterRequest, adapters.load, unqueued, for_admins=True),
+        post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued, for_admins=True),
         *model_routes(async_llm, config, lifecycle),
-        *ops_routes(async_llm, lifecycle, http_metrics),
+        *ops_routes(async_llm, lifecycle, state),
         openapi_route(),
         docs_route(),
     ]
     middleware = [Middleware(RequestContextMiddleware, http_metrics, config.ingress.access_log)]
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))  # outermost
-    if (keys := read_keys(config.ingress)) is not None:
-        middleware.append(Middleware(APIKeyMiddleware, APIKeys(keys), frozenset(config.ingress.open_paths)))
+    if config.ingress.has_keys:
+        keys = APIKeys(config.ingress)
+        async_llm.admission.policy = FairShares(lambda: len(keys))
+        middleware.append(Middleware(APIKeyMiddleware, keys, frozenset(config.ingress.open_paths), state))
     app = _App(routes=routes, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from raylm.errors import OverloadedError
 from raylm.frontend import Admission, AsyncLLM, RequestHead
-from raylm.frontend.admission.queue import CURRENT, Reservation
+from raylm.frontend.admission.place import Place
+from raylm.frontend.admission.queue import FairShares, Reservation
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import PlayedEngine
 
@@ -45,33 +46,33 @@ def test_tokens_are_bounded_by_estimates_too() -> None:
 
 def test_who_finds_nobody_waiting_is_let_in_whatever_his_size() -> None:
     admission = Admission(max_requests=4, max_tokens=10)
-    with admission.enter(10**6):
-        admission.expect(1024)
+    with admission.enter(10**6) as hold:
+        hold.grow(1024, 0)
         assert admission.requests == 1024
         with pytest.raises(OverloadedError):
             admission.enter(0)
-    assert CURRENT.get() is None
+    assert admission.requests == 0
 
 
 def test_growing_beside_others_is_refused_and_changes_nothing() -> None:
     admission = Admission(max_requests=4)
     admission.prompt(1, 1)
-    with admission.enter(40):
+    with admission.enter(40) as hold:
         with pytest.raises(OverloadedError):
-            admission.expect(4)
+            hold.grow(4, 0)
         assert admission.requests == 2
-        admission.expect(3)
+        hold.grow(3, 0)
         assert admission.requests == 4
 
 
 def test_prompts_take_over_the_estimate_of_their_request() -> None:
     admission = Admission(max_requests=8, max_tokens=1000)
-    with admission.enter(800):
-        admission.expect(4)
+    with admission.enter(800) as request:
+        request.grow(4, 0)
         assert (admission.requests, admission.tokens) == (4, 200)
-        one = admission.prompt(30, 1)
+        one = admission.prompt(30, 1, request)
         assert (admission.requests, admission.tokens) == (4, 180)
-        rest = [admission.prompt(30, 1) for _ in range(3)]
+        rest = [admission.prompt(30, 1, request) for _ in range(3)]
         assert (admission.requests, admission.tokens) == (4, 120)
         one.begin([0])
     assert (admission.requests, admission.tokens) == (3, 90)
@@ -95,7 +96,7 @@ def test_estimates_learn() -> None:
     admission = Admission()
     for _ in range(50):
         with admission.enter(10_000) as hold:
-            admission.prompt(5_000, 1).release()
+            admission.prompt(5_000, 1, hold).release()
             assert hold.tokens == 0
     with admission.enter(10_000) as hold:
         assert 4_000 < hold.tokens <= 5_000
@@ -133,9 +134,9 @@ def test_nothing_is_left_when_all_have_gone(requests: list[tuple[int, int, int, 
     holds: list[Reservation] = []
     for num_bytes, prompts, n, begun in requests:
         try:
-            with admission.enter(num_bytes):
-                admission.expect(prompts * n)
-                mine = [admission.prompt(num_bytes // 5, n) for _ in range(prompts)]
+            with admission.enter(num_bytes) as request:
+                request.grow(prompts * n, 0)
+                mine = [admission.prompt(num_bytes // 5, n, request) for _ in range(prompts)]
         except OverloadedError:
             assert admission.requests
             continue
@@ -189,3 +190,50 @@ async def test_places_are_given_back_when_tokens_come_and_not_when_they_are_read
     assert (llm.admission.requests, llm.admission.tokens) == (0, 0)
     await stream.aclose()
     assert (llm.admission.requests, llm.admission.tokens) == (0, 0)
+
+
+def test_a_prompt_behind_the_answer_of_its_request_waits_by_itself() -> None:
+    """As that of a response that is made in the background."""
+    admission = Admission(max_requests=1)
+    place = Place(admission)
+    with place.wait(10):
+        pass
+    waiting = admission.prompt(1, 1)
+    with pytest.raises(OverloadedError):
+        admission.prompt(1, 1, place.reservation)
+    waiting.release()
+    admission.prompt(1, 1, place.reservation)
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_one_key_turns_no_other_away(by_tokens: bool) -> None:
+    most = {"max_tokens": 8} if by_tokens else {"max_requests": 8}
+    admission = Admission(**most, policy=FairShares(lambda: 3))
+    assert fill(admission, "a") == 4, "half of it is left for whoever comes"
+    assert fill(admission, "b") == 2
+    assert [fill(admission, key) for key in "cdef"] == [1] * 4, "nobody is turned away who has nothing there"
+
+
+def fill(admission: Admission, key: str, weight: float = 1.0) -> int:
+    """How many small requests of a key are let in."""
+    holds: list[Reservation] = []
+    while True:
+        try:
+            holds.append(admission.enter(4, key, weight))
+        except OverloadedError:
+            return len(holds)
+
+
+def test_shares_go_by_weight_and_an_only_key_has_all() -> None:
+    admission = Admission(max_requests=9, policy=FairShares(lambda: 2))
+    assert fill(admission, "a", 2.0) == 6
+    assert fill(Admission(max_requests=3, policy=FairShares(lambda: 1)), "a") == 3
+
+
+def test_a_huge_request_of_one_key_leaves_room_for_others() -> None:
+    admission = Admission(max_requests=8, policy=FairShares(lambda: 2))
+    with admission.enter(0, "a") as request:
+        request.grow(4096, 0)
+        with pytest.raises(OverloadedError):
+            admission.enter(0, "a")
+        admission.enter(0, "b")

@@ -112,13 +112,13 @@ class Lifecycle:
             self._num_receiving -= 1
 
     @contextmanager
-    def admit(self) -> Iterator[OngoingRequest]:
+    def admit(self, ongoing: OngoingRequest | None = None) -> Iterator[OngoingRequest]:
         """Hold one request until the end of the block, or refuse it."""
         if self.shutting_down:
             raise ShuttingDownError("The server is shutting down.")
         if self.num_ongoing >= self._max_ongoing_requests:
             raise OverloadedError(_FULL)
-        ongoing = OngoingRequest()
+        ongoing = ongoing or OngoingRequest()
         self._ongoing.add(ongoing)
         self._idle.clear()
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterable
-from contextvars import ContextVar
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from raylm.errors import OverloadedError
 
@@ -17,45 +17,75 @@ _MAX_RETRY_S = 60
 _RATE_SAMPLES = 64
 
 
+class QueuePolicy(Protocol):
+    """How places of a finite queue are shared by keys."""
+
+    def share(self, most: float, free: float, weight: float) -> float:
+        """How many of ``most`` places a key may have, where so many are not taken by any."""
+        ...
+
+
+class FirstCome:
+    """Whoever comes first has the place."""
+
+    def share(self, most: float, free: float, weight: float) -> float:
+        return most
+
+
+class FairShares:
+    """A key may have as many places as are free, times its weight (the dynamic thresholds of shared-memory switches).
+
+    So alone it fills half of the queue, two a third each, and there is always room for one that comes. The only key
+    that there is may fill it whole.
+    """
+
+    def __init__(self, num_keys: Callable[[], int]) -> None:
+        self._num_keys = num_keys
+
+    def share(self, most: float, free: float, weight: float) -> float:
+        return weight * free if self._num_keys() > 1 else most
+
+
 class Admission:
     """Counts the sequences that wait for their first token, and their prompt tokens; without bounds it only counts.
 
     What is being received, rendered or tokenized counts by an estimate from its bytes, and by its tokens once they
-    are known. A request that finds no other one waiting is let in whatever its size, for waiting would not help it.
+    are known. A request that finds no other one of its key waiting is let in whatever its size and however many wait
+    of other keys: so none can turn another away. What a key may have beyond that the ``policy`` says.
     All methods may raise OverloadedError, which says when to come back.
     """
 
-    def __init__(self, max_requests: float = math.inf, max_tokens: float = math.inf) -> None:
+    def __init__(
+        self, max_requests: float = math.inf, max_tokens: float = math.inf, policy: QueuePolicy | None = None
+    ) -> None:
         self.requests = 0
         self.tokens = 0
+        self.policy = policy or FirstCome()
+        self._requests_of: Counter[str] = Counter()  # by key's name
+        self._tokens_of: Counter[str] = Counter()
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._seen_bytes = _INITIAL_TOKENS_PER_BYTE**-1
         self._seen_tokens = 1.0
         self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)  # when the last sequences got their first token
 
-    def check(self, num_bytes: int) -> None:
-        """Refuse a prompt of so many bytes before work is done on it, unless its request was let in already."""
-        if CURRENT.get() is None:
-            self._check(1, self._estimate(num_bytes), Reservation(self))
+    def check(self, num_bytes: int, key: str = "", weight: float = 1.0) -> None:
+        """Refuse a prompt of so many bytes before work is done on it."""
+        self._check(1, self._estimate(num_bytes), Reservation(self, key, weight))
 
-    def expect(self, num_sequences: int) -> None:
-        if (request := CURRENT.get()) is not None:
-            request.grow(num_sequences, 0)
-
-    def enter(self, num_bytes: int) -> Reservation:
-        """Let in a request that is not read yet; the caller releases it in the end."""
-        reservation = Reservation(self)
+    def enter(self, num_bytes: int, key: str = "", weight: float = 1.0) -> Reservation:
+        """Let in a request of a key that is not read yet; the caller releases it in the end."""
+        reservation = Reservation(self, key, weight)
         reservation.grow(1, num_bytes)
         return reservation
 
-    def prompt(self, num_tokens: int, num_sequences: int) -> Reservation:
+    def prompt(self, num_tokens: int, num_sequences: int, request: Reservation | None = None) -> Reservation:
         """Let a tokenized prompt wait for the first tokens of its sequences.
 
-        As a part of the CURRENT request it takes over that one's estimate and is let in; alone it may be refused.
+        As a part of a ``request`` that was let in it takes over that one's estimate; else it may be refused.
         """
-        reservation, request = Reservation(self), CURRENT.get()
-        if request is None:
+        reservation = Reservation(self, request.key, request.weight) if request is not None else Reservation(self)
+        if request is None or request.released:
             self._check(num_sequences, num_tokens, reservation)
         elif num_bytes := request.give(num_sequences):
             keep = _MEMORY_BYTES / (_MEMORY_BYTES + num_bytes)
@@ -65,14 +95,29 @@ class Admission:
         return reservation
 
     def _check(self, requests: int, tokens: int, own: Reservation) -> None:
-        others, other_tokens = self.requests - own.requests, self.tokens - own.tokens
-        if others and (others + requests > self._max_requests or other_tokens + tokens > self._max_tokens):
+        mine = self._requests_of[own.key] - own.requests
+        if mine and not (
+            self._has_room(mine, self.requests - own.requests, requests, self._max_requests, own.weight)
+            and self._has_room(
+                self._tokens_of[own.key] - own.tokens, self.tokens - own.tokens, tokens, self._max_tokens, own.weight
+            )
+        ):
             message = "The server has as many requests waiting as it takes; try again shortly."
             raise OverloadedError(message, retry_after_s=self._retry_after_s())
+
+    def _has_room(self, mine: int, others: int, more: int, most: float, weight: float) -> bool:
+        """``mine`` and ``others`` are what waits without the ``more`` that is asked for."""
+        return mine + more <= self.policy.share(most, most - others, weight) and others + more <= most
 
     def _estimate(self, num_bytes: int) -> int:
         ratio = self._seen_tokens / self._seen_bytes
         return math.ceil(num_bytes * min(max(ratio, _MIN_RATIO), _MAX_RATIO))
+
+    def _count(self, key: str, requests: int, tokens: int) -> None:
+        self._requests_of[key] += requests
+        self._tokens_of[key] += tokens
+        if not self._requests_of[key] and not self._tokens_of[key]:
+            del self._requests_of[key], self._tokens_of[key]
 
     def _retry_after_s(self) -> int:
         """Until what waits now has its first tokens, at the pace of the last ones that got theirs."""
@@ -83,16 +128,16 @@ class Admission:
 
 
 class Reservation:
-    """What one request, or one prompt of it, counts for in the queue at this moment.
+    """What one request of a key, or one prompt of it, counts for in the queue at this moment."""
 
-    Prompts of the task that is inside ``with reservation:``, and of those that it starts, are parts of it.
-    """
+    __slots__ = ("_admission", "_bytes", "_started", "key", "released", "requests", "tokens", "weight")
 
-    __slots__ = ("_admission", "_bytes", "_started", "_token", "requests", "tokens")
-
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, key: str = "", weight: float = 1.0) -> None:
         self.requests = 0
         self.tokens = 0
+        self.key = key
+        self.weight = weight
+        self.released = False
         self._admission = admission
         self._bytes = 0
         self._started: set[int] = set()
@@ -100,6 +145,7 @@ class Reservation:
     def set(self, requests: int, tokens: int) -> None:
         self._admission.requests += requests - self.requests
         self._admission.tokens += tokens - self.tokens
+        self._admission._count(self.key, requests - self.requests, tokens - self.tokens)
         self.requests, self.tokens = requests, tokens
         if not self._admission.requests:
             self._admission._begun.clear()  # the pace so far says nothing about the requests to come
@@ -127,15 +173,12 @@ class Reservation:
         self.set(max(0, self.requests - len(fresh)), 0)
 
     def release(self) -> None:
+        """It waits no more; what prompts of its request are still to come wait by themselves."""
+        self.released = True
         self.set(0, 0)
 
     def __enter__(self) -> Reservation:
-        self._token = CURRENT.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        CURRENT.reset(self._token)
         self.release()
-
-
-CURRENT: ContextVar[Reservation | None] = ContextVar("current_request", default=None)

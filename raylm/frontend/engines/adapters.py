@@ -1,13 +1,16 @@
-"""AdapterDirectory: the LoRA adapters that this replica's engines have, as they report them."""
+"""AdapterDirectory: the LoRA adapters of an application: what was decided about them, and which engines have them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Literal
 
 from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
+from raylm.frontend.state.messages import AdapterEntry
 from raylm.messages import LoRAAdapter
 
 logger = logging.getLogger("raylm.frontend")
@@ -17,14 +20,18 @@ class AdapterDirectory:
     """Engines own adapters and report every change to all clients, so each replica knows what any has loaded.
 
     ``known`` are the adapters by name that requests may name, ``lost`` why one that was known is gone without having
-    been unloaded. An engine that takes the place of a lost one, or joins later, is given what is known.
+    been unloaded. An engine that takes the place of a lost one, or joins later, is given what is known. What replicas
+    decide goes by the application's state: it holds where engines come and go, and an engine that has what was
+    unloaded meanwhile gives it up.
     """
 
     def __init__(self) -> None:
         self.known: dict[str, LoRAAdapter] = {}
         self.lost: dict[str, str] = {}
         self._engines: dict[str, tuple[EngineClient, frozenset[LoRAAdapter]]] = {}
-        self._restoring: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._decided: dict[str, AdapterEntry] = {}
+        self._publish: Callable[[], Awaitable[None]] = _tell_nobody
 
     def check(self, name: str) -> None:
         """Refuse a name that no adapter has."""
@@ -53,15 +60,40 @@ class AdapterDirectory:
         _, before = self._engines.get(engine_id, (client, frozenset[LoRAAdapter]()))
         self._engines[engine_id] = client, now
         for adapter in now - before:
-            self._learn(adapter)
+            if self._is_unloaded(adapter.name):
+                self._start(self._take_out(client, adapter))
+            else:
+                self._learn(adapter)
         for adapter in before - now:
             if self.known.get(adapter.name) == adapter:
                 del self.known[adapter.name]
         if is_new:
             for adapter in set(self.known.values()) - now:
-                task = asyncio.create_task(self._restore(client, adapter))
-                self._restoring.add(task)
-                task.add_done_callback(self._restoring.discard)
+                self._start(self._restore(client, adapter))
+
+    def connect(self, publish: Callable[[], Awaitable[None]]) -> None:
+        """``publish`` tells the others what was decided here, and hears what they have decided."""
+        self._publish = publish
+
+    def entries(self) -> Iterable[AdapterEntry]:
+        return self._decided.values()
+
+    def merge(self, entries: Iterable[AdapterEntry]) -> None:
+        """Follow what other replicas have decided, or this one's predecessors."""
+        for entry in entries:
+            known = self._decided.get(entry.name)
+            if known is not None and known.revision >= entry.revision:
+                continue
+            self._decided[entry.name] = entry
+            if entry.decided == "unloaded":
+                self.known.pop(entry.name, None)
+            elif entry.decided == "loaded":
+                self._learn(entry.adapter)
+            for client, adapters in list(self._engines.values()):
+                if entry.decided == "unloaded" and any(adapter.name == entry.name for adapter in adapters):
+                    self._start(self._take_out(client, entry.adapter))
+                elif entry.decided == "loaded" and entry.adapter not in adapters:
+                    self._start(self._restore(client, entry.adapter))
 
     def has_all_of(self, engine_id: str, other_id: str) -> bool:
         """Whether an engine has the adapters of another one."""
@@ -80,25 +112,30 @@ class AdapterDirectory:
             message = f"A LoRA adapter '{adapter.name}' is loaded already; unload it first."
             raise InvalidRequestError(message, param="lora_name")
         clients = self._clients()
+        await self._decide(adapter, "loading")
         fresh = [client for client in clients if adapter not in self._engines[client.info.engine_id][1]]
         try:
             await _all(client.load_adapter(adapter) for client in clients)
         except RayLMError:
             for client in fresh:
                 await self._undo(client, adapter)
+            if adapter.name not in self.known:
+                await self._decide(adapter, "unloaded")
             raise
         for client in clients:  # the engines' own reports come by the stream, and may come later
             engine_id = client.info.engine_id
             if engine_id in self._engines:
                 self._engines[engine_id] = client, self._engines[engine_id][1] | {adapter}
         self._learn(adapter)
+        await self._decide(adapter, "loaded")
 
     async def unload(self, name: str) -> None:
         """Take an adapter out of every engine; requests that use it end with an error that names it."""
         if name not in self.known:
             raise NotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="lora_name")
-        await _all(client.unload_adapter(name) for client in self._clients())
-        self.known.pop(name, None)
+        clients = self._clients()
+        await self._decide(self.known.pop(name), "unloaded")
+        await _all(client.unload_adapter(name) for client in clients)
 
     def _clients(self) -> list[EngineClient]:
         if not self._engines:
@@ -108,6 +145,33 @@ class AdapterDirectory:
     def _learn(self, adapter: LoRAAdapter) -> None:
         self.known[adapter.name] = adapter
         self.lost.pop(adapter.name, None)
+        self._decided.setdefault(adapter.name, AdapterEntry(adapter, "loaded", 0))  # nobody alive has decided it
+
+    async def _decide(self, adapter: LoRAAdapter, decided: Literal["loading", "loaded", "unloaded"]) -> None:
+        before = self._decided.get(adapter.name)
+        revision = max(time.time_ns(), before.revision + 1 if before is not None else 1)
+        self._decided[adapter.name] = AdapterEntry(adapter, decided, revision)
+        await self._publish()
+
+    def _is_unloaded(self, name: str) -> bool:
+        return name in self._decided and self._decided[name].decided == "unloaded"
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_out(self, client: EngineClient, adapter: LoRAAdapter) -> None:
+        """An engine has it although it was unloaded: it was being loaded there at that time."""
+        await self._publish()  # hear first whether it is loaded anew
+        if not self._is_unloaded(adapter.name):
+            if any(adapter in adapters for _, adapters in self._engines.values()):
+                self._learn(adapter)
+            return
+        try:
+            await client.unload_adapter(adapter.name)
+        except RayLMError as error:
+            logger.warning("engine %s may still have adapter %s: %s", client.info.engine_id, adapter.name, error)
 
     async def _undo(self, client: EngineClient, adapter: LoRAAdapter) -> None:
         """Only what this loading has brought: the name may stand for an adapter that was there before."""
@@ -127,6 +191,10 @@ class AdapterDirectory:
             if self.known.get(adapter.name) == adapter and not elsewhere:
                 del self.known[adapter.name]
                 self.lost[adapter.name] = error.message
+
+
+async def _tell_nobody() -> None:
+    """Where there is one replica, and nothing outlives it."""
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

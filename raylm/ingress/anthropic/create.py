@@ -35,7 +35,7 @@ class CreateMessage:
     async def __call__(self, body: MessagesRequest, request_id: str) -> Answer:
         message_id = f"msg_{uuid.uuid4().hex}"
         with renamed(PARAM_NAMES):
-            chat = await offload(body.as_chat, len(body.messages))
+            chat = (await offload(body.as_chat, len(body.messages))).at(body.place)
             _, outputs = await self._conversations.start(chat, message_id, time.time())
         message = Message(message_id, body.model)
         if body.stream:

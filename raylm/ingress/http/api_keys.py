@@ -4,98 +4,204 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylm.config import IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
+from raylm.frontend import ApiKey, KeyLimits, StateClient
+from raylm.ingress.http.errors import logger
 from raylm.ingress.http.middleware import route_path
 
+CHECK_S = 1.0  # between looks at the file
 _MAX_NAME = 64
+_MAX_WEIGHT = 1000.0
 _NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
+_BOUNDS = ("requests_per_minute", "tokens_per_minute", "concurrency", "max_output")
+_OPTIONS = "weight=NUMBER, " + ", ".join(f"{name}=NUMBER" for name in _BOUNDS) + ", admin"
+
+_Named = list[tuple[ApiKey, str]]
 
 
 class APIKeys:
-    """The valid keys by name; what is kept is their SHA-256, so that no dump shows one."""
+    """The valid keys; what is kept is their SHA-256, so that no dump shows one.
 
-    def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
-        self._digests = [(name, hashlib.sha256(key.encode()).digest()) for name, key in keys]
+    The file is read again when it has changed; one with a fault is told in the log, and the keys stay as they were.
+    """
 
-    def name_of(self, presented: Iterable[bytes]) -> str | None:
-        """The name of the first known key among ``presented``; takes as long whichever it is, and if none is known."""
+    def __init__(self, config: IngressConfig) -> None:
+        """ConfigError: as ``read_keys``, which must find some."""
+        self._config = config
+        self._seen = self._file_state()
+        self._looked = time.monotonic()
+        self._digests = _digests(read_keys(config) or [])
+
+    def __len__(self) -> int:
+        return len({key.name for key, _ in self._digests})
+
+    def find(self, presented: Iterable[bytes]) -> ApiKey | None:
+        """The first known key among ``presented``; takes as long whichever it is, and if none is known."""
+        self._look_again()
         found = None
         for key in presented:
             digest = hashlib.sha256(key).digest()
-            for name, known in self._digests:
-                if hmac.compare_digest(digest, known) and found is None:
-                    found = name
+            for known, known_digest in self._digests:
+                if hmac.compare_digest(digest, known_digest) and found is None:
+                    found = known
         return found
 
+    def _look_again(self) -> None:
+        if time.monotonic() - self._looked < CHECK_S:
+            return
+        self._looked = time.monotonic()
+        if (state := self._file_state()) == self._seen:
+            return
+        self._seen = state
+        try:
+            self._digests = _digests(read_keys(self._config) or [])
+            logger.info("the API keys were read again: %d", len(self._digests))
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error.message)
 
-def read_keys(config: IngressConfig) -> list[tuple[str, str]] | None:
-    """(name, key) of the configured keys, None where no source of keys is configured.
+    def _file_state(self) -> tuple[int, int, int] | None:
+        if self._config.api_keys_file is None:
+            return None
+        try:
+            found = os.stat(self._config.api_keys_file)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _digests(named: _Named) -> list[tuple[ApiKey, bytes]]:
+    return [(key, hashlib.sha256(text.encode()).digest()) for key, text in named]
+
+
+def read_keys(config: IngressConfig) -> _Named | None:
+    """The configured keys, None where no source of keys is configured. Where none is an admin's all are.
 
     Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
-    called by its number. Lines that begin with # are comments.
+    called by its number. Behind the key may stand options, in any order: weight=2 requests_per_minute=60
+    tokens_per_minute=100000 concurrency=8 max_output=1000 admin. Lines that begin with # are comments. Keys of one
+    name share its limits, which must be the same.
 
     Raises:
         ConfigError: a source is missing, empty, or holds a bad line; it names the place and never shows a key.
     """
     if config.api_keys_file is None and config.api_keys_env is None:
         return None
-    keys: list[tuple[str, str]] = []
+    keys: _Named = []
     if (path := config.api_keys_file) is not None:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"ingress.api_keys_file: {path} cannot be read ({type(error).__name__}).") from None
-        keys += _parse(text, "ingress.api_keys_file", len(keys))
+        keys += _parse(text, "ingress.api_keys_file", keys)
     if (name := config.api_keys_env) is not None:
         if name not in os.environ:
             raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
-        keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", len(keys))
+        keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", keys)
+    if not any(key.admin for key, _ in keys):
+        keys = [(replace(key, admin=True), text) for key, text in keys]
     return keys
 
 
-def _parse(text: str, source: str, before: int) -> list[tuple[str, str]]:
-    keys: list[tuple[str, str]] = []
+def _parse(text: str, source: str, before: _Named) -> _Named:
+    keys: _Named = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        name, colon, key = line.partition(":")
-        name, key = (name.strip(), key.strip()) if colon else (f"key-{before + len(keys) + 1}", line.strip())
-        if not (key.isascii() and key.isprintable() and key and " " not in key):
-            raise ConfigError(f"{source}: the key in line {number} is empty or not plain ASCII without spaces.")
+        name, colon, rest = line.partition(":")
+        name, rest = (name.strip(), rest) if colon else (f"key-{len(before) + len(keys) + 1}", line)
+        key, *options = rest.split() or [""]
+        if not (key.isascii() and key.isprintable() and key):
+            raise ConfigError(f"{source}: the key in line {number} is empty or not plain ASCII.")
         if not (name.isprintable() and 1 <= len(name) <= _MAX_NAME):
             raise ConfigError(f"{source}: the name in line {number} must have 1 to {_MAX_NAME} printable characters.")
-        keys.append((name, key))
+        described = _described(name, options, f"{source}: line {number}: ")
+        if any(other.name == name and other != described for other, _ in (*before, *keys)):
+            raise ConfigError(f"{source}: line {number}: another key has this name, and other options.")
+        keys.append((described, key))
     if not keys:
         raise ConfigError(f"{source}: it holds no key.")
     return keys
 
 
+def _described(name: str, options: list[str], where: str) -> ApiKey:
+    """What stands behind a key; nothing of it is shown in an error, as it may be a part of the key."""
+    given: dict[str, str] = {}
+    for place, option in enumerate(options, 1):
+        what, _, value = option.partition("=")
+        if what in given or what not in ("weight", "admin", *_BOUNDS) or (what == "admin") != (option == "admin"):
+            raise ConfigError(f"{where}what stands at place {place} behind the key is none of {_OPTIONS}, or twice.")
+        given[what] = value
+    for what in _BOUNDS:
+        if not given.get(what, "1").isascii() or not given.get(what, "1").isdecimal() or int(given.get(what, "1")) < 1:
+            raise ConfigError(f"{where}{what} must be a whole number, 1 or more.")
+    try:
+        weight = float(given.get("weight", "1"))
+    except ValueError:
+        weight = 0.0
+    if not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+        raise ConfigError(f"{where}weight must be a number between {1 / _MAX_WEIGHT:g} and {_MAX_WEIGHT:g}.")
+    bounds = {what: int(given[what]) for what in _BOUNDS if what in given}
+    max_output = bounds.pop("max_output", None)
+    return ApiKey(name, weight, KeyLimits(**bounds), max_output, admin="admin" in given)
+
+
 class APIKeyMiddleware:
-    """Lets no request without a valid key pass, except to the open paths; the key's name is ``scope["raylm.key"]``.
+    """Lets no request without a valid key pass, except to the open paths.
+
+    The ApiKey is ``scope["raylm.api_key"]``, its name ``scope["raylm.key"]``; ``scope["raylm.answer_headers"]`` makes
+    headers for the answer, which say where a limited key stands.
 
     It looks at the path that the router sees, never at Host or a URL put together from it.
     """
 
-    def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: APIKeys, open_paths: frozenset[str], state: StateClient) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and route_path(scope) not in self._open_paths:
             presented = list(_presented(scope["headers"]))
-            name = self._keys.name_of(presented)
-            if name is None:
+            key = self._keys.find(presented)
+            if key is None:
                 raise AuthenticationError("The API key is not valid." if presented else _NO_KEY)
-            scope["raylm.key"] = name
+            scope["raylm.api_key"], scope["raylm.key"] = key, key.name
+            if key.limits != KeyLimits():
+                scope["raylm.answer_headers"] = partial(rate_limit_headers, key, self._state)
         await self._app(scope, receive, send)
+
+
+def rate_limit_headers(key: ApiKey, state: StateClient) -> list[tuple[bytes, bytes]]:
+    """OpenAI's ``x-ratelimit-…``: what the key's limits are, what is left, and when all of it is there again.
+
+    They tell of the key's newest request in this replica, and of a key without any its limits.
+    """
+    found, headers = state.standing(key.name), []
+    for kind, limit in (("requests", key.limits.requests_per_minute), ("tokens", key.limits.tokens_per_minute)):
+        if limit is None:
+            continue
+        remaining = getattr(found, f"remaining_{kind}", None)
+        reset_s = getattr(found, f"reset_{kind}_s", None) or 0.0
+        told = {"limit": limit, "remaining": limit if remaining is None else remaining, "reset": _duration(reset_s)}
+        headers += [(f"x-ratelimit-{what}-{kind}".encode(), str(value).encode()) for what, value in told.items()]
+    return headers
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 250ms, 12.5s."""
+    return f"{math.ceil(seconds * 1000)}ms" if seconds < 1 else f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
 def _presented(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from raylm.errors import DeadlineExceededError, InvalidRequestError
-from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
-from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
+from raylm.errors import DeadlineExceededError, InvalidRequestError, PermissionDeniedError
+from raylm.frontend import Admission, ClientDisconnectedError, OngoingRequest, Place
+from raylm.ingress.http.body import JSONObject, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
+from raylm.ingress.http.gate import Gate
 from raylm.ingress.openai.fields import Body
 
 Chunks = AsyncGenerator[bytes, None]
@@ -34,7 +35,8 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 class JSONEndpoint:
     """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
-    A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed.
+    A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed. One that
+    is ``for_admins`` is called for keys of admins alone.
 
     ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
 
@@ -46,34 +48,33 @@ class JSONEndpoint:
     body: type[Body]
     handler: Callable[..., Awaitable[Answer]]
     prepare: Callable[[type[Body], JSONObject], Awaitable[tuple[JSONObject, list[str]]]]
-    lifecycle: Lifecycle
-    throttle: Throttle
-    admission: Admission
-    bodies: BodyReader
-    max_body_bytes: int
+    gate: Gate
+    queue: Admission
     keep_alive: bytes
     by_key: bool = False
+    for_admins: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.throttle.enter()
-        headers = Headers(scope=scope)
-        with suppress(ClientDisconnectedError), self.lifecycle.admit() as ongoing:
-            self.admission.check(check_head(headers, self.max_body_bytes))
-            with _deadline(headers, ongoing) as on_begin:
-                with self.lifecycle.receiving(), ongoing:
-                    content = await self.bodies.read(receive, ongoing)
-                await self._serve(content, ongoing, on_begin, scope, receive, send)
+        headers, key = Headers(scope=scope), scope.get("raylm.api_key")
+        if self.for_admins and key is not None and not key.admin:
+            raise PermissionDeniedError("Only an API key of an admin may do this.")
+        with suppress(ClientDisconnectedError):
+            async with self.gate.admit(headers, key, self.queue) as place:
+                with _deadline(headers, place.ongoing) as on_begin:
+                    content = await self.gate.receive(place, receive)
+                    await self._serve(content, place, on_begin, scope, receive, send)
 
     async def _serve(
-        self, content: bytes, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
+        self, content: bytes, place: Place, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
     ) -> None:
+        ongoing = place.ongoing
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
-            with self.admission.enter(len(content)) as reservation:
+            with place.wait(len(content)) as reservation:
                 with ongoing:
                     data = await read_json_object(content)
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
-                    body = await self.body.read(data)
+                    body = (await self.body.read(data)).at(place)
                     key = (scope.get("raylm.key", ""),) if self.by_key else ()
                     answer = await self.handler(body, scope["raylm.request_id"], *key)
                 if isinstance(answer, (bytes, list)):

@@ -30,6 +30,9 @@ PROBES = frozenset({"/health", "/ready", "/ping"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-|\Z)")
 
+_RATE_LIMITS = [
+    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+]
 _Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -43,7 +46,7 @@ class ConfiguredOriginsMiddleware(CORSMiddleware):
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         methods, exposed = (
             ("GET", "POST", "DELETE", "OPTIONS"),
-            ("x-request-id", "retry-after", "x-raylm-ignored-fields"),
+            ("x-request-id", "retry-after", "x-raylm-ignored-fields", *_RATE_LIMITS),
         )
         super().__init__(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 
@@ -61,7 +64,8 @@ class RequestContextMiddleware:
     """Bounds the headers, gives the request its id, counts the answer, and turns every exception into one.
 
     The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer, the names in
-    ``scope["raylm.ignored_fields"]`` in the header x-raylm-ignored-fields. PROBES are neither counted nor logged,
+    ``scope["raylm.ignored_fields"]`` in the header x-raylm-ignored-fields, beside the headers that
+    ``scope["raylm.answer_headers"]`` makes. PROBES are neither counted nor logged,
     whoever sends them.
     """
 
@@ -85,6 +89,7 @@ class RequestContextMiddleware:
                 if not is_probe:
                     self._metrics.answers[status, scope.get("raylm.key", "")] += 1
                 headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+                headers += scope.get("raylm.answer_headers", list)()
                 if ignored := scope.get("raylm.ignored_fields"):
                     headers.append((b"x-raylm-ignored-fields", ", ".join(ignored).encode()))
                 message = {**message, "headers": headers}

@@ -21,7 +21,7 @@ from raylm.ingress.http.openapi import endpoints
 from raylm.version import VERSION
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, Lifecycle
+    from raylm.frontend import AsyncLLM, Lifecycle, StateClient
 
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,6 +34,9 @@ class HTTPMetrics(Collector):
         self._model_name = llm.model_name
         self._admission = llm.admission
         self._process = ProcessCollector(registry=None)
+
+    def text(self) -> bytes:
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", *metrics.HTTP_ANSWERS.labels]
@@ -60,13 +63,13 @@ def check_ready(llm: AsyncLLM, lifecycle: Lifecycle) -> None:
         raise EngineUnavailableError("No engine is ready; try again shortly.")
 
 
-def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, http_metrics: HTTPMetrics) -> list[Route]:
+def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, state: StateClient) -> list[Route]:
     async def health(request: Request) -> Response:
         check_ready(llm, lifecycle)
         return json_response({"status": "ok"})
 
     async def series(request: Request) -> Response:
-        return Response(llm.metrics_text() + generate_latest(http_metrics), headers={"content-type": _PROMETHEUS_TEXT})
+        return Response(await state.series(), headers={"content-type": _PROMETHEUS_TEXT})
 
     async def load(request: Request) -> Response:
         return json_response({"server_load": lifecycle.num_ongoing})

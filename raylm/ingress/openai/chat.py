@@ -260,7 +260,7 @@ class ChatCompletions:
         self, body: ChatCompletionRequest, params: SamplingParams | None, *, any_length: bool
     ) -> tuple[SamplingParams, ChatPrompt]:
         params = params or body.params(self._llm.sampling_defaults)
-        self._llm.admission.expect(params.n)
+        body.expect(params.n)
         return params, await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
 
 

@@ -94,7 +94,7 @@ class PoolingHandler(ABC, Generic[B]):
         """Of each text its one output, computed when it is asked for; ``params`` hold in place of the body's."""
         texts = self.texts(body)
         params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
-        self._llm.admission.expect(len(texts))
+        body.expect(len(texts))
         return [
             self._llm.embed(await tokenized(prompt, body, self._llm), params, head.nth(place, param))
             for place, (prompt, param) in enumerate(texts)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetPydanticSchema,
+    PrivateAttr,
     Tag,
     ValidationError,
     model_validator,
@@ -43,6 +44,9 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend import LARGE
 from raylm.ingress.http.errors import clip
+
+if TYPE_CHECKING:
+    from raylm.frontend import Place
 
 _EXPECTED = {
     "string_type": "a string", "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number",
@@ -188,6 +192,23 @@ class Body(BaseModel):
     served_by: ClassVar[dict[str, str]] = {}
     of_tools: ClassVar[tuple[str, ...]] = ()
     of_reasoning: ClassVar[tuple[str, ...]] = ()
+
+    _place: Place | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> Place | None:
+        """That of the request which this is the body of, None if nobody admitted it."""
+        return self._place
+
+    def at(self, place: Place | None) -> Self:
+        """This body, as the one of an admitted request."""
+        self._place = place
+        return self
+
+    def expect(self, num_sequences: int) -> None:
+        """Make room in the queue for what it asks for; OverloadedError if there is none."""
+        if self._place is not None:
+            self._place.expect(num_sequences)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Self:

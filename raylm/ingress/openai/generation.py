@@ -84,6 +84,7 @@ class RequestBody(Body):
             arrival_time=arrival_time,
             param=param,
             adapter=check_model(self.model, llm),
+            place=self.place,
         )
 
 

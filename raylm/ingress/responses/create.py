@@ -28,7 +28,7 @@ from raylm.ingress.responses.job import ResponseItems, ResponseJob
 from raylm.ingress.responses.store import ResponseStore
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM
+    from raylm.frontend import AsyncLLM, Place
     from raylm.ingress.openai.outputs import Outputs
 
 _BYTES_A_THING = 64  # of JSON, about
@@ -52,7 +52,7 @@ class CreateResponse:
         job, outputs = await self._start(body, history + items, owner)
         record = {"input": items, "history": history}
         if body.background:
-            return await self._in_background(job, outputs, record)
+            return await self._in_background(job, outputs, record, body.place)
         if body.stream:
             return self._stream(job, outputs, record)
         async with aclosing(job.events(outputs)) as events:
@@ -65,7 +65,7 @@ class CreateResponse:
         response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: without keys, who knows it may read the response
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         with renamed(PARAM_NAMES):
-            chat = await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))
+            chat = (await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))).at(body.place)
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
             params, outputs = await self._conversations.start(chat, response_id, time.time())
@@ -99,11 +99,16 @@ class CreateResponse:
                 if events:
                     yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
-    async def _in_background(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> bytes:
+    async def _in_background(
+        self, job: ResponseJob, outputs: Outputs, record: JSONObject, place: Place | None
+    ) -> bytes:
         """Answer at once; the response can be fetched, and cancelled, while it is made and afterwards."""
         await self._keep(job, record)
-        # In a context of its own: it waits in the queue by itself, not as a part of the request that asked for it.
-        task = asyncio.create_task(self._make(job, outputs, record), context=Context())
+        # It waits in the queue by itself, and holds what the request that asked for it holds of its key's limits.
+        hold = None if place is None else place.hand_over()
+        task = asyncio.create_task(self._make(job, outputs, record), context=Context())  # Ray's is the request's
+        if hold is not None:
+            task.add_done_callback(lambda _: hold.end())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return orjson.dumps(job.response())

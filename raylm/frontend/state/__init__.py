@@ -1,0 +1,1 @@
+"""What all ingress replicas of an application agree on: limits of keys, adapters, metrics."""

@@ -1,0 +1,91 @@
+"""StateActor: the application's one ApplicationState, as a named Ray actor; and the line of a replica to it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from raylm.engine import NAMESPACE
+from raylm.frontend.state.application_state import ApplicationState
+from raylm.frontend.state.client import StateLostError
+from raylm.frontend.state.messages import StateReply, StateReport
+
+SETTLE_S = 2.0  # after its start each replica has introduced itself, and nothing is granted twice
+SILENCE_S = 60.0  # without any replica the application is over
+
+
+class StateActor:
+    """Made by whichever replica needs it first, and ended by itself when no replica has spoken to it for SILENCE_S.
+
+    No replica owns it: it outlives all of them, so that what was decided about adapters is known when ingresses and
+    engines start anew together. Ray starts it again when it is lost; the replicas then tell it what they know.
+    """
+
+    def __init__(self) -> None:
+        self._state = ApplicationState()
+        loop = asyncio.get_event_loop()
+        self._settled = loop.time() + SETTLE_S
+        self._watch = loop.create_task(self._end_in_silence())
+
+    async def exchange(self, report: StateReport) -> StateReply:
+        if report.claims and (wait_s := self._settled - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(wait_s)
+        return self._state.exchange(report)
+
+    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+        return self._state.series()
+
+    async def leave(self, replica: str) -> None:
+        self._state.leave(replica)
+
+    async def _end_in_silence(self) -> None:
+        while self._state.silent_s() < SILENCE_S:  # noqa: ASYNC110 - reports come from outside
+            await asyncio.sleep(1.0)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+class RemoteState:
+    """The StateActor of an application, started if there is none."""
+
+    def __init__(self, app_name: str) -> None:
+        self._name = state_name(app_name)
+        self._actor: ActorHandle | None = None
+
+    async def exchange(self, report: StateReport) -> StateReply:
+        return cast(StateReply, await self._call("exchange", report))
+
+    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+        return cast(tuple[dict[str, bytes], list[bytes]], await self._call("series"))
+
+    async def leave(self, replica: str) -> None:
+        await self._call("leave", replica)
+
+    async def _call(self, method: str, *args: object) -> Any:
+        try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._open)
+            return await getattr(self._actor, method).remote(*args)
+        except (RayError, ValueError) as error:
+            self._actor = None
+            raise StateLostError(str(error).splitlines()[0]) from error
+
+    def _open(self) -> ActorHandle:
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "lifetime": "detached", "get_if_exists": True}
+        return ray.remote(StateActor).options(name=self._name, namespace=NAMESPACE, **options).remote()
+
+
+def state_name(app_name: str) -> str:
+    """Of the actor, which outlives changes of the application's configuration."""
+    return f"ApplicationState:{app_name}"
+
+
+def end_state(app_name: str) -> None:
+    """The application was deleted; without this its state would end after SILENCE_S."""
+    try:
+        ray.kill(ray.get_actor(state_name(app_name), NAMESPACE), no_restart=True)
+    except ValueError:
+        return

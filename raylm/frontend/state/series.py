@@ -1,0 +1,108 @@
+"""Metrics of several ingress replicas as one text: what whichever is asked tells, in Prometheus's text format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from raylm import metrics
+
+_SUMMED = frozenset({"counter", "histogram"})
+_PROCESS = "process_"  # begins the names of what prometheus_client tells of a process
+_STEPS = f"{metrics.STEP_TOKENS.name}_count"
+_Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass
+class _Family:
+    """One metric: its samples by name and labels, in the order in which they came."""
+
+    metric: Metric
+    values: dict[tuple[str, _Labels], float] = field(default_factory=dict)
+
+
+class Merged(Collector):
+    """Counters and histograms are sums over the replicas; of an engine's series, which all tell, the newest are taken;
+    gauges, and what is told of processes, have the label ``replica``."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, _Family] = {}
+        self._steps: dict[str, float] = {}  # of each engine, as the newest told
+
+    def add(self, text: bytes, replica: str) -> None:
+        """Take in the metrics of a replica."""
+        families = list(text_string_to_metric_families(text.decode()))
+        newest = self._newest(families)
+        for metric in families:
+            for sample in metric.samples:
+                engine = sample.labels.get("engine")
+                if engine is None:
+                    self._add(metric, sample.name, sample.labels, sample.value, replica)
+                elif engine in newest:
+                    self._family(metric).values[sample.name, tuple(sample.labels.items())] = sample.value
+
+    def add_departed(self, text: bytes) -> None:
+        """Take in what a replica that has ended had counted."""
+        for metric in text_string_to_metric_families(text.decode()):
+            for sample in metric.samples if _is_summed(metric) else ():
+                if "engine" not in sample.labels:
+                    self._add(metric, sample.name, sample.labels, sample.value, "")
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families.values():
+            shown = Metric(family.metric.name, family.metric.documentation, family.metric.type)
+            for (name, labels), value in family.values.items():
+                shown.add_sample(name, dict(labels), value)
+            yield shown
+
+    def _newest(self, families: Iterable[Metric]) -> set[str]:
+        """The engines of which this replica has seen more steps than those before, or that they do not know."""
+        steps: dict[str, float] = defaultdict(float)
+        for metric in families:
+            for sample in metric.samples:
+                if "engine" in sample.labels:
+                    steps[sample.labels["engine"]] += sample.value if sample.name == _STEPS else 0.0
+        newest = {engine for engine, count in steps.items() if count > self._steps.get(engine, -1.0)}
+        self._steps |= {engine: steps[engine] for engine in newest}
+        return newest
+
+    def _add(self, metric: Metric, name: str, labels: Mapping[str, str], value: float, replica: str) -> None:
+        values = self._family(metric).values
+        if _is_summed(metric):
+            key = name, tuple(labels.items())
+            values[key] = values.get(key, 0.0) + value
+        else:
+            values[name, (*labels.items(), ("replica", replica))] = value
+
+    def _family(self, metric: Metric) -> _Family:
+        return self._families.setdefault(metric.name, _Family(metric))
+
+
+def _is_summed(metric: Metric) -> bool:
+    return metric.type in _SUMMED and not metric.name.startswith(_PROCESS)
+
+
+def fold(departed: Iterable[bytes]) -> bytes:
+    """What several replicas that have ended had counted, as one text."""
+    merged = Merged()
+    for text in departed:
+        merged.add_departed(text)
+    return generate_latest(merged)
+
+
+def merge(own: bytes, replica: str, others: Mapping[str, bytes], departed: Iterable[bytes]) -> bytes:
+    """All metrics: of the replica that is asked, of the ``others`` as they were told last, and of the ``departed``."""
+    merged = Merged()
+    merged.add(own, replica)
+    for name, text in others.items():
+        if name != replica:
+            merged.add(text, name)
+    for text in departed:
+        merged.add_departed(text)
+    return generate_latest(merged)

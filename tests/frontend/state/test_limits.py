@@ -1,0 +1,240 @@
+"""Limits of keys over several replicas: never exceeded, given back, and known to a state that takes another's place."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raylm.errors import EngineUnavailableError, RateLimitError
+from raylm.frontend.state import client as client_module
+from raylm.frontend.state.application_state import LEASE_S, ApplicationState
+from raylm.frontend.state.client import Hold, LocalState, StateClient, StateLostError
+from raylm.frontend.state.ledger import WINDOW_S, KeyLedger
+from raylm.frontend.state.messages import Claim, KeyLimits, Settlement, StateReply, StateReport
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowState(LocalState):
+    """As far as an actor: others get their turn meanwhile. ``lost`` reports are taken in and not answered."""
+
+    def __init__(self, state: ApplicationState) -> None:
+        super().__init__(state)
+        self.lost = 0
+
+    async def exchange(self, report: StateReport) -> StateReply:
+        await asyncio.sleep(0.001 * random.random())
+        reply = await super().exchange(report)
+        if self.lost:
+            self.lost -= 1
+            raise StateLostError("planted")
+        return reply
+
+
+@asynccontextmanager
+async def replicas(count: int, state: ApplicationState) -> AsyncIterator[list[StateClient]]:
+    clients = [StateClient(SlowState(state)) for _ in range(count)]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            await client.close()
+
+
+async def at_once(claims: Sequence[Callable[[], Awaitable[Hold]]]) -> tuple[list[Hold], list[RateLimitError]]:
+    answers = await asyncio.gather(*(claim() for claim in claims), return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, RateLimitError)]
+    granted = [answer for answer in answers if isinstance(answer, Hold)]
+    assert len(granted) + len(refused) == len(answers), answers
+    return granted, refused
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "most"),
+    [
+        (KeyLimits(requests_per_minute=7), None, 7),
+        (KeyLimits(concurrency=5), None, 5),
+        (KeyLimits(tokens_per_minute=1000), 90, 11),
+    ],
+)
+async def test_a_hundred_at_once_do_not_pass_a_limit(limits: KeyLimits, tokens: int | None, most: int) -> None:
+    async with replicas(2, ApplicationState()) as clients:
+        claims = [partial(clients[place % 2].claim, "alice", limits, tokens) for place in range(100)]
+        granted, refused = await at_once(claims)
+        assert len(granted) == most
+        (name,) = [name for name in KeyLimits.__slots__ if getattr(limits, name) is not None]
+        assert all(name in error.message and error.retry_after_s >= 1 for error in refused)
+        assert all("alice" in error.message for error in refused)
+        others, _ = await at_once([lambda: clients[1].claim("bob", limits, tokens)])
+        assert len(others) == 1, "another key has limits of its own"
+
+
+async def test_what_was_not_served_is_given_back() -> None:
+    limits = KeyLimits(tokens_per_minute=1000, concurrency=1)
+    async with replicas(2, ApplicationState()) as (one, other):
+        hold, seat = await one.claim("a", limits, 900), await one.claim("a", limits)
+        with pytest.raises(RateLimitError):
+            await other.claim("a", limits, 200)
+        with pytest.raises(RateLimitError):
+            await other.claim("a", limits)
+        hold.end(100)
+        hold.end(900)
+        seat.end()
+        await one.publish()  # everything before it has been told
+        await other.claim("a", limits)
+        await other.claim("a", limits, 900)
+        standing = other.standing("a")
+        assert standing is not None
+        assert standing.remaining_tokens == 0
+        with pytest.raises(RateLimitError):
+            await one.claim("a", limits, 1)
+
+
+async def test_who_gives_up_while_asking_holds_nothing() -> None:
+    limits = KeyLimits(concurrency=1)
+    async with replicas(1, ApplicationState()) as (client,):
+        for turns in range(12):
+            task = asyncio.ensure_future(client.claim("a", limits))
+            for _ in range(turns):
+                await asyncio.sleep(0.0003)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():
+                task.result().end()
+            await client.publish()
+            await client.publish()
+            (await client.claim("a", limits)).end()
+            await client.publish()
+
+
+async def test_a_state_that_takes_anothers_place_knows_what_was_granted() -> None:
+    limits = KeyLimits(requests_per_minute=10, tokens_per_minute=1000, concurrency=5)
+    async with replicas(2, ApplicationState()) as clients:
+        one, other = clients
+        seats = [await client.claim("a", limits) for client in (one, one, other)]
+        tokens = await other.claim("a", limits, 500)
+        (await one.claim("a", limits, 300)).end(200)
+        seats[0].end()
+        new = ApplicationState()
+        for client in clients:
+            client._link = SlowState(new)
+            await client.publish()
+        again = await one.claim("a", limits)
+        standing = one.standing("a")
+        assert standing is not None
+        assert (standing.remaining_requests, standing.remaining_tokens) == (6, 300)
+        granted, _ = await at_once([lambda: other.claim("a", limits) for _ in range(4)])
+        assert len(granted) == 2, "3 of 5 places are held"
+        for hold in (again, tokens, *seats, *granted):
+            hold.end()
+        await one.publish()
+        await other.publish()
+        await other.claim("a", limits, 800)
+
+
+async def test_reports_that_are_lost_are_not_counted_twice() -> None:
+    limits = KeyLimits(requests_per_minute=4, concurrency=4)
+    link = SlowState(ApplicationState())
+    client = StateClient(link)
+    link.lost = 1
+    holds = [await client.claim("a", limits)]
+    link.lost = 2
+    holds.append(await client.claim("a", limits))
+    standing = client.standing("a")
+    assert standing is not None
+    assert standing.remaining_requests == 2
+    link.lost = 1
+    holds[0].end()
+    await client.publish()
+    granted, _ = await at_once([lambda: client.claim("a", limits) for _ in range(9)])
+    assert len(granted) == 2
+    await client.close()
+
+
+async def test_without_a_state_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "CLAIM_TIMEOUT_S", 0.05)
+    link = SlowState(ApplicationState())
+    link.lost = 10**9
+    client = StateClient(link)
+    with pytest.raises(EngineUnavailableError, match="limits"):
+        await client.claim("a", KeyLimits(concurrency=1))
+    await client.close()
+
+
+async def test_what_a_lost_replica_held_is_free_and_counts_as_served() -> None:
+    clock, limits = Clock(), KeyLimits(tokens_per_minute=100, concurrency=1)
+    state = ApplicationState(clock)
+
+    def exchange(replica: str, *claims: Claim) -> StateReply:
+        reply = state.exchange(StateReport(replica, state.incarnation, claims=claims))
+        if reply.standings is None:
+            client = StateClient(LocalState(state), replica)
+            reply = state.exchange(StateReport(replica, "", client._held.all(clock.now), claims=claims))
+        return reply
+
+    assert exchange("x", Claim(1, "a", limits), Claim(2, "a", limits, 60)).standings[0].refused_by is None  # type: ignore[index]
+    refused = exchange("y", Claim(1, "a", limits), Claim(2, "a", limits, 60)).standings
+    assert refused is not None
+    assert [standing.refused_by for standing in refused] == ["concurrency", "tokens_per_minute"]
+    clock.now += LEASE_S + 0.1
+    later = exchange("y", Claim(3, "a", limits), Claim(4, "a", limits, 60)).standings
+    assert later is not None
+    assert [standing.refused_by for standing in later] == [None, "tokens_per_minute"]
+    clock.now += WINDOW_S + 1
+    assert exchange("y", Claim(5, "a", limits, 60)).standings[0].refused_by is None  # type: ignore[index]
+
+
+@given(st.data())
+def test_in_no_minute_more_is_served_than_the_limits_say(data: st.DataObject) -> None:
+    """Against a list of everything that was ever granted, looked through minute by minute."""
+    limits = KeyLimits(requests_per_minute=4, tokens_per_minute=50, concurrency=3)
+    ledger, now = KeyLedger(), 0.0
+    begun: list[float] = []
+    open_tokens: dict[int, tuple[float, int]] = {}
+    served: list[tuple[float, float, int]] = []
+    seats: set[int] = set()
+    for number in range(data.draw(st.integers(1, 40))):
+        now += data.draw(st.sampled_from([0.0, 0.5, 7.0, 31.0]))
+        kind = data.draw(st.sampled_from(["request", "tokens", "end"]))
+        if kind == "request":
+            standing = ledger.claim("x", Claim(number, "a", limits), now)
+            fits = len(seats) < 3 and sum(at > now - WINDOW_S for at in begun) < 4
+            assert (standing.refused_by is None) == fits
+            if fits:
+                begun.append(now)
+                seats.add(number)
+        elif kind == "tokens":
+            asked = data.draw(st.integers(1, 30))
+            standing = ledger.claim("x", Claim(number, "a", limits, asked), now)
+            taken = sum(tokens for _, tokens in open_tokens.values())
+            taken += sum(tokens for _, end, tokens in served if end > now - WINDOW_S)
+            assert (standing.refused_by is None) == (taken + asked <= 50)
+            if standing.refused_by is None:
+                open_tokens[number] = now, asked
+            elif not open_tokens:
+                later = [now + standing.retry_after_s + more for more in (-0.01, 0.01)]
+                answers = [deepcopy(ledger).claim("x", Claim(-1, "a", limits, asked), at).refused_by for at in later]
+                assert answers == ["tokens_per_minute", None]
+        elif open_tokens or seats:
+            ending = data.draw(st.sampled_from(sorted(seats | open_tokens.keys())))
+            seats.discard(ending)
+            used = 0
+            if ending in open_tokens:
+                start, most = open_tokens.pop(ending)
+                used = data.draw(st.integers(0, most))
+                served.append((start, now, used))
+            ledger.settle("x", Settlement(ending, "a", used), now)
