@@ -1,4 +1,4 @@
-"""Front door of the engine: EngineCore, what blocks are known by; and the actors, imported when first used: ray."""
+"""Front door of the engine: EngineCore, its executors, block keys; and the actors, imported when first used: ray."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
 from raylm.engine.engine_core import EngineCore as EngineCore
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
+from raylm.engine.model_executor import ModelExecutor as ModelExecutor
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:

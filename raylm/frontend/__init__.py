@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.lifecycle import OngoingRequest as OngoingRequest
     from raylm.frontend.admission.lifecycle import Throttle as Throttle
     from raylm.frontend.admission.queue import Admission as Admission
+    from raylm.frontend.admission.queue import Reservation as Reservation
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.discovery import Discovery as Discovery
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
+    from raylm.frontend.engines.router import Router as Router
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
     from raylm.frontend.outputs import RequestOutput as RequestOutput
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
@@ -29,11 +31,12 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
-    "admission.queue": ("Admission",),
+    "admission.queue": ("Admission", "Reservation"),
     "answers.chat_processor": ("ChatPrompt",),
     "async_llm": ("AsyncLLM",),
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("LocalEngineClient",),
+    "engines.router": ("Router",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "threads": ("LARGE", "offload"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),

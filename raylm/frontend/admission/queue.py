@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
 from raylm.errors import OverloadedError
@@ -25,7 +25,13 @@ class Admission:
     All methods may raise OverloadedError, which says when to come back.
     """
 
-    def __init__(self, max_requests: float = math.inf, max_tokens: float = math.inf) -> None:
+    def __init__(
+        self,
+        max_requests: float = math.inf,
+        max_tokens: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = clock
         self.requests = 0
         self.tokens = 0
         self._max_requests = max_requests
@@ -78,7 +84,7 @@ class Admission:
         """Until what waits now has its first tokens, at the pace of the last ones that got theirs."""
         if len(self._begun) < 2:
             return 1
-        rate = len(self._begun) / max(time.monotonic() - self._begun[0], 1e-3)
+        rate = len(self._begun) / max(self.clock() - self._begun[0], 1e-3)
         return min(max(math.ceil(self.requests / rate), 1), _MAX_RETRY_S)
 
 
@@ -123,7 +129,7 @@ class Reservation:
         """These sequences have their first token: they, and the prompt that all share, wait no more."""
         fresh = set(indexes) - self._started
         self._started |= fresh
-        self._admission._begun.extend([time.monotonic()] * len(fresh))
+        self._admission._begun.extend([self._admission.clock()] * len(fresh))
         self.set(max(0, self.requests - len(fresh)), 0)
 
     def release(self) -> None:

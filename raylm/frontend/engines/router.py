@@ -51,11 +51,13 @@ class Router:
         resume: Resume,
         recovery_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
     ) -> None:
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
         self._clock = clock
+        self._rng = rng or random.Random()
         self._deliver = deliver
         self._closing: set[asyncio.Task[None]] = set()
         self.adapters = AdapterDirectory()
@@ -140,7 +142,7 @@ class Router:
             for route, speed in zip(routes, speeds, strict=True)
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)
-        return random.choice([route for route, cost in zip(routes, costs, strict=True) if cost <= most])
+        return self._rng.choice([route for route, cost in zip(routes, costs, strict=True) if cost <= most])
 
     def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
         """The engines that can serve a request; at least one, or an error."""
