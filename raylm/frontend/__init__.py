@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.discovery import Discovery as Discovery
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
+    from raylm.frontend.engines.routed_engine import RoutedEngine as RoutedEngine
     from raylm.frontend.engines.router import Router as Router
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
     from raylm.frontend.outputs import RequestOutput as RequestOutput
@@ -36,6 +37,7 @@ _MODULES = {
     "async_llm": ("AsyncLLM",),
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("LocalEngineClient",),
+    "engines.routed_engine": ("RoutedEngine",),
     "engines.router": ("Router",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "threads": ("LARGE", "offload"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from math import log10
@@ -13,7 +13,7 @@ from math import log10
 from raylm.config import IngressConfig
 from raylm.engine import EngineCore
 from raylm.errors import OverloadedError, RayLMError
-from raylm.frontend import Admission, LocalEngineClient, Reservation, Router
+from raylm.frontend import Admission, LocalEngineClient, Reservation, RoutedEngine, Router
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats
 from raylm.params import SamplingParams
 from raylm.simulate.trace import SimulatedRequest
@@ -40,30 +40,26 @@ class StaleClient(LocalEngineClient):
         super().__init__(core, info)
         self._staleness_s = staleness_s
         self._told = EngineStats(), 0.0
-        self._arrived: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._news: deque[tuple[float, EngineCoreOutputs]] = deque()  # with the time at which it is told
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        reader = asyncio.create_task(self._read())
-        try:
-            while True:
-                yield await self._arrived.get()
-        finally:
-            reader.cancel()
-
-    async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
+        clock = asyncio.get_running_loop().time
         async for fresh in super().outputs():
-            stats, created = self._told
-            if fresh.keys or fresh.errors:
-                self._arrived.put_nowait(replace(fresh, stats=stats, created=created, blocks=None))
             news = EngineCoreOutputs(
                 *([], [], [], [], [], [], []), fresh.stats, blocks=fresh.blocks, created=fresh.created
             )
-            loop.call_later(self._staleness_s, self._tell, news)
+            self._news.append((clock() + self._staleness_s, news))
+            if fresh.keys or fresh.errors:
+                stats, created = self._told
+                yield replace(fresh, stats=stats, created=created, blocks=None)
 
-    def _tell(self, news: EngineCoreOutputs) -> None:
-        self._told = news.stats, news.created
-        self._arrived.put_nowait(news)
+    def due(self, now: float) -> Iterator[EngineCoreOutputs]:
+        """What is told by now, each once. It matters when a request is routed, and is asked for then alone."""
+        news = self._news
+        while news and news[0][0] <= now:
+            _, told = news.popleft()
+            self._told = told.stats, told.created
+            yield told
 
 
 class SimulatedIngress:
@@ -74,7 +70,11 @@ class SimulatedIngress:
     """
 
     def __init__(
-        self, config: IngressConfig, on_end: Callable[[Served], None], rng: random.Random, router: type[Router] = Router
+        self,
+        config: IngressConfig,
+        on_end: Callable[[Served], None],
+        rng: random.Random,
+        router: Callable[..., Router] = Router,
     ) -> None:
         self.clock = asyncio.get_running_loop().time
         self.router = router(self._deliver, self._fail, lambda key: None, clock=self.clock, rng=rng)
@@ -86,6 +86,12 @@ class SimulatedIngress:
         self._newest: dict[int, float] = {}  # when a request that goes on had its newest token
         self._keys = count()
         self._params: dict[int, SamplingParams] = {}
+        self._stale: list[tuple[StaleClient, RoutedEngine]] = []
+
+    def add(self, client: LocalEngineClient) -> None:
+        engine = self.router.add(client)
+        if isinstance(client, StaleClient):
+            self._stale.append((client, engine))
 
     def arrive(self, request: SimulatedRequest, seed: int) -> None:
         """A request comes in; ``seed`` is how the executors know it."""
@@ -99,6 +105,9 @@ class SimulatedIngress:
             key, str(key), request.prompt, self._sampling(request, seed), priority=request.priority,
             arrival_time=request.at,
         )  # fmt: skip
+        for client, engine in self._stale:
+            for news in client.due(self.clock()):
+                engine.on_outputs(news)
         route = self.router.pick(asked)
         served.engine = route.engine.client.info.engine_id
         self._open[key] = served, reservation

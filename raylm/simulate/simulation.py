@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -34,7 +35,7 @@ class Outcome:
     end_s: float
 
 
-def simulate(fleet: Fleet, load: Load, seed: int = 1, router: type[Router] = Router) -> Outcome:
+def simulate(fleet: Fleet, load: Load, seed: int = 1, router: Callable[..., Router] = Router) -> Outcome:
     """Let all of a load be served; takes real seconds, not those that pass in it."""
     return run(_Simulation(fleet, load, seed).run(router))
 
@@ -51,7 +52,7 @@ class _Simulation:
         self._served: list[Served] = []
         self._changed = asyncio.Event()
 
-    async def run(self, router: type[Router]) -> Outcome:
+    async def run(self, router: Callable[..., Router]) -> Outcome:
         engines = [self._engine(group) for group in self._fleet.engines for _ in range(group.count)]
         infos = [await core.start() for core, _ in engines]
         config = self._fleet.config.ingress
@@ -61,7 +62,7 @@ class _Simulation:
         ]
         for ingress in ingresses:
             for number, ((core, _), info) in enumerate(zip(engines, infos, strict=True)):
-                ingress.router.add(self._client(core, EngineInfo(f"engine-{number}", info.max_model_len, info)))
+                ingress.add(self._client(core, EngineInfo(f"engine-{number}", info.max_model_len, info)))
         running = [asyncio.create_task(core.run()) for core, _ in engines]
         await asyncio.sleep(0)
         await self._feed(ingresses, running)
