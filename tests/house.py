@@ -36,6 +36,7 @@ ONLY_IN = {  # package -> prefixes of the files that may import it
 # ModelRunner with sampling, the decoder of the Llama families, chat and plain completions.
 BESIDE_THE_CORE = {
     "command line": ("cli/",),
+    "simulator": ("simulate/",),
     "offline engine": ("llm",),
     "calls by handle": ("handles.py", "ingress/callers.py", "ingress/handle_calls.py"),
     "Anthropic's API": ("ingress/anthropic/",),
@@ -239,7 +240,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 24,800", total <= 24_800
+    yield "lines of Python", f"{total:,}", "at most 26,500", total <= 26_500
     yield "lines of the core", f"{core:,}", "at most 15,500", core <= 15_500
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]

@@ -1,4 +1,4 @@
-"""The `raylm` command: serve a configuration file, print every knob, print the version."""
+"""The `raylm` command: serve a configuration file, simulate a fleet, print every knob, print the version."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from raylm import __version__
+from raylm.cli.simulate import simulate
 from raylm.config import knobs
 from raylm.errors import ConfigError
 from raylm.stages import report
@@ -75,6 +76,9 @@ def serve(
         print(f"raylm: {error.message}", file=sys.stderr)
         status = 2
     raise typer.Exit(status)
+
+
+app.command(no_args_is_help=True)(simulate)
 
 
 @app.command("config")

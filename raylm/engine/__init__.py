@@ -1,4 +1,4 @@
-"""Front door of the engine: EngineCore, what blocks are known by; and the actors, imported when first used: ray."""
+"""Front door of the engine: EngineCore, its executors, block keys; and the actors, imported when first used: ray."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from raylm.engine.deployment.names import EngineName as EngineName
 from raylm.engine.deployment.names import engine_digest as engine_digest
 from raylm.engine.engine_core import EngineCore as EngineCore
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
+from raylm.engine.model_executor import ModelExecutor as ModelExecutor
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from raylm.config import Config
@@ -37,8 +38,9 @@ class EngineCore:
 
     scheduler: Scheduler
 
-    def __init__(self, config: Config, executor: ModelExecutor) -> None:
+    def __init__(self, config: Config, executor: ModelExecutor, clock: Callable[[], float] = time.time) -> None:
         self._config = config
+        self._clock = clock
         self._executor = executor
         self._outboxes: dict[str, Outbox] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
@@ -60,7 +62,7 @@ class EngineCore:
         if self._config.max_model_len is not None:
             longest = min(longest, self._config.max_model_len)
         kv = KVCacheManager(info.num_blocks, info.block_size, self._config.cache.prefix_caching)
-        self.scheduler = Scheduler(self._config.scheduler, kv, longest)
+        self.scheduler = Scheduler(self._config.scheduler, kv, longest, self._clock)
         return replace(info, max_model_len=longest)
 
     # ---------------------------------------------------------------- clients
@@ -149,7 +151,7 @@ class EngineCore:
 
     def _tell_watchers(self) -> None:
         """Those whose requests had no part in the steps of late are told how busy the engine is, too."""
-        now = time.time()
+        now = self._clock()
         for client_id in self._note_blocks():
             if now - self._outboxes[client_id].told_at > TELL_EVERY_S:
                 self._put_stats(client_id)
@@ -268,7 +270,7 @@ class EngineCore:
             stats,
             errors=errors or [],
             adapters=adapters,
-            created=time.time(),
+            created=self._clock(),
             draining=self._draining,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -45,13 +45,20 @@ class Scheduler:
     sequence has some; alone it always fits, as ``max_model_len`` is at most the pool.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        max_model_len: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.kv = kv
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(config.policy)
         self.counters = Counters()
         self.loads = ClientLoads()
+        self._clock = clock
         self._budget = create_budget(config)
         self._lookahead = Lookahead(kv, config.speculative_tokens)
         self._requests: dict[tuple[str, int], RequestState] = {}
@@ -203,7 +210,7 @@ class Scheduler:
         self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
         self._count_step(plan.num_tokens + result.drafted_tokens)
-        stats, now = self.stats(), time.time()
+        stats, now = self.stats(), self._clock()
         return {
             client_id: entry.columns(result, replace(stats, others=self.loads.others(client_id)), now)
             for client_id, entry in outputs.items()

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from raylm.frontend.admission.place import Place as Place
     from raylm.frontend.admission.queue import Admission as Admission
     from raylm.frontend.admission.queue import FairShares as FairShares
+    from raylm.frontend.admission.queue import Reservation as Reservation
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.discovery import Discovery as Discovery
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
+    from raylm.frontend.engines.routed_engine import RoutedEngine as RoutedEngine
+    from raylm.frontend.engines.router import Router as Router
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
     from raylm.frontend.outputs import RequestOutput as RequestOutput
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
@@ -37,11 +40,13 @@ if TYPE_CHECKING:
 _MODULES = {
     "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
     "admission.place": ("ApiKey", "Place"),
-    "admission.queue": ("Admission", "FairShares"),
+    "admission.queue": ("Admission", "FairShares", "Reservation"),
     "answers.chat_processor": ("ChatPrompt",),
     "async_llm": ("AsyncLLM",),
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("LocalEngineClient",),
+    "engines.routed_engine": ("RoutedEngine",),
+    "engines.router": ("Router",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "state.actor": ("RemoteState", "end_state"),
     "state.client": ("StateClient",),

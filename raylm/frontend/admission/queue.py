@@ -56,8 +56,13 @@ class Admission:
     """
 
     def __init__(
-        self, max_requests: float = math.inf, max_tokens: float = math.inf, policy: QueuePolicy | None = None
+        self,
+        max_requests: float = math.inf,
+        max_tokens: float = math.inf,
+        policy: QueuePolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self.requests = 0
         self.tokens = 0
         self.policy = policy or FirstCome()
@@ -123,7 +128,7 @@ class Admission:
         """Until what waits now has its first tokens, at the pace of the last ones that got theirs."""
         if len(self._begun) < 2:
             return 1
-        rate = len(self._begun) / max(time.monotonic() - self._begun[0], 1e-3)
+        rate = len(self._begun) / max(self.clock() - self._begun[0], 1e-3)
         return min(max(math.ceil(self.requests / rate), 1), _MAX_RETRY_S)
 
 
@@ -169,7 +174,7 @@ class Reservation:
         """These sequences have their first token: they, and the prompt that all share, wait no more."""
         fresh = set(indexes) - self._started
         self._started |= fresh
-        self._admission._begun.extend([time.monotonic()] * len(fresh))
+        self._admission._begun.extend([self._admission.clock()] * len(fresh))
         self.set(max(0, self.requests - len(fresh)), 0)
 
     def release(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,12 +51,24 @@ class KnownBlocks:
             if self._expected.get(block) == key:
                 del self._expected[block]
 
-    def num_matched(self, blocks: Sequence[int]) -> int:
-        """How many blocks at the beginning of a prompt are held; engines give up the last ones of a prompt first."""
+    def num_matched(self, blocks: Sequence[int], guess: int = 0) -> int:
+        """How many blocks at the beginning of a prompt are held; engines give up the last ones of a prompt first.
+
+        A right ``guess``, such as what another engine has, spares the search.
+        """
         told, expected = self.told, self._expected
         if told is None:
             return 0
-        return bisect_left(blocks, True, key=lambda block: block not in told and block not in expected)
+        low, high, middle = 0, len(blocks), min(guess, len(blocks) - 1)
+        while low < high:
+            if (block := blocks[middle]) in told or block in expected:
+                low = middle + 1
+            else:
+                high = middle
+                if middle and low < middle and ((block := blocks[middle - 1]) in told or block in expected):
+                    return middle
+            middle = (low + high) // 2
+        return low
 
 
 @dataclass(slots=True)
@@ -68,14 +79,6 @@ class OpenRequest:
     uncached_tokens: int
     blocks: Sequence[int]
     since: float
-
-
-@dataclass(slots=True)
-class Speed:
-    """Seconds of a step of one token, and of each token of a prompt."""
-
-    step_s: float
-    token_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -127,24 +130,26 @@ class RoutedEngine:
             for key in self.starting.keys() & outputs.keys:
                 self._start(key)
 
-    def predicted_s(self, uncached_tokens: int, speed: Speed, now: float) -> float:
+    def predicted_s(self, uncached_tokens: int, step_s: float, token_s: float, now: float) -> float:
         """Seconds to the first token of a request with so many tokens to compute, and what it takes from the others.
+
+        A step of one token takes ``step_s`` here, and a prompt ``token_s`` for each token.
 
         What other clients have queued is taken as served since it was told; so nothing is left of it after the time
         that it takes to serve, nor of their sequences after that of a request.
         """
         age = max(0.0, now - self.told_at)
-        queued_s = self.queued_tokens * speed.token_s + max(0.0, self.stats.others.queued_tokens * speed.token_s - age)
+        queued_s = self.queued_tokens * token_s + max(0.0, self.stats.others.queued_tokens * token_s - age)
         trust = max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0
         there = self.sequences + self.stats.others.sequences * trust
-        wait_s = speed.step_s + queued_s
+        wait_s = step_s + queued_s
         most = self.stats.running + self.stats.places
         if 0 < most < there:
             wait_s += (there - most) * self.service_s / most
             there = most
-        own_s = uncached_tokens * speed.token_s
+        own_s = uncached_tokens * token_s
         delay_s = own_s * (_NEXT_WEIGHT + _DELAY_WEIGHT * there)
-        return wait_s + own_s + delay_s + _DECODE_TOKENS * speed.token_s * there
+        return wait_s + own_s + delay_s + _DECODE_TOKENS * token_s * there
 
     def _start(self, key: int) -> None:
         if (request := self.starting.pop(key, None)) is not None:

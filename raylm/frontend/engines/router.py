@@ -17,7 +17,7 @@ from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableE
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
-from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine, Speed
+from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
 from raylm.frontend.input_processor import Limits
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("raylm.frontend")
 
 WAKE_PERIOD_S = 1.0
 ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
-GUESS = Speed(step_s=0.01, token_s=1e-4)  # before any engine knows its speed
+GUESS_STEP_S, GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
 
@@ -55,6 +55,7 @@ class Router:
         recovery_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.time,
         wake: Callable[[], None] | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
@@ -62,6 +63,7 @@ class Router:
         self._recovery_timeout_s = recovery_timeout_s
         self._clock = clock
         self._wake = wake
+        self._rng = rng or random.Random()
         self._deliver = deliver
         self._engine_came = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -165,14 +167,21 @@ class Router:
         engines = self._able(request, fingerprint)
         if len(engines) == 1:
             return Route(engines[0], len(request.prompt_token_ids))
-        routes = self.routes(request, engines)
-        now, speeds = self._clock(), _speeds(engines)
+        prompt = _PromptBlocks(request)
+        uncached = self._uncached(prompt, engines)
+        place = self.choose(request, engines, uncached)
+        engine = engines[place]
+        return Route(engine, uncached[place], () if engine.blocks.told is None else self._blocks(prompt, engine))
+
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+        """The place of the best of two or more engines, of which each would have to compute so many tokens."""
+        now = self._clock()
         costs = [
-            route.engine.predicted_s(route.uncached_tokens, speed, now)
-            for route, speed in zip(routes, speeds, strict=True)
+            engine.predicted_s(tokens, *speed, now)
+            for engine, tokens, speed in zip(engines, uncached, _speeds(engines), strict=True)
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)
-        return random.choice([route for route, cost in zip(routes, costs, strict=True) if cost <= most])
+        return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most])
 
     def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
         """The engines that can serve a request; at least one, or an error."""
@@ -187,21 +196,24 @@ class Router:
             raise EngineUnavailableError("No engine is ready that could go on with this request.")
         return [engine for engine in engines if not engine.client.draining] or engines
 
-    def routes(self, request: EngineCoreRequest, engines: list[RoutedEngine]) -> list[Route]:
-        """For each engine what would have to be computed there."""
-        prompt, length = _PromptBlocks(request), len(request.prompt_token_ids)
-        routes = []
+    def _uncached(self, prompt: _PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
+        """For each engine the tokens that would have to be computed there; one always is."""
+        length, found, matched = prompt.length, [], 0
         for engine in engines:
-            if engine.blocks.told is None:
-                routes.append(Route(engine, length))
+            known = engine.blocks
+            if known.told is None:
+                found.append(length)
                 continue
-            info = engine.client.info
-            digest = self.adapters.digest(info.engine_id, request.adapter) if request.adapter is not None else ""
-            size = info.worker.block_size
-            blocks = prompt.of(size, digest)
-            cached = min(engine.blocks.num_matched(blocks), (length - 1) // size)  # one token is always computed
-            routes.append(Route(engine, length - size * cached, blocks))
-        return routes
+            size = engine.client.info.worker.block_size
+            matched = known.num_matched(self._blocks(prompt, engine), matched)
+            found.append(length - size * min(matched, (length - 1) // size))
+        return found
+
+    def _blocks(self, prompt: _PromptBlocks, engine: RoutedEngine) -> tuple[int, ...]:
+        info, adapter = engine.client.info, prompt.adapter
+        return prompt.of(
+            info.worker.block_size, "" if adapter is None else self.adapters.digest(info.engine_id, adapter)
+        )
 
     async def _read(self, engine: RoutedEngine) -> None:
         """Read until the engine is lost; nothing else ends this task but ``close``."""
@@ -283,18 +295,21 @@ class Router:
             raise EngineUnavailableError("No engine is ready; try again shortly.")
 
 
-def _speeds(engines: list[RoutedEngine]) -> list[Speed]:
-    """Of each engine, as learned from its steps; where it is not known, what is usual among the others."""
-    stats = [engine.stats for engine in engines]
-    step_s = median_low([one.step_s for one in stats if one.step_s > 0] or [GUESS.step_s])
-    token_s = median_low([one.token_s for one in stats if one.token_s > 0] or [GUESS.token_s])
-    return [Speed(one.step_s or step_s, one.token_s or token_s) for one in stats]
+def _speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:
+    """(step_s, token_s) of each engine as learned from its steps; where it is not known, what is usual elsewhere."""
+    found = [(engine.stats.step_s, engine.stats.token_s) for engine in engines]
+    if all(step_s and token_s for step_s, token_s in found):
+        return found
+    usual_step_s = median_low([step_s for step_s, _ in found if step_s] or [GUESS_STEP_S])
+    usual_token_s = median_low([token_s for _, token_s in found if token_s] or [GUESS_TOKEN_S])
+    return [(step_s or usual_step_s, token_s or usual_token_s) for step_s, token_s in found]
 
 
 class _PromptBlocks:
     """The keys of a prompt's whole blocks, hashed once for all engines that know them by the same."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
+        self.length, self.adapter = len(request.prompt_token_ids), request.adapter
         self._request = request
         self._known: dict[tuple[int, str], tuple[int, ...]] = {}
 

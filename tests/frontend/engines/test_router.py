@@ -14,7 +14,7 @@ import pytest
 
 from raylm.engine.block_hashes import ChainedHasher, pack_keys
 from raylm.errors import EngineUnavailableError
-from raylm.frontend.engines.router import Route, Router
+from raylm.frontend.engines.router import Router, _PromptBlocks
 from raylm.messages import BlockChanges, EngineStats, LoRAAdapter, OtherClients
 from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
@@ -65,9 +65,10 @@ def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
     return route.engine.client.info.engine_id
 
 
-def _routes(router: Router, prompt: list[int]) -> list[Route]:
-    asked = request(prompt)
-    return router.routes(asked, list(router._engines.values()))
+def _uncached(router: Router, prompt: list[int]) -> dict[str, int]:
+    engines = list(router._engines.values())
+    found = router._uncached(_PromptBlocks(request(prompt)), engines)
+    return {engine.client.info.engine_id: tokens for engine, tokens in zip(engines, found, strict=True)}
 
 
 def picks(router: Router, prompt: list[int], **fields: Any) -> set[str]:
@@ -172,8 +173,7 @@ async def test_own_decisions_count_before_the_engine_has_told_of_them(router: Ro
     engines = await fleet(router)
     prompt = list(range(2000))
     home = pick(router, prompt)
-    on_its_way = {route.engine.client.info.engine_id: route.uncached_tokens for route in _routes(router, [*prompt, 1])}
-    assert on_its_way == {name: 1 if name == home else 2001 for name in "ab"}
+    assert _uncached(router, [*prompt, 1]) == {name: 1 if name == home else 2001 for name in "ab"}
     key = engines[home].added[0].key
     engines[home].say((key, 0, [5], None), **told(1, stored=hashes(prompt)))
     await read()

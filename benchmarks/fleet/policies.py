@@ -1,0 +1,103 @@
+"""Other policies of the field as members of the Router's family: each only chooses, all else is RayLM's.
+
+Each knows what the Router knows: its own requests at once, others' load and the engines' blocks as they were told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raylm.frontend import RoutedEngine, Router
+from raylm.messages import EngineCoreRequest
+
+BLOCK = 64  # tokens that the policies below count as one
+
+
+class RoundRobin(Router):
+    """One after the other."""
+
+    turn = 0
+
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+        self.turn += 1
+        return self.turn % len(engines)
+
+
+class _Scored(Router):
+    """The least score wins; among equals any."""
+
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+        tokens = len(request.prompt_token_ids)
+        scores = [self.score(engine, one, tokens) for engine, one in zip(engines, uncached, strict=True)]
+        return self._rng.choice([place for place, score in enumerate(scores) if score == min(scores)])
+
+    def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
+        raise NotImplementedError
+
+
+def _open(engine: RoutedEngine) -> int:
+    return engine.sequences + engine.stats.others.sequences
+
+
+def _blocks(engine: RoutedEngine) -> float:
+    """Held by its open requests, by what this ingress knows of its own; others' are taken for as large."""
+    own = sum(len(one.blocks) for one in engine.open.values()) * engine.client.info.worker.block_size / BLOCK
+    return own * _open(engine) / engine.sequences if engine.sequences else 0.0
+
+
+class LeastOpen(_Scored):
+    """Least own requests, and among those least of others."""
+
+    def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
+        return engine.sequences + engine.stats.others.sequences / 1e6
+
+
+class DynamoLinear(_Scored):
+    """Prefill blocks, those queued included, and blocks that decode."""
+
+    def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
+        queued = engine.queued_tokens + engine.stats.others.queued_tokens
+        return (queued + uncached) / BLOCK + _blocks(engine) + tokens / BLOCK
+
+
+class DynamoLmetric(_Scored):
+    """The product of the two."""
+
+    def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
+        queued = engine.queued_tokens + engine.stats.others.queued_tokens
+        return (queued + uncached) / BLOCK * (_blocks(engine) + tokens / BLOCK + 1)
+
+
+class LlmD(_Scored):
+    """llm-d's weights with precise prefixes: twice the share that is cached, KV headroom, and the queue."""
+
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+        self._most = max(1, *map(_open, engines))
+        return super().choose(request, engines, uncached)
+
+    def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
+        used = min(1.0, _blocks(engine) * BLOCK / (engine.client.info.worker.num_blocks * 64))
+        return -(2 * (1 - uncached / tokens) + (1 - used) + (1 - _open(engine) / self._most))
+
+
+class Smg(_Scored):
+    """SGLang's gateway by events: the longest prefix, unless own requests are out of balance by 10 and half as many."""
+
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+        own = [engine.sequences for engine in engines]
+        self._by_load = max(own) - min(own) > 10 and max(own) > 1.5 * min(own)
+        return super().choose(request, engines, uncached)
+
+    def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
+        return engine.sequences if self._by_load else uncached + engine.sequences / 1e6
+
+
+POLICIES: dict[str, Callable[..., Router]] = {
+    "RayLM": Router,
+    "round robin": RoundRobin,
+    "least open": LeastOpen,
+    "Dynamo linear": DynamoLinear,
+    "Dynamo lmetric": DynamoLmetric,
+    "llm-d": LlmD,
+    "SMG": Smg,
+}

@@ -1,0 +1,112 @@
+"""`raylm simulate`: its options, and what they come to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import ValidationError
+
+from raylm.config import faults
+from raylm.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def simulate(
+    fleet_file: Annotated[
+        Path | None, typer.Argument(metavar="[FLEET.yaml]", help="Engines, ingresses, costs and knobs; see the docs.")
+    ] = None,
+    trace: Annotated[list[Path] | None, typer.Option(help="Requests as JSON lines; may be given again.")] = None,
+    load: Annotated[str, typer.Option(help="What arrives where there is no trace.")] = "poisson",
+    requests: Annotated[int, typer.Option(help="Of the load.")] = 1000,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 4.0,
+    prompt_tokens: Annotated[str | None, typer.Option(help="New ones of a request or turn, as LEAST:MOST.")] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Drawn by a request, as LEAST:MOST.")] = None,
+    keys: Annotated[int, typer.Option(help="API keys that ask in turn.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of load and choices.")] = 1,
+    engines: Annotated[int | None, typer.Option(help="So many equal ones, in place of the file's.")] = None,
+    ingresses: Annotated[int | None, typer.Option(help="Ingress replicas, in place of the file's.")] = None,
+    steps: Annotated[
+        list[Path] | None, typer.Option(help="Recordings to which the costs of a step are fitted.")
+    ] = None,
+    ttft_target_ms: Annotated[float, typer.Option(help="For goodput: longest time to the first token.")] = 1000.0,
+    itl_target_ms: Annotated[float, typer.Option(help="For goodput: longest mean time between tokens.")] = 100.0,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw TTFT into this file (.svg, .png).")] = None,
+) -> None:
+    """Let a fleet serve a load in virtual time, with the code that serves, and print what clients would have seen.
+
+    For example: raylm simulate --engines 8 --ingresses 2 --load sessions --requests 4000 --rate 24
+    """
+    from raylm import simulate as sim
+
+    try:
+        fleet = _fleet(fleet_file, engines, ingresses, steps or [])
+        chosen: sim.Load
+        if trace:
+            chosen = sim.Replay(sim.read_trace(trace, fleet.config.cache.block_size))
+        elif load in sim.LOADS:
+            ranges = {"prompt_tokens": _range("prompt-tokens", prompt_tokens)}
+            ranges["output_tokens"] = _range("output-tokens", output_tokens)
+            settings = {"requests": requests, "rate": rate, "keys": keys, "seed": seed} | ranges
+            chosen = sim.LOADS[load](_checked(lambda: sim.LoadSettings(**settings)))
+        else:
+            raise ConfigError(f"--load {load}: there are {', '.join(sim.LOADS)}.")
+        outcome = sim.simulate(fleet, chosen, seed)
+        found = sim.figures(outcome, sim.Targets(ttft_target_ms, itl_target_ms))
+        print(sim.table(found))
+        if out is not None:
+            _write(out, json.dumps(found, indent=1) + "\n")
+        if plot is not None:
+            sim.draw(outcome, plot)
+    except ConfigError as error:
+        print(f"raylm: {error.message}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _fleet(path: Path | None, engines: int | None, ingresses: int | None, recordings: list[Path]) -> Any:
+    from raylm.simulate import Fleet, fit, read_steps
+
+    over: dict[str, Any] = {}
+    if engines is not None:
+        over["engines"] = [{"count": engines}]
+    if ingresses is not None:
+        over["ingresses"] = ingresses
+    if recordings:
+        costs, error = fit([step for path in recordings for step in read_steps(path)])
+        over["costs"] = costs.model_dump()
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in over["costs"].items())
+        print(f"costs of a step: {shown}; mean error {error:.1%}")
+    return Fleet.of(over, "the options") if path is None else Fleet.read(path, **over)
+
+
+def _range(name: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    least, _, most = text.partition(":")
+    try:
+        found = int(least), int(most or least)
+    except ValueError:
+        raise ConfigError(f"--{name} {text}: it is LEAST:MOST, two whole numbers.") from None
+    if not 1 <= found[0] <= found[1]:
+        raise ConfigError(f"--{name} {text}: from 1 on, and the least first.")
+    return found
+
+
+def _checked(build: Callable[[], T]) -> T:
+    try:
+        return build()
+    except ValidationError as error:
+        raise ConfigError(f"--{faults(error)}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None

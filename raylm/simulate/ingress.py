@@ -1,0 +1,167 @@
+"""SimulatedIngress: a Router and an Admission in virtual time, and what its requests were given."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from math import log10
+
+from raylm.config import IngressConfig
+from raylm.engine import EngineCore
+from raylm.errors import OverloadedError, RayLMError
+from raylm.frontend import Admission, LocalEngineClient, Reservation, RoutedEngine, Router
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats
+from raylm.params import SamplingParams
+from raylm.simulate.trace import SimulatedRequest
+
+ITL_STEPS = 200  # to a factor of 10: intervals are counted within 0.6 %
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request: when it had its first token and its last, -1 while it has not; or the ``error`` that ended it."""
+
+    request: SimulatedRequest
+    engine: str = ""
+    first_s: float = -1.0
+    last_s: float = -1.0
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class StaleClient(LocalEngineClient):
+    """A line on which tokens come at once, and what an engine tells of its cache and load ``staleness_s`` later."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, staleness_s: float) -> None:
+        super().__init__(core, info)
+        self._staleness_s = staleness_s
+        self._told = EngineStats(), 0.0
+        self._news: deque[tuple[float, EngineCoreOutputs]] = deque()  # with the time at which it is told
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        clock = asyncio.get_running_loop().time
+        async for fresh in super().outputs():
+            news = EngineCoreOutputs(
+                *([], [], [], [], [], [], []), fresh.stats, blocks=fresh.blocks, created=fresh.created
+            )
+            self._news.append((clock() + self._staleness_s, news))
+            if fresh.keys or fresh.errors:
+                stats, created = self._told
+                yield replace(fresh, stats=stats, created=created, blocks=None)
+
+    def due(self, now: float) -> Iterator[EngineCoreOutputs]:
+        """What is told by now, each once. It matters when a request is routed, and is asked for then alone."""
+        news = self._news
+        while news and news[0][0] <= now:
+            _, told = news.popleft()
+            self._told = told.stats, told.created
+            yield told
+
+
+class SimulatedIngress:
+    """Routes requests as an ingress replica does, and notes what comes back; ``on_end`` has each request once.
+
+    ``intervals`` counts the times between two tokens of a request, by ``ITL_STEPS`` times their decimal logarithm in
+    seconds, rounded.
+    """
+
+    def __init__(
+        self,
+        config: IngressConfig,
+        on_end: Callable[[Served], None],
+        rng: random.Random,
+        router: Callable[..., Router] = Router,
+    ) -> None:
+        self.clock = asyncio.get_running_loop().time
+        self.router = router(self._deliver, self._fail, lambda key: None, clock=self.clock, rng=rng)
+        self.intervals: Counter[int] = Counter()
+        self._admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock=self.clock)
+        self._on_end = on_end
+        self._open: dict[int, tuple[Served, Reservation]] = {}
+        self._starting: set[int] = set()
+        self._newest: dict[int, float] = {}  # when a request that goes on had its newest token
+        self._keys = count()
+        self._params: dict[int, SamplingParams] = {}
+        self._stale: list[tuple[StaleClient, RoutedEngine]] = []
+
+    def add(self, client: LocalEngineClient) -> None:
+        engine = self.router.add(client)
+        if isinstance(client, StaleClient):
+            self._stale.append((client, engine))
+
+    def arrive(self, request: SimulatedRequest, seed: int) -> None:
+        """A request comes in; ``seed`` is how the executors know it."""
+        key, served = next(self._keys), Served(request)
+        try:
+            reservation = self._admission.prompt(len(request.prompt), 1)
+        except OverloadedError as error:
+            self._refuse(served, error)
+            return
+        asked = EngineCoreRequest(
+            key, str(key), request.prompt, self._sampling(request, seed), priority=request.priority,
+            arrival_time=request.at,
+        )  # fmt: skip
+        for client, engine in self._stale:
+            for news in client.due(self.clock()):
+                engine.on_outputs(news)
+        route = self.router.pick(asked)
+        served.engine = route.engine.client.info.engine_id
+        self._open[key] = served, reservation
+        self._starting.add(key)
+        self.router.send(asked, route)
+
+    def _sampling(self, request: SimulatedRequest, seed: int) -> SamplingParams:
+        """Checking parameters costs more than a step; where the seed says nothing they are the same for a length."""
+        params = self._params.get(request.output_tokens) if seed == 0 else None
+        if params is None:
+            params = SamplingParams(max_tokens=request.output_tokens, seed=seed, ignore_eos=True)
+            if seed == 0:
+                self._params[request.output_tokens] = params
+        return params
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
+        now, keys, newest = self.clock(), outputs.keys, self._newest
+        for key in self._starting & set(keys) if self._starting else ():
+            self._begin(key, outputs.cached_tokens[keys.index(key)], now)
+        for before, number in Counter(map(newest.get, keys)).items():
+            if before is not None and now > before:
+                self.intervals[round(ITL_STEPS * log10(now - before))] += number
+        newest.update(dict.fromkeys(keys, now))
+        if any(outputs.finish_reasons):
+            for key, reason in zip(keys, outputs.finish_reasons, strict=True):
+                if reason is not None:
+                    self._end(key, now)
+        for key, error in outputs.errors:
+            self._fail([key], error)
+        return []
+
+    def _begin(self, key: int, cached_tokens: int, now: float) -> None:
+        self._starting.remove(key)
+        served, reservation = self._open[key]
+        served.first_s, served.cached_tokens = now, cached_tokens
+        reservation.begin([0])
+
+    def _end(self, key: int, now: float) -> None:
+        del self._newest[key]
+        served, reservation = self._open.pop(key)
+        served.last_s = now
+        reservation.release()
+        self.router.leave(key, abort=False)
+        self._on_end(served)
+
+    def _fail(self, keys: Iterable[int], error: RayLMError) -> None:
+        for key in keys:
+            served, reservation = self._open.pop(key)
+            self._starting.discard(key)
+            self._newest.pop(key, None)
+            reservation.release()
+            self.router.leave(key, abort=False)
+            self._refuse(served, error)
+
+    def _refuse(self, served: Served, error: RayLMError) -> None:
+        served.error = type(error).__name__
+        self._on_end(served)

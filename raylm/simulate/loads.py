@@ -1,0 +1,165 @@
+"""Loads: what arrives when, drawn at random; and the load that a trace is."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, count
+from math import pi, sin
+
+from pydantic import Field
+
+from raylm.config import Frozen
+from raylm.simulate.trace import SimulatedRequest
+
+Range = tuple[int, int]
+_SHARED = 1 << 30  # from here on tokens are of prompts that many share
+
+
+class LoadSettings(Frozen):
+    """How much arrives; ranges are of evenly distributed whole numbers, and a load has its own where none is given."""
+
+    requests: int = Field(4000, ge=1)
+    """All of them, later turns of sessions too, as many as come in the mean."""
+    rate: float = Field(24.0, gt=0)
+    """Requests a second in the mean."""
+    prompt_tokens: Range | None = None
+    """What of a prompt, or of a turn, is new."""
+    output_tokens: Range | None = None
+    """Tokens drawn."""
+    keys: int = Field(1, ge=1)
+    """Keys that ask in turn."""
+    seed: int = 1
+
+
+class Load(ABC):
+    """Requests in the order of their arrival; ``turn_ended`` gives what follows one, as a session goes on."""
+
+    group = 1  # requests in the mean for each arrival
+    prompt_tokens: Range = (128, 4096)
+    output_tokens: Range = (32, 256)
+    think_s = 1.0
+
+    def __init__(self, settings: LoadSettings) -> None:
+        self._settings = settings
+        self._rng = random.Random(settings.seed)
+        self._new = count(1)
+        self._prompt_range = settings.prompt_tokens or self.prompt_tokens
+        self._output_range = settings.output_tokens or self.output_tokens
+
+    def arrivals(self) -> Iterator[SimulatedRequest]:
+        """All but the later turns of sessions."""
+        settings = self._settings
+        for number, at in enumerate(self._times(settings.requests // self.group, settings.rate / self.group)):
+            for request in self._arrive(at):
+                request.key = f"key-{number % settings.keys}"
+                yield request
+
+    def turn_ended(self, request: SimulatedRequest, now: float) -> SimulatedRequest | None:
+        """All of it, its answer and something new, after a while; None where it was the last turn."""
+        if not request.later:
+            return None
+        prompt = request.prompt + request.answer * request.output_tokens + self._own()
+        at = now + self._rng.expovariate(1 / self.think_s)
+        return self._request(at, prompt, later=request.later - 1, key=request.key)
+
+    @abstractmethod
+    def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
+        """What comes at once, or nearly so."""
+
+    def _times(self, number: int, rate: float) -> Iterator[float]:
+        return accumulate(self._rng.expovariate(rate) for _ in range(number))
+
+    def _request(self, at: float, prompt: list[int], later: int = 0, key: str = "") -> SimulatedRequest:
+        return SimulatedRequest(at, prompt, [prompt[-1]], self._rng.randint(*self._output_range), key, later=later)
+
+    def _own(self) -> list[int]:
+        return [next(self._new)] * self._rng.randint(*self._prompt_range)
+
+    def _shared(self, name: int, tokens: int) -> list[int]:
+        return [_SHARED + name] * tokens
+
+
+class Poisson(Load):
+    """Prompts that have nothing in common."""
+
+    def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
+        return [self._request(at, self._own())]
+
+
+class Diurnal(Poisson):
+    """The same with a rate that goes up and down by 80 %, once in a tenth of the run."""
+
+    def _times(self, number: int, rate: float) -> Iterator[float]:
+        period, at, left = number / rate / 10, 0.0, number
+        while left:
+            at += self._rng.expovariate(1.8 * rate)
+            if self._rng.random() * 1.8 < 1 + 0.8 * sin(2 * pi * at / period):
+                left -= 1
+                yield at
+
+
+class Hot(Load):
+    """Of 50 system prompts of 2,048 tokens one has 70 %, and the others by Zipf."""
+
+    prompt_tokens = (64, 512)
+
+    def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
+        rng, weights = self._rng, [(rank + 1) ** -1.1 for rank in range(50)]
+        prompt = 0 if rng.random() < 0.7 else rng.choices(range(50), weights)[0]
+        return [self._request(at, self._shared(prompt, 2048) + self._own())]
+
+
+class Sessions(Load):
+    """Chats of 2 to 12 turns behind one system prompt of 512 tokens."""
+
+    group, think_s, prompt_tokens = 6, 3.0, (64, 512)
+
+    def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
+        return [self._request(at, self._shared(0, 512) + self._own(), later=self._rng.randint(2, 12) - 1)]
+
+
+class Agents(Load):
+    """A few sessions have most turns; 8 kinds of agents share 4,096 tokens each."""
+
+    group, prompt_tokens, output_tokens = 12, (64, 512), (16, 128)
+
+    def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
+        rng = self._rng
+        turns = rng.randint(20, 50) if rng.random() < 0.15 else rng.randint(2, 8)
+        return [self._request(at, self._shared(rng.randrange(8), 4096) + self._own(), later=turns - 1)]
+
+
+class Bursts(Load):
+    """16 siblings with one prompt within 2 ms."""
+
+    group, prompt_tokens, output_tokens = 16, (512, 3072), (64, 256)
+
+    def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
+        prompt = self._own()
+        return [self._request(at + 1e-4 * sibling, prompt) for sibling in range(16)]
+
+
+LOADS: dict[str, type[Load]] = {
+    "poisson": Poisson,
+    "hot": Hot,
+    "sessions": Sessions,
+    "agents": Agents,
+    "bursts": Bursts,
+    "diurnal": Diurnal,
+}
+
+
+class Replay(Load):
+    """The requests of a trace."""
+
+    def __init__(self, requests: list[SimulatedRequest]) -> None:
+        super().__init__(LoadSettings())
+        self._requests = requests
+
+    def arrivals(self) -> Iterator[SimulatedRequest]:
+        return iter(self._requests)
+
+    def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
+        return ()

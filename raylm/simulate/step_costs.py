@@ -1,0 +1,93 @@
+"""StepCosts: what a step of an engine takes, as a linear model that is given or fitted to recorded steps."""
+
+from __future__ import annotations
+
+import json
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from raylm.config import Frozen
+from raylm.errors import ConfigError
+from raylm.messages import SchedulerOutput
+
+Features = tuple[float, float, float, float]
+LEAST_STEPS = 16
+
+
+class StepCosts(Frozen):
+    """Seconds of a step; the defaults are about those of an 8B model on a GPU."""
+
+    base_s: float = Field(0.006, ge=0)
+    """Of every step."""
+    token_s: float = Field(0.00006, ge=0)
+    """For each token that it computes."""
+    sequence_s: float = Field(0.00006, ge=0)
+    """For each sequence that has a part in it."""
+    attention_s: float = Field(0.0, ge=0)
+    """For each pair of a token that it computes and one computed before, in millions of them."""
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        _, tokens, sequences, pairs = features(plan)
+        return self.base_s + self.token_s * tokens + self.sequence_s * sequences + self.attention_s * pairs
+
+
+def features(plan: SchedulerOutput) -> Features:
+    """What the four costs are multiplied with."""
+    pairs = sum(map(mul, plan.num_scheduled, plan.num_computed)) / 1e6
+    return 1.0, float(plan.num_tokens), float(len(plan.seq_ids)), pairs
+
+
+def fit(steps: list[tuple[Features, float]]) -> tuple[StepCosts, float]:
+    """The costs by which the steps' seconds are predicted best, none negative, and the mean relative error.
+
+    Weighted by their inverse, as a short step's error matters as much as a long one's.
+
+    Raises:
+        ConfigError: there are too few steps.
+    """
+    import numpy as np
+
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(f"Costs are fitted to {LEAST_STEPS} steps or more; {len(steps)} were recorded.")
+    shapes = np.array([shape for shape, _ in steps])
+    seconds = np.array([took for _, took in steps])
+    weighted, ones = shapes / seconds[:, None], np.ones(len(steps))
+    used = [column for column in range(4) if shapes[:, column].any()]
+    while True:  # what comes out negative explains nothing and is left out
+        found = np.linalg.lstsq(weighted[:, used], ones, rcond=None)[0]
+        if (found >= 0).all():
+            break
+        used.pop(int(found.argmin()))
+    costs = np.zeros(4)
+    costs[used] = found
+    error = float(np.abs(weighted @ costs - 1).mean())
+    base_s, token_s, sequence_s, attention_s = costs.tolist()
+    return StepCosts(base_s=base_s, token_s=token_s, sequence_s=sequence_s, attention_s=attention_s), error
+
+
+def read_steps(path: Path) -> list[tuple[Features, float]]:
+    """The steps of a recording, each with the seconds by which the next one came later.
+
+    Raises:
+        ConfigError: the file is none, or a line of it is not right.
+    """
+    steps: list[tuple[Features, float]] = []
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            row: Any = json.loads(line)
+            if row["kind"] == "update":
+                tokens, sequences, pairs = row["shape"]
+                steps.append(((1.0, float(tokens), float(sequences), float(pairs)), float(row["took_s"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}, line {number}: not a line of a recording ({error!r}).") from None
+    return [(shape, took) for shape, took in steps if took > 0]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: it cannot be read: {error}") from None

@@ -1,0 +1,138 @@
+"""Traces: requests as JSON lines; a prompt is given by its length, its blocks or its tokens.
+
+A line is an object of
+    arrival         seconds since any beginning
+    prompt_tokens   how many
+    output_tokens   how many are drawn
+    blocks          hashes of the blocks that prompt and answer begin with, numbers or hexadecimal text (optional):
+                    equal ones in equal places behind equal ones are shared
+    block_size      tokens of each of them; those of the fleet's KV blocks if it is left out
+    prompt          token ids, in place of prompt_tokens and blocks
+    key             who asks (optional)
+    priority        as of a request (optional)
+Lines of a recording that are of another ``kind`` than "request" are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from raylm.config import Frozen, faults
+from raylm.errors import ConfigError
+
+_TOKEN_BITS = 32
+_MOST_TOKENS = 1 << 20
+_UNIQUE = 1 << 31  # from here on tokens are of one request alone
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """What arrives ``at`` seconds; its ``answer`` goes on with its last token up to ``output_tokens``.
+
+    Of a session ``later`` turns follow.
+    """
+
+    at: float
+    prompt: list[int]
+    answer: list[int]
+    output_tokens: int
+    key: str = ""
+    priority: int = 0
+    later: int = 0
+
+
+class TraceLine(Frozen):
+    """One line, checked."""
+
+    kind: Literal["request"] = "request"
+    arrival: float = Field(ge=0, allow_inf_nan=False)
+    prompt_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
+    output_tokens: int = Field(ge=1, le=_MOST_TOKENS)
+    blocks: tuple[Annotated[int, Field(ge=0, lt=2**64)] | str, ...] = ()
+    block_size: int | None = Field(None, ge=2, le=_MOST_TOKENS)
+    prompt: tuple[Annotated[int, Field(ge=0, lt=_UNIQUE)], ...] | None = Field(None, min_length=1)
+    key: str = ""
+    priority: int = 0
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> TraceLine:
+        if (self.prompt is None) == (self.prompt_tokens is None):
+            raise ValueError("one of prompt_tokens and prompt is needed")
+        if self.prompt is not None and self.blocks:
+            raise ValueError("blocks: they go with prompt_tokens; prompt says what they are made of")
+        return self
+
+    def request(self, number: int, begun: float, block_size: int) -> SimulatedRequest:
+        """The ``number``-th of a trace that began at ``begun``."""
+        own = _UNIQUE + number % _UNIQUE
+        at = self.arrival - begun
+        if self.prompt is not None:
+            return SimulatedRequest(at, list(self.prompt), [own], self.output_tokens, self.key, self.priority)
+        assert self.prompt_tokens is not None
+        size = self.block_size or block_size
+        tokens = [token for block in self.blocks for token in _tokens(_number(block), size)]
+        tokens += [own] * max(0, self.prompt_tokens - len(tokens))
+        prompt, answer = tokens[: self.prompt_tokens], tokens[self.prompt_tokens :]
+        answer = [*answer[: self.output_tokens - 1], own]
+        return SimulatedRequest(at, prompt, answer, self.output_tokens, self.key, self.priority)
+
+
+def read_trace(paths: list[Path], block_size: int) -> list[SimulatedRequest]:
+    """All requests of some files in the order of their arrival, the first at 0.
+
+    Raises:
+        ConfigError: it names the file, the line and the field.
+    """
+    lines = [line for path in paths for line in _read(path)]
+    if not lines:
+        raise ConfigError(f"{', '.join(map(str, paths))}: there is no request.")
+    lines.sort(key=lambda line: line.arrival)
+    return [line.request(number, lines[0].arrival, block_size) for number, line in enumerate(lines)]
+
+
+def _read(path: Path) -> Iterator[TraceLine]:
+    try:
+        with path.open() as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip() and (line := _checked(text, f"{path}, line {number}")) is not None:
+                    yield line
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: it cannot be read: {error}") from None
+
+
+def _checked(text: str, where: str) -> TraceLine | None:
+    try:
+        given = json.loads(text)
+        if isinstance(given, dict) and given.get("kind", "request") != "request":
+            return None
+        line = TraceLine.model_validate(given)
+        for block in line.blocks:
+            _number(block)
+        return line
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {faults(error)}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _number(block: int | str) -> int:
+    if isinstance(block, int):
+        return block
+    try:
+        number = int(block, 16)
+    except ValueError:
+        raise ValueError(f"blocks: {block!r} is no hexadecimal number") from None
+    if not 0 <= number < 2**64:
+        raise ValueError(f"blocks: {block!r} has more than 64 bits")
+    return number
+
+
+def _tokens(block: int, size: int) -> list[int]:
+    """Tokens of a block that no other one has; what tells them apart stands last, where prompts end in a block."""
+    return [*[0] * (size - 2), block >> _TOKEN_BITS, block & ((1 << _TOKEN_BITS) - 1)]

@@ -1,0 +1,63 @@
+"""Traces: what lines say, and how wrong ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylm.errors import ConfigError
+from raylm.simulate import Fleet, Replay, read_trace, simulate
+
+GOOD = {"arrival": 1.5, "prompt_tokens": 40, "output_tokens": 3}
+
+
+def written(path: Path, *lines: dict[str, Any] | str) -> Path:
+    file = path / "trace.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", r"line 2: .*Expecting"),
+        ("[]", "line 2"),
+        (GOOD | {"arrival": -1}, "arrival: .*greater"),
+        (GOOD | {"output_tokens": 0}, "output_tokens: .*greater"),
+        (GOOD | {"prompt_token": 3}, "'prompt_token'; did you mean 'prompt_tokens'"),
+        ({"arrival": 1, "output_tokens": 3}, "one of prompt_tokens and prompt"),
+        (GOOD | {"prompt": [1]}, "one of prompt_tokens and prompt"),
+        (GOOD | {"blocks": ["xyz"]}, "blocks: 'xyz' is no hexadecimal"),
+        (GOOD | {"blocks": ["1" * 17]}, "64 bits"),
+        (GOOD | {"block_size": 1}, "block_size: .*greater"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, line: dict[str, Any] | str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as error:
+        read_trace([written(tmp_path, GOOD, line)], 16)
+    assert "trace.jsonl, line 2: " in error.value.message
+
+
+def test_an_empty_trace_and_none_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no request"):
+        read_trace([written(tmp_path, "", '{"kind": "update"}')], 16)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace([tmp_path / "none"], 16)
+
+
+def test_requests_come_in_the_order_of_arrival_and_begin_at_0(tmp_path: Path) -> None:
+    found = read_trace([written(tmp_path, GOOD | {"arrival": 9}, GOOD | {"key": "a"})], 16)
+    assert [(one.at, one.key, len(one.prompt)) for one in found] == [(0, "a", 40), (7.5, "", 40)]
+    assert not set(found[0].prompt) & set(found[1].prompt), "nothing is shared without blocks"
+
+
+def test_blocks_of_prompt_and_answer_are_found_by_who_comes_later(tmp_path: Path) -> None:
+    first = GOOD | {"prompt_tokens": 40, "output_tokens": 30, "blocks": ["a", "b", "c", "d"]}
+    later = {"arrival": 60, "prompt_tokens": 80, "output_tokens": 1, "blocks": ["a", "b", "c", "d", "e"]}
+    other = {"arrival": 120, "prompt_tokens": 80, "output_tokens": 1, "blocks": ["a", "b", "f", "d", "e"]}
+    fleet = Fleet.of({}, "test")
+    served = simulate(fleet, Replay(read_trace([written(tmp_path, first, later, other)], 16))).served
+    assert [one.cached_tokens for one in served] == [0, 64, 32]
