@@ -52,7 +52,7 @@ async def text(url: str, number: int, tokens: int) -> str:
 
 
 async def test_streams_outlive_engines_that_drain_with_the_texts_of_an_undisturbed_run(updates: Updates) -> None:
-    url, tokens = updates.server.url, 3000
+    url, tokens = updates.server.url, 2000
     undisturbed = await asyncio.gather(*(text(url, number, tokens) for number in range(6)))
     ingress = updates.replicas("Ingress")
     streams = [asyncio.create_task(text(url, number, tokens)) for number in range(6)]
