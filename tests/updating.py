@@ -99,6 +99,9 @@ def updated_server(path: Path, engines: int = 1, **args: Any) -> Iterator[Update
         try:
             yield Updates(server, tree)
         finally:
+            from ray.serve.context import _set_global_client
+
+            _set_global_client(None)  # else it would be used on the next Ray too
             ray.shutdown()
 
 
