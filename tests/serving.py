@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,7 +84,8 @@ class Server:
         self._launcher.kill()
         self._launcher.wait()
         for pid in session_members(self._session):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def processes(self, name: str = "") -> list[int]:
         """Ids of the server's processes, of all or of the actors of a class."""

@@ -44,12 +44,12 @@ class Updates:
         assert found is not None
         deployments = found["applications"]["default"]["deployments"]
         replicas = deployments.get(deployment, {}).get("replicas", [])
-        return {replica["replica_id"]: str(replica["state"]) for replica in replicas}
+        return {replica["replica_id"]: _plain(replica["state"]) for replica in replicas}
 
     def status(self) -> str:
         found = ray_private.serve_details()
         assert found is not None
-        return str(found["applications"]["default"]["status"])
+        return _plain(found["applications"]["default"]["status"])
 
     def set_engines(self, number: int) -> None:
         """Change their number alone, and wait until so many are there and none else."""
@@ -99,4 +99,12 @@ def updated_server(path: Path, engines: int = 1, **args: Any) -> Iterator[Update
         try:
             yield Updates(server, tree)
         finally:
+            from ray.serve.context import _set_global_client
+
+            _set_global_client(None)  # else it would be used on the next Ray too
             ray.shutdown()
+
+
+def _plain(state: Any) -> str:
+    """The value of an enum of Serve's."""
+    return str(getattr(state, "value", state))
