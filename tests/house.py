@@ -46,6 +46,7 @@ BESIDE_THE_CORE = {
         "ingress/openai/embeddings.py", "ingress/openai/scores.py", "ingress/openai/pooling", "frontend/pooling.py",
         "worker/pooler.py",
     ),
+    "keys and shared state": ("frontend/state/", "frontend/admission/place.py", "ingress/http/api_keys.py"),
     "LoRA": (
         "ingress/openai/lora.py", "frontend/engines/adapters.py", "engine/adapter_table.py", "worker/lora.py",
         "models/lora.py",
@@ -239,7 +240,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 24,500", total <= 24_500
+    yield "lines of Python", f"{total:,}", "at most 25,700", total <= 25_700
     yield "lines of the core", f"{core:,}", "at most 15,500", core <= 15_500
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]
