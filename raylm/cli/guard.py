@@ -11,6 +11,7 @@ from ray import serve
 from ray.util import list_named_actors
 
 from raylm import ray_private
+from raylm.frontend import end_state
 
 PERIOD_S = 0.5
 NAMESPACE = "raylm"
@@ -22,6 +23,8 @@ def take_away(names: list[str], with_serve: bool) -> None:
     if ray_private.serve_details() is None:
         return  # somebody shut Serve down
     ray_private.delete_applications(names)
+    for name in names:
+        end_state(name)
     details = ray_private.serve_details()
     if with_serve and details is not None and not details["applications"]:
         serve.shutdown()

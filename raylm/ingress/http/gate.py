@@ -15,7 +15,8 @@ from raylm.ingress.http.body import BodyReader, check_head
 
 class Gate:
     """A request meets in turn: the pace of the event loop, the replica's places, its key's limits, the bounds of
-    bodies, and, with its body, the queue, whose policy shares it by keys. What it got it gives back by its Place."""
+    bodies, and, with its body, the queue, whose policy shares it by keys. Its Place gives back what it got.
+    """
 
     def __init__(self, config: IngressConfig, state: StateClient) -> None:
         self.lifecycle = Lifecycle(config.max_ongoing_requests)

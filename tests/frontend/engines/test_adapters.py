@@ -10,6 +10,8 @@ import pytest
 from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError, NotFoundError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.router import Router
+from raylm.frontend.state.application_state import ApplicationState
+from raylm.frontend.state.client import LocalState, StateClient
 from raylm.messages import LoRAAdapter
 from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
@@ -118,3 +120,129 @@ async def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
     with pytest.raises(EngineUnavailableError):
         router.pick(two)
     await router.close()
+
+
+class LoadingEngine(PlayedEngine):
+    """Takes as long for a loading as the test wants, and cannot give up what it has not loaded yet."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__(engine_id)
+        self.may_load = asyncio.Event()
+
+    async def load_adapter(self, adapter: LoRAAdapter) -> None:
+        await self.may_load.wait()
+        await super().load_adapter(adapter)
+
+
+async def test_what_is_unloaded_while_an_engine_restores_it_stays_unloaded() -> None:
+    directory = AdapterDirectory()
+    (a,) = joined(directory, "a")
+    await directory.load(ONE)
+    b = LoadingEngine("b")
+    directory.on_report(b, ())
+    await settle()
+    await directory.unload("one")
+    b.may_load.set()
+    await settle()
+    assert b.loaded == [ONE]
+    directory.on_report(b, (ONE,))
+    assert directory.known == {}
+    await settle()
+    assert (a.loaded, b.loaded) == ([], [])
+    directory.on_report(b, ())
+    await directory.load(ONE)
+    assert (a.loaded, b.loaded) == ([ONE], [ONE])
+    directory.on_report(b, (ONE,))
+    await settle()
+    assert b.loaded == [ONE]
+
+
+class Replica:
+    """A directory, and its line to the application's state."""
+
+    def __init__(self, state: ApplicationState, *engines: PlayedEngine) -> None:
+        self.directory, self.client = AdapterDirectory(), StateClient(LocalState(state))
+        self.client.share(bytes, self.directory)
+        for engine in engines:
+            self.directory.on_report(engine, tuple(engine.loaded))
+
+    async def hear(self) -> None:
+        await self.client.publish()
+        await settle()
+
+
+async def test_what_one_replica_unloads_another_does_not_restore() -> None:
+    state, a = ApplicationState(), PlayedEngine("a")
+    one, other = Replica(state, a), Replica(state, a)
+    await one.directory.load(ONE)
+    await other.hear()
+    assert other.directory.known == {"one": ONE}
+    b = LoadingEngine("b")
+    other.directory.on_report(b, ())
+    await settle()
+    await one.directory.unload("one")
+    b.may_load.set()
+    await settle()
+    other.directory.on_report(b, (ONE,))
+    await other.hear()
+    assert other.directory.known == {}
+    assert (a.loaded, b.loaded) == ([], [])
+    await one.client.close()
+    await other.client.close()
+
+
+async def test_adapters_are_known_when_ingresses_and_engines_start_anew_together() -> None:
+    state = ApplicationState()
+    before = Replica(state, PlayedEngine("a"))
+    await before.directory.load(ONE)
+    await before.directory.load(TWO)
+    await before.directory.unload("two")
+    await before.client.close()
+    engine = PlayedEngine("b")
+    after = Replica(state, engine)
+    await after.hear()
+    assert after.directory.known == {"one": ONE}
+    assert engine.loaded == [ONE]
+    await after.client.close()
+
+
+async def test_a_state_that_is_lost_hears_of_adapters_from_replicas_and_engines() -> None:
+    a = PlayedEngine("a")
+    old, new = ApplicationState(), ApplicationState()
+    one = Replica(old, a)
+    await one.directory.load(ONE)
+    await one.directory.load(TWO)
+    await one.directory.unload("two")
+    one.client._link = LocalState(new)
+    await one.hear()
+    other = Replica(new, PlayedEngine("b"))
+    await other.hear()
+    assert other.directory.known == {"one": ONE}
+    alone = Replica(ApplicationState(), a)  # all else is new, and the engine lives
+    await alone.hear()
+    assert alone.directory.known == {"one": ONE}
+    for replica in (one, other, alone):
+        await replica.client.close()
+
+
+async def test_a_loading_that_another_replica_sees_half_done_is_not_undone_by_it() -> None:
+    state, a, slow = ApplicationState(), PlayedEngine("a"), LoadingEngine("b")
+    one, other = Replica(state, a, slow), Replica(state, a, slow)
+    slow.may_load.set()
+    await one.directory.load(ONE)
+    await one.directory.unload("one")
+    await other.hear()
+    slow.may_load.clear()
+    loading = asyncio.create_task(one.directory.load(ONE))
+    await settle()
+    other.directory.on_report(a, (ONE,))
+    await other.hear()
+    assert a.loaded == [ONE]
+    slow.may_load.set()
+    await loading
+    other.directory.on_report(slow, (ONE,))
+    await other.hear()
+    assert other.directory.known == {"one": ONE}
+    assert (a.loaded, slow.loaded) == ([ONE], [ONE])
+    for replica in (one, other):
+        await replica.client.close()

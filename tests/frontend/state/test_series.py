@@ -1,0 +1,107 @@
+"""Metrics of several replicas told by one: sums where things are counted, labels where each replica has its own."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from raylm.frontend.state.application_state import LEASE_S, MOST_DEPARTED, ApplicationState
+from raylm.frontend.state.messages import Holdings, StateReport
+from raylm.frontend.state.series import fold, merge
+
+Values = dict[str, float]
+
+
+def text_of(answers: int, queued: int, steps: int, running: int, engine: str = "e0") -> bytes:
+    return f"""# HELP raylm:http_answers_total Answers.
+# TYPE raylm:http_answers_total counter
+raylm:http_answers_total{{status="200"}} {answers}
+# HELP raylm:queued_requests Waiting.
+# TYPE raylm:queued_requests gauge
+raylm:queued_requests{{model_name="m"}} {queued}
+# HELP vllm:num_requests_running Running.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="{engine}"}} {running}
+# HELP vllm:iteration_tokens_total Tokens.
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{{engine="{engine}",le="+Inf"}} {steps}
+vllm:iteration_tokens_total_count{{engine="{engine}"}} {steps}
+vllm:iteration_tokens_total_sum{{engine="{engine}"}} {steps * 8}
+# HELP vllm:time_to_first_token_seconds TTFT.
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{{le="1.0"}} {answers}
+vllm:time_to_first_token_seconds_bucket{{le="+Inf"}} {answers}
+vllm:time_to_first_token_seconds_count {answers}
+vllm:time_to_first_token_seconds_sum {answers * 0.5}
+# HELP process_cpu_seconds_total CPU.
+# TYPE process_cpu_seconds_total counter
+process_cpu_seconds_total {answers}
+""".encode()
+
+
+def values_of(text: bytes) -> Values:
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            key = f"{sample.name}|{labels}"
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_one_text_of_all() -> None:
+    others = {"a": b"old", "b": text_of(20, 2, 90, 5), "c": text_of(1, 0, 7, 1, "e1")}
+    values = values_of(merge(text_of(3, 1, 100, 4), "a", others, [text_of(1000, 9, 999, 9, "gone")]))
+    assert values["raylm:http_answers_total|status=200"] == 1024
+    assert values["vllm:time_to_first_token_seconds_count|"] == 1024
+    assert values["vllm:time_to_first_token_seconds_sum|"] == 512
+    assert values["vllm:time_to_first_token_seconds_bucket|le=1.0"] == 1024
+    queued = {key.partition("replica=")[2]: value for key, value in values.items() if "queued_requests" in key}
+    assert queued == {"a": 1, "b": 2, "c": 0}
+    running = {key: value for key, value in values.items() if "running" in key}
+    assert running == {"vllm:num_requests_running|engine=e0": 4, "vllm:num_requests_running|engine=e1": 1}
+    assert values["vllm:iteration_tokens_total_sum|engine=e0"] == 800
+    assert values["process_cpu_seconds_total|replica=b"] == 20
+
+
+def test_whichever_is_asked_tells_the_same() -> None:
+    texts = {"a": text_of(3, 1, 100, 4), "b": text_of(20, 2, 90, 5)}
+    told = [values_of(merge(texts[name], name, texts, [])) for name in texts]
+    assert told[0] == told[1]
+
+
+def test_what_has_ended_stays_counted() -> None:
+    now = 0.0
+    state = ApplicationState(lambda: now)
+    for number in range(MOST_DEPARTED + 9):
+        report = StateReport(f"r{number}", "", Holdings((), ()), series=text_of(number, 1, 1, 1, f"e{number}"))
+        state.exchange(report)
+        now += LEASE_S + 1
+    state.exchange(StateReport("last", "", Holdings((), ()), series=text_of(1, 1, 1, 1)))
+    alive, departed = state.series()
+    assert list(alive) == ["last"]
+    assert len(departed) <= MOST_DEPARTED
+    total = sum(range(MOST_DEPARTED + 9)) + 1
+    values = values_of(merge(alive["last"], "last", alive, departed))
+    assert values["raylm:http_answers_total|status=200"] == total
+    assert values["vllm:time_to_first_token_seconds_sum|"] == total / 2
+    assert [key for key in values if key.startswith("vllm:num_requests_running")] == [
+        "vllm:num_requests_running|engine=e0"
+    ]
+
+
+def test_who_comes_back_is_not_counted_twice() -> None:
+    now = 0.0
+    state = ApplicationState(lambda: now)
+    introduction = StateReport("a", "", Holdings((), ()), series=text_of(5, 1, 1, 1))
+    state.exchange(introduction)
+    now += LEASE_S + 1
+    assert state.series()[1]
+    state.exchange(introduction)
+    alive, departed = state.series()
+    assert (list(alive), departed) == (["a"], [])
+
+
+def test_folding_changes_no_sum() -> None:
+    texts = [text_of(3, 1, 100, 4), text_of(4, 1, 7, 4)]
+    assert values_of(merge(b"", "x", {}, texts)) == values_of(merge(b"", "x", {}, [fold(texts)]))

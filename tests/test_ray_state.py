@@ -1,0 +1,126 @@
+"""What two ingress replicas share, through `raylm serve`: limits that hold, metrics of both, adapters that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from raylm.checkpoint import EMBEDDED
+from tests.adapters import make_adapter
+from tests.serving import ARGS, Server, chat, free_port, serve_file
+
+pytestmark = [pytest.mark.ray, pytest.mark.long]
+
+LIMITS = {
+    "requests": "requests_per_minute=9",
+    "tokens": "tokens_per_minute=1500",
+    "places": "concurrency=7",
+    "again": "requests_per_minute=9",
+    "root": "admin",
+}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"x-api-key": f"sk-{name}"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder, port = tmp_path_factory.mktemp("state"), free_port()
+    (folder / "keys").write_text("".join(f"{name}: sk-{name} {limits}\n" for name, limits in LIMITS.items()))
+    make_adapter(EMBEDDED, folder / "adapters" / "one")
+    args = ARGS | {
+        "ingress": {"replicas": 2, "api_keys_file": str(folder / "keys")},
+        "lora": {"root": str(folder / "adapters")},
+    }
+    with Server(serve_file(folder / "serve.yaml", port, args), port) as server:
+        yield server
+
+
+async def answers_of(server: Server, name: str, count: int, max_tokens: int) -> list[httpx.Response]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+        body = chat("Hi", max_tokens=max_tokens, ignore_eos=True)
+        calls = [client.post("/v1/chat/completions", json=body, headers=key(name)) for _ in range(count)]
+        return list(await asyncio.gather(*calls))
+
+
+def counts(server: Server) -> dict[str, float]:
+    text = httpx.get(f"{server.url}/metrics", headers=key("root")).text
+    found = re.findall(r'^raylm:http_answers_total\{key="(\w+)",.*status="(\d+)"\} (\S+)$', text, re.M)
+    return {f"{name} {status}": float(count) for name, status, count in found}
+
+
+async def test_a_hundred_at_once_do_not_pass_the_requests_of_a_minute(server: Server) -> None:
+    answers = await answers_of(server, "requests", 100, 4)
+    assert sorted(answer.status_code for answer in answers) == [200] * 9 + [429] * 91
+    assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"9"}
+    assert all(int(answer.headers["retry-after"]) > 30 for answer in answers if answer.status_code == 429)
+
+
+async def test_a_hundred_at_once_do_not_pass_the_tokens_of_a_minute(server: Server) -> None:
+    answers = await answers_of(server, "tokens", 100, 64)
+    served = [answer.json()["usage"]["total_tokens"] for answer in answers if answer.status_code == 200]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert 1500 - 2 * max(served) < sum(served) <= 1500
+
+
+async def test_a_hundred_at_once_do_not_pass_the_open_requests(server: Server) -> None:
+    answers = await answers_of(server, "places", 100, 200)
+    assert {answer.status_code for answer in answers} == {200, 429}
+    at_once = [answer for answer in answers if answer.status_code == 200]
+    assert 7 <= len(at_once) < 60, "who came later found a place again"
+
+
+async def test_metrics_of_both_replicas_are_told_by_each(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        for _ in range(20):
+            assert (await client.get("/v1/models", headers=key("root"))).status_code == 200
+    await asyncio.sleep(2.5)
+    told = [counts(server) for _ in range(6)]
+    assert {one["requests 200"] for one in told} == {9.0}
+    assert {one["requests 429"] for one in told} == {91.0}
+    text = httpx.get(f"{server.url}/metrics", headers=key("root")).text
+    assert len(set(re.findall(r'^raylm:engines_ready\{.*replica="(.+)"\}', text, re.M))) == 2
+    assert len(re.findall(r"^vllm:num_requests_running\{", text, re.M)) == 1
+
+
+async def test_limits_hold_when_the_state_is_killed(server: Server) -> None:
+    before = await answers_of(server, "again", 8, 4)
+    assert {answer.status_code for answer in before} == {200}
+    server.kill_actor("StateActor")
+    answers = await answers_of(server, "again", 20, 4)
+    assert sorted(answer.status_code for answer in answers) == [200] + [429] * 19, "8 of 9 were used before"
+
+
+def test_adapters_come_back_when_all_start_anew(server: Server) -> None:
+    body = {"lora_name": "one", "lora_path": "one"}
+    refused = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=key("places"), timeout=60)
+    assert refused.status_code == 403
+    loaded = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=key("root"), timeout=60)
+    assert loaded.status_code == 200, loaded.text
+    for name in ("ServeReplica:default:Ingress", "ServeReplica:default:Engine", "EngineCore"):
+        for pid in server.processes(name):
+            with suppress(ProcessLookupError):  # it ended with one before it
+                os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        try:
+            answer = httpx.post(
+                f"{server.url}/v1/chat/completions",
+                json=chat("Hi", max_tokens=2) | {"model": "one"},
+                headers=key("root"),
+                timeout=60,
+            )
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    server.wait_until(is_back, "does not serve the adapter again")
