@@ -51,8 +51,9 @@ class SchedulerConfig(Frozen):
     """Most tokens in one forward pass; longer prompts are computed in chunks."""
     target_itl_ms: float | None = Field(None, gt=0, le=60_000)
     """Time between two tokens of a sequence to aim at: prompts are computed in chunks that keep to it."""
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of the waiting queue."""
+    policy: Literal["fair", "fcfs", "priority"] = "fair"
+    """Order of the waiting queue. fair: API keys share an engine by the tokens that they are served; one key or none
+    is served first come, first served, but for short prompts that fit where the first one does not."""
     steps_in_flight: Literal[1, 2] = 2
     """Steps handed to the worker before the first one returns."""
     speculative_tokens: int = Field(0, ge=0, le=64)

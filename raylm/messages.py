@@ -48,6 +48,22 @@ class LoRAAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """How a request is to be served beside others; "" and None say nothing.
+
+    ``tenant`` is a digest of the name of the API key, by which engines share themselves out in proportion to
+    ``weight`` (above 0). Of the first token ``ttft_s`` seconds from the arrival are aimed at, between two tokens
+    ``itl_s``. Its client has hung up ``timeout_s`` after the arrival if nothing was answered by then.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
     """One request as AsyncLLM hands it to an engine: tokenized, validated, every default resolved.
 
@@ -78,6 +94,7 @@ class EngineCoreRequest:
     adapter: str | None = None
     uncached_tokens: int | None = None
     drawn: tuple[tuple[int, ...] | None, ...] = ()
+    service: ServiceLevel = ServiceLevel()
 
 
 @dataclass(frozen=True, slots=True)

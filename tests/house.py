@@ -22,8 +22,8 @@ FLOOR = {
     "logprob_columns", "grammar_server", "finite_schema",
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
-    "engine_core", "scheduler", "queues", "sequence", "kv_cache_manager", "block_pool", "outbox", "step_plan",
-    "step_budget", "adapter_table", "client_loads", "block_hashes",
+    "engine_core", "scheduler", "queues/base", "queues/fair", "sequence", "kv_cache_manager", "block_pool", "outbox",
+    "step_plan", "step_budget", "adapter_table", "client_loads", "block_hashes",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),

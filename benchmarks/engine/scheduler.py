@@ -101,7 +101,7 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     options.add_argument("--output", type=int, default=1000, help="least tokens that each request generates")
     options.add_argument("--clients", type=int, default=2, help="ingress replicas that share the engine")
-    options.add_argument("--policy", choices=["fcfs", "priority"], default="fcfs")
+    options.add_argument("--policy", choices=["fair", "fcfs", "priority"], default="fair")
     options.add_argument("--no-prefix-caching", action="store_true")
     options.add_argument("--steps", type=int, default=1000, help="steps of one run")
     options.add_argument("--repeats", type=int, default=5)

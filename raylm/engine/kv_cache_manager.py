@@ -58,11 +58,13 @@ class KVCacheManager:
         At least one token is left to compute. ``spare`` blocks must stay free. Returns the number of tokens whose KV
         is there already; None, without side effects, if the pool cannot give that much.
         """
-        if seq.id not in self._tables:
-            self._tables[seq.id] = BlockTable(self._root(seq))
-        table = self._tables[seq.id]
+        table, needed = self._table(seq), self._blocks_for(len(seq.token_ids))
+        # Cached blocks that others hold are had for nothing. They are the first ones of a prefix, so that one look
+        # tells whether there can be enough of them; else a long prompt would be walked through in every step.
+        if (held := needed + spare - self.pool.num_free) > 0 and not (use_cache and self._is_held(seq, table, held)):
+            return None
         cached = self._find_prefix(seq, table) if use_cache else []
-        num_new = self._blocks_for(len(seq.token_ids)) - len(cached)
+        num_new = needed - len(cached)
         num_idle = sum(self.pool.refs[block] == 0 for block in cached)
         if num_new + num_idle + spare > self.pool.num_free:
             return None
@@ -133,9 +135,32 @@ class KVCacheManager:
         lost = self.pool.num_blocks - self.pool.num_free
         assert lost == 0, f"{lost} KV blocks are held by no sequence"
 
-    def _find_prefix(self, seq: Sequence, table: BlockTable) -> list[int]:
+    def num_cached_blocks(self, seq: Sequence) -> int:
+        """About how many blocks of a sequence that waits are cached: right if those found are its first ones."""
+        table = self._table(seq)
+        most = self._hash_prefix(seq, table)
+        return bisect_left(table.hashes, True, 0, most, key=lambda block_hash: self.pool.find(block_hash) is None)
+
+    def _table(self, seq: Sequence) -> BlockTable:
+        if seq.id not in self._tables:
+            self._tables[seq.id] = BlockTable(self._root(seq))
+        return self._tables[seq.id]
+
+    def _hash_prefix(self, seq: Sequence, table: BlockTable) -> int:
+        """Work the hashes out of the blocks that may be cached; returns their number."""
         most = (len(seq.token_ids) - 1) // self.block_size
         self._hasher.extend(table.hashes, table.root, seq.token_ids, most)
+        return min(most, len(table.hashes))
+
+    def _is_held(self, seq: Sequence, table: BlockTable, count: int) -> bool:
+        """Whether the block number ``count`` of a sequence is cached, and held by another one."""
+        if count > self._hash_prefix(seq, table):
+            return False
+        block = self.pool.find(table.hashes[count - 1])
+        return block is not None and self.pool.refs[block] > 0
+
+    def _find_prefix(self, seq: Sequence, table: BlockTable) -> list[int]:
+        most = self._hash_prefix(seq, table)
         blocks = []
         for block_hash in table.hashes[:most]:
             block = self.pool.find(block_hash)

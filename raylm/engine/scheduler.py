@@ -14,7 +14,7 @@ from raylm.config import SchedulerConfig
 from raylm.engine.client_loads import ClientLoads
 from raylm.engine.kv_cache_manager import KVCacheManager, Lookahead
 from raylm.engine.outbox import ClientOutputs
-from raylm.engine.queues import WaitingQueue
+from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
@@ -55,7 +55,8 @@ class Scheduler:
         self.kv = kv
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.running: list[Sequence] = []
-        self.waiting = WaitingQueue(config.policy)
+        self.waiting = create_queue(config, kv.num_cached_blocks)
+        self.clock: Callable[[], float] = time.time
         self.counters = Counters()
         self.loads = ClientLoads()
         self._clock = clock
@@ -128,20 +129,24 @@ class Scheduler:
             self.kv.publish(seq, seq.num_computed)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Strict head of line: all others wait behind the first one until the pool can hold it."""
-        while plan.max_new > 0 and plan.tokens > 0 and self.waiting:
-            seq = self.waiting.peek()
+        """The queue says who may start; it does if the pool can hold it."""
+        while plan.max_new > 0 and plan.tokens > 0 and self.waiting and self._start_one(plan):
+            pass
+
+    def _start_one(self, plan: StepPlan) -> bool:
+        spare = len(self.running)  # a block for each to grow by: admitting more is paid back in preemptions
+        for seq in self.waiting.candidates():
             if seq.resume_after > self._seen:
-                return
-            spare = len(self.running)  # a block for each to grow by: admitting more is paid back in preemptions
+                return False
             cached = self.kv.admit(seq, spare, use_cache=not seq.reads_every_token)
-            if cached is None:
-                return
-            self._start(seq, cached, plan)
+            if cached is not None:
+                self._start(seq, cached, plan)
+                return True
+        return False
 
     def _start(self, seq: Sequence, cached: int, plan: StepPlan) -> None:
         """Move a sequence from the queue to the running batch; ``cached`` of its tokens are computed."""
-        self.waiting.remove(seq)
+        self.waiting.start(seq, cached)
         insort(self.running, seq, key=self.waiting.rank)
         if seq.status is Status.WAITING:
             seq.num_cached = cached
@@ -162,21 +167,29 @@ class Scheduler:
         """
         num_tokens = self._lookahead.tokens_to_reserve(seq, len(self.running))
         while (blocks := self.kv.extend(seq, num_tokens)) is None:
-            if place + 1 == len(self.running):
+            victim = self._victim(seq, place)
+            if victim is None:
                 return False
-            self._preempt(min(self.running[place + 1 :], key=self._cost_of_preemption))
+            self._preempt(victim)
             plan.close()
         plan.grow(blocks)
         return True
 
-    def _cost_of_preemption(self, seq: Sequence) -> tuple[int, int, int]:
-        """Preempted first is the lowest class, then the sequence with the least wasted work, then the newest.
+    def _victim(self, seq: Sequence, place: int) -> Sequence | None:
+        """Whom ``seq`` may preempt: nobody of a better standing, but the first one of all may everybody."""
+        if place + 1 == len(self.running):
+            return None
+        self.waiting.settle()
+        victim = min(self.running[place + 1 :], key=self._cost_of_preemption)
+        return victim if place == 0 or self.waiting.standing(victim) >= self.waiting.standing(seq) else None
+
+    def _cost_of_preemption(self, seq: Sequence) -> tuple[float, int, int]:
+        """Preempted first is who the policy says, then the sequence with the least wasted work, then the newest.
 
         Wasted are tokens that have to be computed again: none of a sequence whose last token is on its way.
         """
-        rank = self.waiting.rank(seq)
         wasted = 0 if seq.num_tokens >= seq.limit else max(0, seq.num_computed - self.kv.num_shared_tokens(seq))
-        return (-rank[0], wasted, -rank[1])
+        return (-self.waiting.standing(seq), wasted, -seq.state.arrival)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take row and blocks from a sequence; it starts again, with all tokens, once those in flight are seen."""
@@ -338,5 +351,6 @@ class Scheduler:
 
     def _leave_batch(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self.waiting.leave(seq)
         self._finished.append(seq.id)
         self.kv.free(seq)

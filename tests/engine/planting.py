@@ -41,6 +41,6 @@ def caught(plant: Plant, patch: Patch) -> bool:
     plant(patch)
     try:
         lives()
-    except (AssertionError, KeyError, IndexError):
+    except (AssertionError, KeyError, IndexError, ValueError):
         return True
     return False

@@ -13,7 +13,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence, sequence_seed
 from raylm.errors import ContextLengthError
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, ServiceLevel
 from raylm.params import SamplingParams
 from tests.engine.integrity import check_kv
 from tests.fakes import FakeModel, FakeWorker
@@ -58,7 +58,7 @@ def random_setup(rng: Random) -> Setup:
         max_model_len=rng.randint(8, 48),
         max_num_seqs=rng.randint(1, 5),
         max_num_batched_tokens=rng.randint(1, 14),
-        policy=rng.choice(["fcfs", "priority"]),
+        policy=rng.choice(["fair", "fcfs", "priority"]),
         steps_in_flight=rng.choice([1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.7,
         speculative_tokens=rng.choice([0, 0, 1, 3, 9]),
@@ -89,6 +89,7 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
         eos_token_ids=(MODEL.eos_token_id,),
         priority=rng.randint(0, 2),
         cache_salt=rng.choice([None, None, "salt"]),
+        service=ServiceLevel(tenant=rng.choice(["", "one", "other"])),
     )
 
 
@@ -238,16 +239,16 @@ class Run:
         return (priority, self.replayed.get(seq.key, seq.key), seq.index)  # keys are given in the order of arrival
 
     def _sequences(self) -> list[Sequence]:
-        return [*self.scheduler.running, *self.scheduler.waiting._waiting]
+        return [*self.scheduler.running, *self.scheduler.waiting]
 
     def _check_order(self, plan: SchedulerOutput, ready: list[Sequence], preempted: list[Sequence]) -> None:
         """Running first, then strict head of line; and who is preempted is of the lowest class there is."""
         running = {seq.id: seq for seq in self.scheduler.running}
-        waiting = [self._rank(seq) for seq in self.scheduler.waiting._waiting]
+        waiting = [self._rank(seq) for seq in self.scheduler.waiting]
         if plan.new:
             assert all(seq.id in plan.seq_ids for seq in ready), "a new sequence runs, and a running one must wait"
             last = max(self._rank(running[new.seq_id]) for new in plan.new)
-            assert all(last < rank for rank in waiting), "somebody jumped the queue"
+            assert self.setup.policy == "fair" or all(last < rank for rank in waiting), "somebody jumped the queue"
         for victim in preempted:
             assert all(self._rank(seq)[0] <= self._rank(victim)[0] for seq in running.values()), "not the lowest class"
             assert any(self._rank(running[seq_id]) < self._rank(victim) for seq_id in plan.seq_ids), "for nobody's good"

@@ -178,7 +178,7 @@ def whoever_fits_is_served(patch: Patch) -> None:
     def schedule_waiting(original: Any, self: Scheduler, plan: StepPlan) -> None:
         original(self, plan)
         if len(self.waiting) > 1 and plan.max_new > 0:
-            head = self.waiting.peek()
+            head = next(self.waiting.candidates())
             if head.resume_after <= self._seen:
                 self.waiting.remove(head)
                 original(self, plan)
@@ -193,8 +193,7 @@ def priority_is_ignored(patch: Patch) -> None:
 
 def the_highest_class_is_preempted(patch: Patch) -> None:
     def cost(original: Any, self: Scheduler, seq: Sequence) -> tuple[int, int, int]:
-        rank = self.waiting.rank(seq)
-        return (rank[0], -rank[1], -rank[2])
+        return (self.waiting.standing(seq), -seq.state.arrival, -seq.index)
 
     wrap(patch, Scheduler, "_cost_of_preemption", cost)
 

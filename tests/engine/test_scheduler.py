@@ -148,7 +148,7 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight_and_comes_back_with_
     while engine.scheduler.counters.preemptions == 0:
         engine.update(in_flight.pop(0), 5, 5)
         in_flight.append(engine.schedule())
-    victim = engine.scheduler.waiting.peek()
+    victim = next(engine.scheduler.waiting.candidates())
     known = list(victim.token_ids)
     assert victim.key == 1
     assert in_flight[1].finished == [1]

@@ -65,7 +65,7 @@ def test_abort(state: str) -> None:
     if state == "preempted":
         crowd(engine, 4, 6, 9)
         plan = engine.schedule()
-        assert engine.scheduler.waiting.peek().key == 1
+        assert next(engine.scheduler.waiting.candidates()).key == 1
     else:
         engine.add([1] * 5, key=1, n=2)
         if state == "in flight":

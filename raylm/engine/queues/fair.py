@@ -1,0 +1,162 @@
+"""FairQueue: every tenant gets its share of an engine, by weight and by the tokens that it was served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from sortedcontainers import SortedList
+
+from raylm.engine.queues.base import Rank, WaitingQueue
+from raylm.engine.sequence import Sequence
+
+PROMPT_WEIGHT = 1.0  # a prompt's token that was computed, against a drawn one, which costs a row of a step
+DRAWN_WEIGHT = 2.0
+MOST_PASSED = 64  # sequences that may start before one that came earlier, because they fit or have more in the cache
+_LOOK_AHEAD = 16  # sequences that are looked at for that
+
+
+class Tenant:
+    """One API key's sequences at the engine, and what it was ``served``: weighted tokens over the key's weight.
+
+    ``running`` holds of each sequence that runs how many of its tokens are charged.
+    """
+
+    __slots__ = ("line", "running", "served", "weight")
+
+    def __init__(self) -> None:
+        self.line = SortedList()
+        self.served = 0.0
+        self.weight = 1.0
+        self.running: dict[Sequence, int] = {}
+
+    def charge(self, seq: Sequence) -> None:
+        """For the tokens of a sequence that were computed or drawn since the last time."""
+        charged, prompt = self.running[seq], seq.num_prompt_tokens
+        known = len(seq.token_ids)
+        served = known if known > prompt else min(seq.num_computed, prompt)
+        if served > charged:
+            of_prompt = max(0, min(served, prompt) - charged)
+            drawn = served - charged - of_prompt
+            self.served += (PROMPT_WEIGHT * of_prompt + DRAWN_WEIGHT * drawn) / self.weight
+            self.running[seq] = served
+
+    def settle(self) -> None:
+        for seq in self.running:
+            self.charge(seq)
+
+
+class FairQueue(WaitingQueue):
+    """The tenant that was served least comes first; with one tenant it is first come, first served.
+
+    As in VTC (Sheng et al., OSDI 2024), with prompts by what is computed of them: who begins to wait is lifted to the
+    least of those that wait, so that nobody saves up. Of a tenant's first sequences the one with the longest cached
+    prefix starts, if others wait as well (DLPM, 2025). Where the first one of all does not fit, those behind it may
+    start in its place, if their tenants were served at most ``quantum`` tokens more. Nobody is passed by more than
+    MOST_PASSED sequences: then everybody waits until it fits.
+    """
+
+    def __init__(self, cached: Callable[[Sequence], int], quantum: int) -> None:
+        self._cached = cached
+        self._quantum = quantum
+        self._tenants: dict[str, Tenant] = {}
+        self._backlogged: dict[str, Tenant] = {}  # those with sequences that wait
+        self._last = Tenant()  # the last one whose line became empty
+        self._length = 0
+        self._passed: Counter[Sequence] = Counter()
+        self._first: Sequence | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (entry[-1] for tenant in self._backlogged.values() for entry in tenant.line)
+
+    def rank(self, seq: Sequence) -> Rank:
+        return (0, seq.state.arrival, seq.index)
+
+    def push(self, seq: Sequence) -> None:
+        name = seq.state.request.service.tenant
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant()
+        if not tenant.line:
+            self._lift(tenant)
+            tenant.weight = seq.state.request.service.weight
+            self._backlogged[name] = tenant
+        tenant.line.add(self._entry(seq))
+        self._length += 1
+
+    def remove(self, seq: Sequence) -> None:
+        name = seq.state.request.service.tenant
+        tenant = self._tenants[name]
+        tenant.line.remove(self._entry(seq))
+        self._length -= 1
+        self._passed.pop(seq, None)
+        if not tenant.line:
+            del self._backlogged[name]
+            self._last = tenant
+
+    def start(self, seq: Sequence, cached: int) -> None:
+        tenant = self._tenants[seq.state.request.service.tenant]
+        for passed in {self._first, tenant.line[0][-1]} - {seq, None}:
+            assert passed is not None
+            self._passed[passed] += 1
+        self.remove(seq)
+        tenant.running[seq] = len(seq.token_ids) if seq.num_generated else cached
+
+    def leave(self, seq: Sequence) -> None:
+        tenant = self._tenants[seq.state.request.service.tenant]
+        tenant.charge(seq)
+        del tenant.running[seq]
+
+    def candidates(self) -> Iterator[Sequence]:
+        tenants = list(self._backlogged.values())
+        if len(tenants) > 1:
+            for tenant in tenants:
+                tenant.settle()
+            tenants.sort(key=lambda tenant: tenant.served)
+        first = self._first = self._best(tenants)
+        yield first
+        if self._passed[first] >= MOST_PASSED:
+            return
+        most, left = tenants[0].served + self._quantum, _LOOK_AHEAD
+        for tenant in tenants:
+            if tenant.served > most:
+                return
+            for entry in islice(tenant.line, left):
+                left -= 1
+                if entry[-1] is not first:
+                    yield entry[-1]
+
+    def standing(self, seq: Sequence) -> float:
+        return self._tenants[seq.state.request.service.tenant].served // self._quantum
+
+    def settle(self) -> None:
+        for tenant in self._tenants.values():
+            tenant.settle()
+
+    def served(self) -> dict[str, float]:
+        """By tenant; differences between those that have waited all the time are bounded, the numbers mean nothing."""
+        self.settle()
+        return {name: tenant.served for name, tenant in self._tenants.items()}
+
+    def _best(self, tenants: list[Tenant]) -> Sequence:
+        """Of the tenant that was served least."""
+        line = tenants[0].line
+        head: Sequence = line[0][-1]
+        if len(tenants) == 1 or self._passed[head] >= MOST_PASSED:
+            return head
+        waiting = [entry[-1] for entry in islice(line, _LOOK_AHEAD)]
+        best: Sequence = max(waiting, key=self._cached)  # the first of equals
+        return best
+
+    def _lift(self, tenant: Tenant) -> None:
+        """It begins to wait; before, it was not to be served."""
+        others = list(self._backlogged.values()) or [self._last]
+        if others == [tenant]:
+            return
+        for other in (tenant, *others):
+            other.settle()
+        tenant.served = max(tenant.served, min(other.served for other in others))

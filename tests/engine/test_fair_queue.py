@@ -1,0 +1,228 @@
+"""Shares: keys that wait are served alike by weight, nobody starves, and what does not fit blocks nobody for ever."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raylm.config import SchedulerConfig
+from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.queues.fair import DRAWN_WEIGHT, MOST_PASSED, PROMPT_WEIGHT
+from raylm.engine.scheduler import Scheduler
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, ServiceLevel
+from tests.engine.build import CLIENT, Engine, request
+from tests.engine.integrity import check_kv
+from tests.fakes import FakeModel, FakeWorker
+
+
+def of(tenant: str, prompt: list[int], key: int, weight: float = 1.0, **params: Any) -> EngineCoreRequest:
+    made: EngineCoreRequest = request(prompt, key, **params)
+    return replace(made, service=ServiceLevel(tenant, weight))
+
+
+def fair(**fields: Any) -> Engine:
+    return Engine(policy="fair", **fields)
+
+
+class Shop:
+    """An engine with a few keys, each of which always has a request more; what each was served is counted here."""
+
+    def __init__(self, seed: int, tenants: int, weights: list[float]) -> None:
+        self.random = Random(seed)
+        self.block_size = self.random.choice([2, 4])
+        self.num_blocks = self.random.randint(12, 60)
+        self.budget = self.random.randint(4, 40)
+        seats = self.random.randint(1, min(8, self.budget))
+        self.longest = min(48, self.num_blocks * self.block_size)
+        fields = {"max_num_seqs": seats, "max_num_batched_tokens": self.budget, "policy": "fair"}
+        self.in_flight = self.random.choice([1, 2])
+        config = SchedulerConfig.model_construct(**fields)  # type: ignore[arg-type]
+        self.kv = KVCacheManager(self.num_blocks, self.block_size, self.random.random() < 0.5)
+        self.scheduler = Scheduler(config, self.kv, self.longest)
+        limits = {"max_model_len": self.longest, "max_num_seqs": seats, "max_num_batched_tokens": self.budget}
+        self.worker = FakeWorker(self.num_blocks, self.block_size, **limits, model=FakeModel(4, 0, 9))
+        self.names = [f"tenant {number}" for number in range(tenants)]
+        self.weights = dict(zip(self.names, weights, strict=True))
+        self.prompts = {name: self.random.randint(1, self.longest - 2) for name in self.names}
+        self.outputs = {name: self.random.randint(1, 20) for name in self.names}
+        self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.keys = 0
+        self.owners: dict[int, str] = {}
+        self.served: Counter[str] = Counter()
+        self.reached: dict[int, int] = {}  # prompt tokens of a request that were computed or cached, at most once each
+
+    def refill(self, name: str, waiting: int) -> None:
+        while sum(seq.state.request.service.tenant == name for seq in self.scheduler.waiting) < waiting:
+            key, self.keys = self.keys, self.keys + 1
+            length = self.random.randint(1, self.prompts[name])
+            prompt = self.random.choices([1, 2], [3, 1], k=length)
+            self.owners[key] = name
+            most = self.random.randint(1, self.outputs[name])
+            self.scheduler.add(CLIENT, of(name, prompt, key, self.weights[name], max_tokens=most, ignore_eos=True))
+
+    def step(self) -> None:
+        while len(self.flying) < self.in_flight and (plan := self.scheduler.schedule()):
+            self._count_prompts(plan)
+            self.flying.append((plan, self.worker.execute(plan)))
+        assert self.flying, "requests are open, and nothing is computed"
+        for outputs in self.scheduler.update(*self.flying.popleft()).values():
+            for key in outputs.keys:
+                self.served[self.owners[key]] += DRAWN_WEIGHT / self.weights[self.owners[key]]
+        check_kv(self.kv)
+
+    def _count_prompts(self, plan: SchedulerOutput) -> None:
+        running = {seq.id: seq for seq in self.scheduler.running}
+        for seq_id, computed, count in zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, strict=True):
+            seq = running[seq_id]
+            if seq.num_generated == 0:
+                new = min(computed + count, seq.num_prompt_tokens) - max(computed, self.reached.get(seq.key, 0))
+                if new > 0:
+                    name = self.owners[seq.key]
+                    self.served[name] += PROMPT_WEIGHT * new / self.weights[name]
+                    self.reached[seq.key] = computed + count
+
+    @property
+    def bound(self) -> float:
+        """2 (max(w_p L_in, w_q M) + Q), where a weight below 1 makes a token count for more."""
+        pool = self.num_blocks * self.block_size
+        least = min(self.weights.values())
+        return 2 * (max(PROMPT_WEIGHT * max(self.prompts.values()), DRAWN_WEIGHT * pool) / least + self.budget)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), weights=st.lists(st.sampled_from([1.0, 1.0, 2.0, 4.0]), min_size=2, max_size=4))
+def test_keys_that_wait_are_served_alike(seed: int, weights: list[float]) -> None:
+    shop = Shop(seed, len(weights), weights)
+    begin, steps = shop.random.randint(0, 60), 300
+    for step in range(begin + steps):
+        for place, name in enumerate(shop.names):
+            if step >= begin or place == 0:  # the others return while the first one has been served for long
+                shop.refill(name, waiting=3)
+        if step == begin:
+            shop.served.clear()
+        shop.step()
+        if step >= begin:
+            served = [shop.served[name] for name in shop.names]
+            assert max(served) - min(served) <= shop.bound
+    while shop.scheduler.has_work:
+        shop.step()
+    shop.kv.check_idle()
+
+
+def test_shares_are_as_the_weights() -> None:
+    engine = fair(num_blocks=400, max_num_seqs=4)
+    engine.scheduler.max_model_len = 1000
+    drawn: Counter[str] = Counter()
+    key = 0
+    for _ in range(600):
+        for tenant, weight in (("light", 1.0), ("heavy", 3.0)):
+            while sum(seq.state.request.service.tenant == tenant for seq in engine.scheduler.waiting) < 3:
+                engine.scheduler.add(CLIENT, of(tenant, [key + 1] * 8, key, weight, max_tokens=12))
+                key += 1
+        for seq in engine.scheduler.running:
+            drawn[seq.state.request.service.tenant] += 1
+        engine.step()
+    assert 2.7 < drawn["heavy"] / drawn["light"] < 3.3
+
+
+def test_a_key_that_returns_has_saved_nothing_up() -> None:
+    engine = fair(num_blocks=400, max_num_seqs=1)
+    for key in range(40):
+        engine.scheduler.add(CLIENT, of("busy", [key + 1] * 4, key, max_tokens=4))
+    for _ in range(80):
+        engine.step()
+    for key in range(100, 140):
+        engine.scheduler.add(CLIENT, of("returning", [key + 1] * 4, key, max_tokens=4))
+    order = starts(engine)
+    assert 13 <= sum(first > 100 for first in order[:30]) <= 17, "they take turns from the beginning"
+
+
+def test_of_a_keys_first_ones_the_longest_cached_prefix_starts_if_others_wait() -> None:
+    engine = fair(num_blocks=400, max_num_seqs=1)
+    engine.scheduler.add(CLIENT, of("one", [7] * 9, 0, max_tokens=2))
+    for key, first in ((1, 1), (2, 2), (3, 7)):
+        engine.scheduler.add(CLIENT, of("one", [first] * 9, key, max_tokens=2))
+    for key in (4, 5):
+        engine.scheduler.add(CLIENT, of("other", [3] * 200, key, max_tokens=2))
+    order = starts(engine)
+    assert order.index(7, 1) < order.index(1) < order.index(2)
+
+
+def starts(engine: Engine) -> list[int]:
+    """The first token of each prompt, in the order in which they start."""
+    order: list[int] = []
+    while engine.scheduler.has_work:
+        plan = engine.schedule()
+        order += [new.token_ids[0] for new in plan.new]
+        engine.update(plan)
+    return order
+
+
+def running(engine: Engine) -> set[int]:
+    return {seq.key for seq in engine.scheduler.running}
+
+
+@pytest.mark.parametrize("tenant", ["one", "other"])
+def test_who_fits_does_not_wait_behind_who_does_not(tenant: str) -> None:
+    """938 blocks are asked for, 373 are free, and 20 small ones stand behind."""
+    engine = fair(num_blocks=1000, max_model_len=4000, max_num_seqs=64, max_num_batched_tokens=8192)
+    engine.scheduler.add(CLIENT, of("one", [1] * (4 * 627 - 1), 0, max_tokens=1000))
+    engine.step()
+    engine.scheduler.add(CLIENT, of("one", [2] * (4 * 938 - 1), 1, max_tokens=2))
+    for key in range(2, 22):
+        engine.scheduler.add(CLIENT, of(tenant, [key + 1] * 8, key, max_tokens=50))
+    for _ in range(5):
+        engine.step()
+    assert running(engine) == {0, *range(2, 22)}
+
+
+def test_and_it_waits_for_a_bounded_number_of_them() -> None:
+    engine = fair(num_blocks=100, max_model_len=400, max_num_seqs=4)
+    engine.scheduler.add(CLIENT, of("one", [1] * 40, 0, max_tokens=300))
+    engine.step()
+    engine.scheduler.add(CLIENT, of("one", [2] * 390, 1, max_tokens=2))
+    key, started = 1, 0
+    while 1 not in running(engine):
+        while len(engine.scheduler.waiting) < 5:
+            key += 1
+            engine.scheduler.add(CLIENT, of("one", [key + 1] * 8, key, max_tokens=3))
+        plan = engine.schedule()
+        started += len(plan.new)
+        engine.update(plan)
+        assert started <= MOST_PASSED + 1
+    assert started == MOST_PASSED + 1
+
+
+def test_preempted_first_is_the_key_that_was_served_most() -> None:
+    engine = fair(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=16)
+    for key, tenant in enumerate(("small", "large", "large", "large", "small")):
+        engine.scheduler.add(CLIENT, of(tenant, [key + 1] * 3, key, max_tokens=100))
+    while engine.scheduler.counters.preemptions == 0:
+        engine.step()
+    (victim,) = engine.scheduler.waiting
+    assert victim.key == 3, "the newest one is of the key that was served less"
+
+
+def test_one_key_is_served_first_come_first_served_whatever_it_has_in_the_cache() -> None:
+    engine = fair(num_blocks=400, max_num_seqs=1)
+    engine.add([7] * 9, 0, max_tokens=2)
+    for key, first in ((1, 1), (2, 7), (3, 2)):
+        engine.add([first] * 9, key, max_tokens=2)
+    order = starts(engine)
+    assert order == [7, 1, 7, 2]
+
+
+def test_the_charge_is_for_what_was_computed_and_drawn() -> None:
+    engine = fair(num_blocks=50)
+    engine.scheduler.add(CLIENT, of("one", [1] * 9, 0, max_tokens=3))
+    engine.scheduler.add(CLIENT, of("two", [1] * 9, 1, 2.0, max_tokens=2))  # 8 of its 9 tokens are cached
+    while engine.scheduler.has_work:
+        engine.step()
+    queue: Any = engine.scheduler.waiting
+    assert queue.served() == {"one": 9 + 3 * DRAWN_WEIGHT, "two": (1 + 2 * DRAWN_WEIGHT) / 2}
