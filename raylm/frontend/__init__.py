@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
     from raylm.frontend.threads import LARGE as LARGE
     from raylm.frontend.threads import offload as offload
+    from raylm.frontend.types import SERVICE as SERVICE
     from raylm.frontend.types import ChatRequest as ChatRequest
     from raylm.frontend.types import NamedTool as NamedTool
     from raylm.frontend.types import RequestHead as RequestHead
@@ -36,7 +37,7 @@ _MODULES = {
     "engines.engine_client": ("LocalEngineClient",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "threads": ("LARGE", "offload"),
-    "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
+    "types": ("SERVICE", "ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }
 
 __getattr__ = front_door(__name__, _MODULES)

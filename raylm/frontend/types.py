@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raylm.errors import InvalidRequestError
+from raylm.messages import ServiceLevel
+
+SERVICE: ContextVar[ServiceLevel] = ContextVar("SERVICE", default=ServiceLevel())  # noqa: B039 - it is frozen
+"""How the request that the task works on is to be served beside others; set where it comes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +20,7 @@ class RequestHead:
 
     A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
-    name. ``adapter`` names a LoRA adapter, None means the base model.
+    name. ``adapter`` names a LoRA adapter, None means the base model. ``service`` is that of the task by default.
     """
 
     request_id: str
@@ -24,6 +29,7 @@ class RequestHead:
     arrival_time: float = field(default_factory=time.time)
     param: str = "prompt"
     adapter: str | None = None
+    service: ServiceLevel = field(default_factory=SERVICE.get)
 
     def nth(self, place: int, param: str | None = None) -> RequestHead:
         """The head of one of several prompts that came together, which may come from a field of its own."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError
-from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
+from raylm.frontend import SERVICE, Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
 from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
 from raylm.ingress.openai.fields import Body
+from raylm.messages import ServiceLevel
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
@@ -28,6 +31,8 @@ _JSON_HEADERS = [(b"content-type", b"application/json")]
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 # Milliseconds, from proxies, or from a client that says more than its library does.
 _REQUEST_TIMEOUT = "request-timeout-ms"
+# Milliseconds in which the first token should be there.
+_TTFT = "x-raylm-ttft-ms"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +79,7 @@ class JSONEndpoint:
                     data = await read_json_object(content)
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = await self.body.read(data)
+                    SERVICE.set(service_level(scope, body))
                     key = (scope.get("raylm.key", ""),) if self.by_key else ()
                     answer = await self.handler(body, scope["raylm.request_id"], *key)
                 if isinstance(answer, (bytes, list)):
@@ -102,14 +108,41 @@ def _deadline(headers: Headers, ongoing: OngoingRequest) -> Iterator[_Callback]:
         timer.cancel()
 
 
+def service_level(scope: Scope, body: Body) -> ServiceLevel:
+    """What a request's key and its headers say of how it is to be served.
+
+    Engines are told a digest of the key's name; its weight stands in ``scope`` as ``raylm.key_weight``. A client's time
+    limit holds for answers that are sent whole: a stream begins before its first token, and one in the background
+    before everything.
+    """
+    headers, name = Headers(scope=scope), scope.get("raylm.key", "")
+    is_whole = not (getattr(body, "stream", False) or getattr(body, "background", False))
+    return ServiceLevel(
+        tenant=_tenant(name) if name else "",
+        weight=scope.get("raylm.key_weight", 1.0),
+        ttft_s=_seconds(headers, _TTFT),
+        timeout_s=request_timeout_s(headers) if is_whole else None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tenant(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _seconds(headers: Headers, name: str) -> float | None:
+    """Of a header in milliseconds, None without it."""
+    if (given := headers.get(name)) is None:
+        return None
+    if not (milliseconds := _positive(given)):
+        raise InvalidRequestError(f"The header '{name}' must be a positive number of milliseconds.", param=name)
+    return milliseconds / 1000
+
+
 def request_timeout_s(headers: Headers) -> float | None:
     """Seconds after which the client hangs up if nothing has come by then, None if it does not say."""
     limits = [_positive(headers.get(name, "")) for name in _CLIENT_TIMEOUTS]
-    if (given := headers.get(_REQUEST_TIMEOUT)) is not None:
-        if not (limit_ms := _positive(given)):
-            message = f"The header '{_REQUEST_TIMEOUT}' must be a positive number."
-            raise InvalidRequestError(message, param=_REQUEST_TIMEOUT)
-        limits.append(limit_ms / 1000)
+    limits.append(_seconds(headers, _REQUEST_TIMEOUT) or 0.0)
     return min(filter(None, limits), default=None)
 
 

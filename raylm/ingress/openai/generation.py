@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, ModelNotFoundError
-from raylm.frontend import RequestHead
+from raylm.frontend import SERVICE, RequestHead
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import (
@@ -115,7 +115,13 @@ class IncomingFields:
 def check_priority(priority: int | None, config: Config) -> None:
     """Refuse a priority where the server does not schedule by it."""
     if priority is not None and config.scheduler.policy != "priority":
-        raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
+        raise unsupported(
+            "priority", f"this server does not schedule by it (scheduler.policy: {config.scheduler.policy})."
+        )
+    if SERVICE.get().ttft_s is not None and config.scheduler.policy != "fair":
+        raise unsupported(
+            "x-raylm-ttft-ms", f"this server does not schedule by it (scheduler.policy: {config.scheduler.policy})."
+        )
 
 
 def check_model(name: str, llm: AsyncLLM) -> str | None:
