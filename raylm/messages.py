@@ -52,14 +52,13 @@ class ServiceLevel:
     """How a request is to be served beside others; "" and None say nothing.
 
     ``tenant`` is a digest of the name of the API key, by which engines share themselves out in proportion to
-    ``weight`` (above 0). Of the first token ``ttft_s`` seconds from the arrival are aimed at, between two tokens
-    ``itl_s``. Its client has hung up ``timeout_s`` after the arrival if nothing was answered by then.
+    ``weight`` (above 0). The first token should be there ``ttft_s`` after the arrival (under the fair policy). The
+    client has hung up ``timeout_s`` after the arrival if nothing was answered by then.
     """
 
     tenant: str = ""
     weight: float = 1.0
     ttft_s: float | None = None
-    itl_s: float | None = None
     timeout_s: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""What two ingress replicas share, through `raylm serve`: limits that hold, metrics of both, adapters that come back."""
+"""What two ingress replicas share, through `raylm serve`: exact limits, metrics of both, adapters that come back."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ async def test_metrics_of_both_replicas_are_told_by_each(server: Server) -> None
     told = [counts(server) for _ in range(6)]
     assert {one["requests 200"] for one in told} == {9.0}
     assert {one["requests 429"] for one in told} == {91.0}
-    text = httpx.get(f"{server.url}/metrics", headers=key("root")).text
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        text = (await client.get("/metrics", headers=key("root"))).text
     assert len(set(re.findall(r'^raylm:engines_ready\{.*replica="(.+)"\}', text, re.M))) == 2
     assert len(re.findall(r"^vllm:num_requests_running\{", text, re.M)) == 1
 

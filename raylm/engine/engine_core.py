@@ -16,7 +16,14 @@ from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.step_budget import StepLimit
-from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, ModelNotFoundError, RayLMError
+from raylm.errors import (
+    DeadlineExceededError,
+    EngineCrashedError,
+    EngineDiedError,
+    EngineUnavailableError,
+    ModelNotFoundError,
+    RayLMError,
+)
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -110,7 +117,8 @@ class EngineCore:
         self._work.set()
 
     def _refuse(self, client_id: str, key: int, error: RayLMError) -> None:
-        self._outboxes[client_id].put(self._outputs(client_id, [(key, error)]))
+        if client_id in self._outboxes:
+            self._outboxes[client_id].put(self._outputs(client_id, [(key, error)]))
 
     @property
     def has_clients(self) -> bool:
@@ -203,7 +211,12 @@ class EngineCore:
         """Schedule, execute, update; further plans are handed over before the oldest one returns."""
         while len(self._in_flight) < self._config.scheduler.steps_in_flight and (plan := self.scheduler.schedule()):
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
-        assert self._in_flight, "requests are open, nothing is in flight, and nothing can be scheduled"
+        given_up = self.scheduler.take_given_up()
+        for client_id, key in given_up:
+            self._refuse(client_id, key, DeadlineExceededError("The request was given up: its client waits no longer."))
+        if not self._in_flight:
+            assert given_up, "requests are open, nothing is in flight, and nothing can be scheduled"
+            return
         plan, result = self._in_flight[0]
         for client_id, outputs in self.scheduler.update(plan, await self._result_in_time(plan, result)).items():
             if client_id in self._outboxes:

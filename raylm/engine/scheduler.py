@@ -29,6 +29,8 @@ from raylm.messages import (
 )
 from raylm.metrics import STEP_TOKENS_BUCKETS
 
+_MOST_GIVEN_UP = 64  # requests that a step gives up
+
 
 class Scheduler:
     """Lets every sequence catch up with its own tokens, step by step.
@@ -55,8 +57,8 @@ class Scheduler:
         self.kv = kv
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.running: list[Sequence] = []
-        self.waiting = create_queue(config, kv.num_cached_blocks)
         self.clock: Callable[[], float] = time.time
+        self.waiting = create_queue(config, self)
         self.counters = Counters()
         self.loads = ClientLoads()
         self._clock = clock
@@ -65,6 +67,7 @@ class Scheduler:
         self._requests: dict[tuple[str, int], RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
+        self._given_up: list[tuple[str, int]] = []
         self._ids: Iterator[int] = count()  # in the order of arrival
         self._resumed: Iterator[int] = count(-(2**62))  # as if they had arrived before all others
         self._step = 0
@@ -111,6 +114,23 @@ class Scheduler:
         """(client, key) of the open requests that use a LoRA adapter."""
         return [name for name, state in self._requests.items() if state.adapter == adapter]
 
+    def take_given_up(self) -> list[tuple[str, int]]:
+        """(client, key) of the requests that ended since the last call as their clients have hung up."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    # ---------------------------------------------------------------- forecasts, for the queue
+
+    def now(self) -> float:
+        return self.clock()
+
+    def cached_blocks(self, seq: Sequence) -> int:
+        return self.kv.num_cached_blocks(seq)
+
+    def first_token_s(self, seq: Sequence) -> float:
+        tokens = len(seq.token_ids) - self.kv.num_cached_blocks(seq) * self.kv.block_size
+        return self._budget.first_token_s(tokens)
+
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
@@ -130,14 +150,21 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """The queue says who may start; it does if the pool can hold it."""
-        while plan.max_new > 0 and plan.tokens > 0 and self.waiting and self._start_one(plan):
-            pass
+        most = len(self._given_up) + _MOST_GIVEN_UP
+        while plan.max_new > 0 and plan.tokens > 0 and self.waiting and len(self._given_up) < most:
+            if not self._start_one(plan):
+                return
 
     def _start_one(self, plan: StepPlan) -> bool:
+        """Let one sequence start, or give one up; False if none can."""
         spare = len(self.running)  # a block for each to grow by: admitting more is paid back in preemptions
         for seq in self.waiting.candidates():
             if seq.resume_after > self._seen:
                 return False
+            if seq.is_given_up(self.clock()):
+                self._given_up.append((seq.client_id, seq.key))
+                self._abort(seq.state)
+                return True
             cached = self.kv.admit(seq, spare, use_cache=not seq.reads_every_token)
             if cached is not None:
                 self._start(seq, cached, plan)

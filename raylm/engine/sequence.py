@@ -29,7 +29,8 @@ class RequestState:
 
     ``limit`` is the longest that its sequences may grow, in tokens with the prompt. ``num_unforked`` sequences are
     not made yet: they start when the first one has computed the prompt that they share. ``adapter`` is the number of
-    its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content.
+    its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content. ``due`` is
+    when its first token should be there, by which the fair policy orders what is alike.
     """
 
     client_id: str
@@ -41,6 +42,7 @@ class RequestState:
     stop_token_ids: tuple[int, ...] = ()
     adapter: int = 0
     adapter_digest: str = ""
+    due: float = 0.0
     open: list[Sequence] = field(default_factory=list)
 
     @classmethod
@@ -151,6 +153,12 @@ class Sequence:
         """Whether each prompt token must be computed (again), as the answer depends on its hidden state."""
         pooling = self.state.request.pooling
         return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
+
+    def is_given_up(self, now: float) -> bool:
+        """Whether its client has hung up, as far as it said so, while nothing was drawn."""
+        request = self.state.request
+        timeout_s = request.service.timeout_s
+        return timeout_s is not None and now > request.arrival_time + timeout_s and self.num_generated == 0
 
     def accept_drafts(self, count: int) -> None:
         """A step drew ``count`` tokens more than one: steps in flight that were to go beyond the limit will not run."""

@@ -34,6 +34,11 @@ class StepBudget:
         """Sequences that may run beside these."""
         return self._max_num_seqs - len(running)
 
+    def first_token_s(self, tokens: int) -> float:
+        """About how long a prompt of which so many tokens are to be computed takes; 0 while it is not known."""
+        step_s, token_s = self.speed
+        return step_s + token_s * tokens
+
     def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """A step was run. ``speed`` is (s of a step of one token, s of a prompt's token); 0 while it is not known."""
         tokens = plan.num_tokens + result.drafted_tokens

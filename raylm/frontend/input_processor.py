@@ -104,6 +104,7 @@ class InputProcessor:
             cache_salt=head.cache_salt,
             arrival_time=head.arrival_time,
             adapter=head.adapter,
+            service=head.service,
             **rest,
         )
 

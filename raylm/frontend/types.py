@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from raylm.errors import InvalidRequestError
+from raylm.messages import ServiceLevel
 
 if TYPE_CHECKING:
     from raylm.frontend.admission.place import Place
@@ -29,6 +30,11 @@ class RequestHead:
     param: str = "prompt"
     adapter: str | None = None
     place: Place | None = None
+
+    @property
+    def service(self) -> ServiceLevel:
+        """How it is to be served beside others."""
+        return ServiceLevel() if self.place is None else self.place.service
 
     def nth(self, place: int, param: str | None = None) -> RequestHead:
         """The head of one of several prompts that came together, which may come from a field of its own."""

@@ -18,8 +18,14 @@ from raylm.engine import EngineCore, LocalExecutor
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
 from raylm.engine.sequence import sequence_seed
-from raylm.errors import ConfigError, ContextLengthError, EngineDiedError, EngineUnavailableError
-from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineExceededError,
+    EngineDiedError,
+    EngineUnavailableError,
+)
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, ServiceLevel, WorkerInfo
 from tests.engine.build import request
 from tests.engine.integrity import check_kv
 from tests.fakes import FakeExecutor, FakeModel, FakeWorker
@@ -429,3 +435,16 @@ async def test_shutdown_after_a_failed_start() -> None:
     await executor.shutdown()
     await executor.shutdown()
     await LocalExecutor(config(), Broken.from_config).shutdown()
+
+
+async def test_a_request_whose_client_has_hung_up_is_told_so_and_not_computed() -> None:
+    executor = FakeExecutor()
+    async with running(executor) as core:
+        outbox = core.connect("a")
+        one = replace(request([1] * 20, 3, max_tokens=4), service=ServiceLevel(timeout_s=5.0))  # it came in 1970
+        core.add("a", [one])
+        while not (out := await outbox.get()).errors:
+            pass
+        ((key, error),) = out.errors
+        assert (key, type(error)) == (3, DeadlineExceededError)
+    assert executor.worker.tokens_computed == 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raylm.config import SchedulerConfig
-from raylm.engine.queues import WaitingQueue, create_queue
+from raylm.engine.queues import WaitingQueue
 from raylm.engine.sequence import Sequence
-from tests.engine.build import sequence
+from tests.engine.build import Engine, sequence
 
 
 def drain(queue: WaitingQueue) -> list[int]:
@@ -20,7 +19,7 @@ def drain(queue: WaitingQueue) -> list[int]:
 
 
 def create(policy: str) -> WaitingQueue:
-    return create_queue(SchedulerConfig.model_construct(policy=policy, max_num_batched_tokens=64), lambda seq: 0)
+    return Engine(policy=policy).scheduler.waiting
 
 
 def filled(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Sequence]]:
@@ -58,7 +57,7 @@ def test_removal_from_anywhere() -> None:
 
 
 def test_siblings_stand_beside_the_sequence_they_belong_to() -> None:
-    queue = create("fair")
+    queue = create("fcfs")
     for seq_id, (arrival, index) in enumerate([(1, 0), (0, 1), (0, 2)]):
         queue.push(sequence([1], seq_id=seq_id, arrival=arrival, index=index))
     assert drain(queue) == [1, 2, 0]

@@ -33,10 +33,12 @@ async def served(app: Starlette) -> AsyncIterator[str]:
 
 
 def events(text: str) -> list[Any]:
-    """The data of each event of a stream, parsed; [DONE] stays a string."""
+    """The data of each event of a stream, parsed; [DONE] stays a string. Comments, sent while one waits, are left out."""
     assert text.endswith("\n\n")
     found = []
     for block in text.removesuffix("\n\n").split("\n\n"):
+        if block.startswith(":"):
+            continue
         assert block.startswith("data: ")
         assert "\n" not in block
         data = block.removeprefix("data: ")

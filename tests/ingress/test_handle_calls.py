@@ -38,7 +38,7 @@ OF_HTTP = (
 )  # fmt: skip
 
 
-def ingress(llm: FakeAsyncLLM, policy: str = "fcfs") -> Ingress:
+def ingress(llm: FakeAsyncLLM, policy: str = "fair") -> Ingress:
     """As it stands when Serve has built its application."""
     config = Config.model_validate({"scheduler": {"policy": policy}})
     found = Ingress(config, None)  # type: ignore[arg-type]
@@ -121,11 +121,11 @@ async def test_a_call_and_http_refuse_the_same_in_the_same_words(
 async def test_a_priority_has_its_policy_or_is_refused(call: str, first: Any) -> None:
     llm = FakeAsyncLLM(admission=Admission())
     for priority in (0, 3):
-        with pytest.raises(UnsupportedFieldError, match="fcfs") as caught:
+        with pytest.raises(UnsupportedFieldError, match="fair") as caught:
             await anext(getattr(ingress(llm), call)(first, priority=priority))
         assert caught.value.param == "priority"
     assert not llm.calls
-    for policy, given, wanted in (("fcfs", None, 0), ("priority", -4, -4), ("priority", None, 0)):
+    for policy, given, wanted in (("fair", None, 0), ("fcfs", None, 0), ("priority", -4, -4), ("priority", None, 0)):
         outputs = getattr(ingress(llm, policy), call)(first, priority=given)
         assert [output async for output in outputs][-1].finished
         assert llm.calls[-1].head.priority == wanted

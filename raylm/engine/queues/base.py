@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from sortedcontainers import SortedList
 
@@ -11,6 +12,19 @@ from raylm.engine.sequence import Sequence
 Rank = tuple[int, int, int]
 Entry = tuple[float, int, int, Sequence]
 AGING_S = 60.0  # seconds of waiting that make up for one class of priority
+
+
+class Forecast(Protocol):
+    """What is known of a sequence that waits, as far as it is."""
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+
+    def cached_blocks(self, seq: Sequence) -> int:
+        """How many blocks at its beginning are in the prefix cache."""
+
+    def first_token_s(self, seq: Sequence) -> float:
+        """Seconds until its first token if it starts now."""
 
 
 class WaitingQueue:

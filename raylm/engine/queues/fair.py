@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from sortedcontainers import SortedList
 
-from raylm.engine.queues.base import Rank, WaitingQueue
+from raylm.engine.queues.base import Forecast, Rank, WaitingQueue
 from raylm.engine.sequence import Sequence
 
 PROMPT_WEIGHT = 1.0  # a prompt's token that was computed, against a drawn one, which costs a row of a step
 DRAWN_WEIGHT = 2.0
 MOST_PASSED = 64  # sequences that may start before one that came earlier, because they fit or have more in the cache
 _LOOK_AHEAD = 16  # sequences that are looked at for that
+PATIENCE_S = 10.0  # a request without a target stands among those with one as if it had this one
+_MOST_LATE = 32  # requests that are found to be late in a step
 
 
 class Tenant:
@@ -55,10 +58,13 @@ class FairQueue(WaitingQueue):
     prefix starts, if others wait as well (DLPM, 2025). Where the first one of all does not fit, those behind it may
     start in its place, if their tenants were served at most ``quantum`` tokens more. Nobody is passed by more than
     MOST_PASSED sequences: then everybody waits until it fits.
+
+    A tenant's requests stand in the order in which their first tokens are due. Of one that cannot be there in time any
+    more it is put off by PATIENCE_S, once, so that it comes behind those that can.
     """
 
-    def __init__(self, cached: Callable[[Sequence], int], quantum: int) -> None:
-        self._cached = cached
+    def __init__(self, forecast: Forecast, quantum: int) -> None:
+        self._forecast = forecast
         self._quantum = quantum
         self._tenants: dict[str, Tenant] = {}
         self._backlogged: dict[str, Tenant] = {}  # those with sequences that wait
@@ -66,6 +72,7 @@ class FairQueue(WaitingQueue):
         self._length = 0
         self._passed: Counter[Sequence] = Counter()
         self._first: Sequence | None = None
+        self._newest = 0.0
 
     def __len__(self) -> int:
         return self._length
@@ -85,6 +92,8 @@ class FairQueue(WaitingQueue):
             self._lift(tenant)
             tenant.weight = seq.state.request.service.weight
             self._backlogged[name] = tenant
+        if seq.state.due == 0.0:
+            seq.state.due = self._due(seq)
         tenant.line.add(self._entry(seq))
         self._length += 1
 
@@ -146,10 +155,17 @@ class FairQueue(WaitingQueue):
         """Of the tenant that was served least."""
         line = tenants[0].line
         head: Sequence = line[0][-1]
-        if len(tenants) == 1 or self._passed[head] >= MOST_PASSED:
+        for _ in range(_MOST_LATE):
+            if not self._is_late(head):
+                break
+            line.remove(self._entry(head))
+            head.state.due = max(self._newest, self._forecast.now() + PATIENCE_S) + 1e-3
+            line.add(self._entry(head))
+            head = line[0][-1]
+        if len(tenants) == 1 or self._passed[head] >= MOST_PASSED or head.state.request.service.ttft_s is not None:
             return head
         waiting = [entry[-1] for entry in islice(line, _LOOK_AHEAD)]
-        best: Sequence = max(waiting, key=self._cached)  # the first of equals
+        best: Sequence = max(waiting, key=self._forecast.cached_blocks)  # the first of equals
         return best
 
     def _lift(self, tenant: Tenant) -> None:
@@ -160,3 +176,24 @@ class FairQueue(WaitingQueue):
         for other in (tenant, *others):
             other.settle()
         tenant.served = max(tenant.served, min(other.served for other in others))
+
+    def _key(self, seq: Sequence) -> tuple[float]:
+        return (seq.state.due,)
+
+    def _due(self, seq: Sequence) -> float:
+        """What a lost engine began comes before everything."""
+        request = seq.state.request
+        if request.drawn:
+            return -math.inf
+        if request.service.ttft_s is not None:
+            return request.arrival_time + request.service.ttft_s
+        self._newest = max(self._newest, self._forecast.now() + PATIENCE_S)  # a clock may be set back
+        return self._newest
+
+    def _is_late(self, seq: Sequence) -> bool:
+        """A target will be missed, which was not known before."""
+        request, due = seq.state.request, seq.state.due
+        target_s = request.service.ttft_s
+        if target_s is None or due != request.arrival_time + target_s or seq.num_generated:
+            return False
+        return self._forecast.now() + self._forecast.first_token_s(seq) > due

@@ -9,6 +9,7 @@ from raylm.errors import InvalidRequestError
 from raylm.frontend.admission.lifecycle import OngoingRequest
 from raylm.frontend.admission.queue import Admission, Reservation
 from raylm.frontend.state.messages import NO_LIMITS, KeyLimits
+from raylm.messages import ServiceLevel
 
 if TYPE_CHECKING:
     from raylm.frontend.state.client import Hold, StateClient
@@ -39,6 +40,7 @@ class Place:
     def __init__(self, queue: Admission, key: ApiKey | None = None, state: StateClient | None = None) -> None:
         self.ongoing = OngoingRequest()
         self.key = key
+        self.service = ServiceLevel()
         self.reservation: Reservation | None = None
         self._queue = queue
         self._state = state

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError, PermissionDeniedError
-from raylm.frontend import Admission, ClientDisconnectedError, OngoingRequest, Place
+from raylm.frontend import Admission, ApiKey, ClientDisconnectedError, OngoingRequest, Place
 from raylm.ingress.http.body import JSONObject, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
 from raylm.ingress.http.gate import Gate
 from raylm.ingress.openai.fields import Body
+from raylm.messages import ServiceLevel
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
@@ -29,6 +32,8 @@ _JSON_HEADERS = [(b"content-type", b"application/json")]
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 # Milliseconds, from proxies, or from a client that says more than its library does.
 _REQUEST_TIMEOUT = "request-timeout-ms"
+# Milliseconds in which the first token should be there.
+_TTFT = "x-raylm-ttft-ms"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +80,7 @@ class JSONEndpoint:
                     data = await read_json_object(content)
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = (await self.body.read(data)).at(place)
+                    place.service = service_level(Headers(scope=scope), place.key, body)
                     key = (scope.get("raylm.key", ""),) if self.by_key else ()
                     answer = await self.handler(body, scope["raylm.request_id"], *key)
                 if isinstance(answer, (bytes, list)):
@@ -103,14 +109,39 @@ def _deadline(headers: Headers, ongoing: OngoingRequest) -> Iterator[_Callback]:
         timer.cancel()
 
 
+def service_level(headers: Headers, key: ApiKey | None, body: Body) -> ServiceLevel:
+    """What a request's key and its headers say of how it is to be served.
+
+    Engines are told a digest of the key's name. A client's time limit holds for answers that are sent whole: a stream
+    begins before its first token, and one in the background before everything.
+    """
+    is_whole = not (getattr(body, "stream", False) or getattr(body, "background", False))
+    return ServiceLevel(
+        tenant="" if key is None else _tenant(key.name),
+        weight=1.0 if key is None else key.weight,
+        ttft_s=_seconds(headers, _TTFT),
+        timeout_s=request_timeout_s(headers) if is_whole else None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tenant(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _seconds(headers: Headers, name: str) -> float | None:
+    """Of a header in milliseconds, None without it."""
+    if (given := headers.get(name)) is None:
+        return None
+    if not (milliseconds := _positive(given)):
+        raise InvalidRequestError(f"The header '{name}' must be a positive number of milliseconds.", param=name)
+    return milliseconds / 1000
+
+
 def request_timeout_s(headers: Headers) -> float | None:
     """Seconds after which the client hangs up if nothing has come by then, None if it does not say."""
     limits = [_positive(headers.get(name, "")) for name in _CLIENT_TIMEOUTS]
-    if (given := headers.get(_REQUEST_TIMEOUT)) is not None:
-        if not (limit_ms := _positive(given)):
-            message = f"The header '{_REQUEST_TIMEOUT}' must be a positive number."
-            raise InvalidRequestError(message, param=_REQUEST_TIMEOUT)
-        limits.append(limit_ms / 1000)
+    limits.append(_seconds(headers, _REQUEST_TIMEOUT) or 0.0)
     return min(filter(None, limits), default=None)
 
 

@@ -73,7 +73,7 @@ class RequestBody(Body):
 
     def check(self, config: Config) -> None:
         """Refuse fields that contradict each other, and values that this server does not serve."""
-        check_priority(self.priority, config)
+        check_schedule(self, config)
 
     def head(self, request_id: str, arrival_time: float, param: str, llm: AsyncLLM) -> RequestHead:
         """The head of its requests, whose prompts come from the field ``param``; an unknown model is refused."""
@@ -113,10 +113,16 @@ class IncomingFields:
         return self._llm.model_name
 
 
-def check_priority(priority: int | None, config: Config) -> None:
-    """Refuse a priority where the server does not schedule by it."""
-    if priority is not None and config.scheduler.policy != "priority":
-        raise unsupported("priority", "this server schedules first come, first served (scheduler.policy: fcfs).")
+def check_schedule(body: RequestBody, config: Config) -> None:
+    """Refuse a priority or a target where the server does not schedule by it."""
+    if body.priority is not None and config.scheduler.policy != "priority":
+        raise unsupported(
+            "priority", f"this server does not schedule by it (scheduler.policy: {config.scheduler.policy})."
+        )
+    if body.place is not None and body.place.service.ttft_s is not None and config.scheduler.policy != "fair":
+        raise unsupported(
+            "x-raylm-ttft-ms", f"this server does not schedule by it (scheduler.policy: {config.scheduler.policy})."
+        )
 
 
 def check_model(name: str, llm: AsyncLLM) -> str | None:
