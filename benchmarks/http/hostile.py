@@ -44,9 +44,10 @@ def _form(**spec: Any) -> dict[str, Any]:
 
 
 _LITERAL = "a" * 4000
+_SLOW = "start: A\nA: " + " ".join([f'"{_LITERAL}"'] * 10)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a constant of 4,000 characters": ("/v1/chat/completions", _form(json={"const": _LITERAL})),
-    "slow masks": ("/v1/chat/completions", _form(grammar=f'start: A\nA: {" ".join([chr(34) + _LITERAL + chr(34)] * 10)}')),
+    "slow masks": ("/v1/chat/completions", _form(grammar=_SLOW)),
     "600 properties": ("/v1/chat/completions", _form(json=_wide(600))),
     "2,000 properties": ("/v1/chat/completions", _form(json=_wide(2000))),
     "1,900 rules": ("/v1/chat/completions", _form(grammar=_chain(1900))),
@@ -57,10 +58,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def attack(url: str, model: str, case: str, stop: Event, told: multiprocessing.Queue[dict[int, int]]) -> None:
-    """Send the case until ``stop``; put how often each status came into ``told``."""
+def attack(
+    url: str, model: str, case: str, begun: Event, stop: Event, told: multiprocessing.Queue[dict[int, int]]
+) -> None:
+    """Send the case from ``begun`` until ``stop``; put how often each status came into ``told``."""
     path, body = CASES[case]
     data, statuses = json.dumps({"model": model} | body), Counter[int]()
+    begun.set()
     while not stop.is_set():
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
         connection.request("POST", path, data, {"Content-Type": "application/json"})
@@ -118,9 +122,10 @@ def main() -> int:
     for case in args.cases:
         alone = measured(args.url, args.seconds)
         report.add("alone", alone)
-        stop, told = context.Event(), context.Queue()
-        attacker = context.Process(target=attack, args=(args.url, model, case, stop, told))
+        begun, stop, told = context.Event(), context.Event(), context.Queue()
+        attacker = context.Process(target=attack, args=(args.url, model, case, begun, stop, told))
         attacker.start()
+        begun.wait()
         found = measured(args.url, args.seconds)
         stop.set()
         statuses = told.get(timeout=180)
