@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from raylm.models.native_decoder import heads_struct as heads_struct
     from raylm.models.ranks import SINGLE_RANK as SINGLE_RANK
     from raylm.models.ranks import Ranks as Ranks
-    from raylm.native import AdapterRun as AdapterRun
 
 _MODULES = {
     "causal_lm": ("AttentionSpec", "CausalLM"),
@@ -32,7 +31,7 @@ _MODULES = {
         "LowRank", "LowRankLayers", "ModuleAdapter", "adaptable_shapes", "adapter_digest", "pack_native",
         "read_adapter",
     ),
-    "native_decoder": ("AdapterRun", "heads_struct"),
+    "native_decoder": ("heads_struct",),
     "ranks": ("SINGLE_RANK", "Ranks"),
 }  # fmt: skip
 __getattr__ = front_door(__name__, _MODULES)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
-from raylm.models import AdapterRun
+from raylm.native import AdapterRun
 from raylm.worker.arrays import Ints, slices
 from raylm.worker.features import Adapters, AsyncDecode, Pending, Speculator
 from raylm.worker.forward import Forward
