@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from tests.serving import ARGS, Server, chat, free_port, serve_file
 FOUND = Path(__file__).with_name("found.jsonl")
 QUESTION = "What is 12 + 30?"
 TIMEOUT_S = 60.0
+QUIET_S = 8.0  # streams with nothing to tell say so every 5 s; other connections may stay open
 _GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{", "raylm:queued_requests{")
 _SLACK_FDS = 40
 _SLACK_BYTES = 600 * 2**20
@@ -45,22 +47,24 @@ def found_before() -> Iterator[Attack]:
 
 
 def send(port: int, attack: Attack) -> bytes:
-    """What comes back, up to ``attack.read`` bytes."""
+    """What comes back, up to ``attack.read`` bytes, or until nothing more comes."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         try:
             connection.sendall(attack.data)
-            if attack.read is None and _is_cut(attack.data):
+            if _is_cut(attack.data):
                 connection.shutdown(socket.SHUT_WR)
             while attack.read is None or len(got) < attack.read:
                 piece = connection.recv(65536)
                 if not piece:
                     break
                 got += piece
-        except (ConnectionError, BrokenPipeError):
+                connection.settimeout(QUIET_S)
+        except ConnectionError:
             pass  # it may be refused before it is whole
         except TimeoutError:
-            raise FoundError(f"no answer within {TIMEOUT_S:g} s") from None
+            if not got:
+                raise FoundError(f"no answer within {TIMEOUT_S:g} s") from None
     return got
 
 
@@ -168,10 +172,14 @@ def fuzz(server: Server, seconds: float) -> int:
     honest.start()
 
     def try_out(attack: Attack) -> None:
-        statuses[judge(attack, send(server.port, attack))] += 1
-        watch.check()
-        if honest.wrong:
-            raise FoundError(f"an honest client got {honest.wrong!r}")
+        try:
+            statuses[judge(attack, send(server.port, attack))] += 1
+            watch.check()
+            if honest.wrong:
+                raise FoundError(f"an honest client got {honest.wrong!r}")
+        except FoundError as finding:
+            print(f"{finding}\n{attack}\nIt is made smaller.", flush=True)
+            raise
 
     newest: list[Attack] = []
 
@@ -210,6 +218,7 @@ def fuzz(server: Server, seconds: float) -> int:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends too
     minutes, port = float(sys.argv[1]) if len(sys.argv) > 1 else 10.0, free_port()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,6 +1,8 @@
 """The native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, the team under ThreadSanitizer.
 
-    python -m tests.native.sanitizers [address] [thread]
+    python -m tests.native.sanitizers                             # both
+    python -m tests.native.sanitizers thread
+    python -m tests.native.sanitizers address [-k plain]          # options of pytest
 
 Python itself has no sanitizer: its runtime is loaded before, and only the kernels are watched. The first finding ends
 the process that makes it.
@@ -30,8 +32,13 @@ def runtime(name: str) -> str:
     return found.stdout.strip()
 
 
-def address() -> int:
-    """The exit status of the kernels' tests, with kernels of their own: the compiler that is found adds its flags."""
+def address(*options: str) -> int:
+    """The exit status of the kernels' tests, with kernels of their own: the compiler that is found adds its flags.
+
+    They are kept, as compiling them takes a minute for each instruction set.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm-sanitizers"
+    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         compiler = Path(folder) / "g++"
         command = shlex.join(["env", "-u", "LD_PRELOAD", find_compiler()])
@@ -39,15 +46,13 @@ def address() -> int:
         compiler.chmod(0o755)
         env = os.environ | {
             "PATH": f"{folder}:{os.environ['PATH']}",
-            "XDG_CACHE_HOME": folder,
+            "XDG_CACHE_HOME": str(cache),
             "LD_PRELOAD": f"{runtime('libasan.so')}:{runtime('libubsan.so')}",
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not ray"]
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *TESTS], cwd=ROOT, env=env, check=False
-        ).returncode
+        chosen = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not ray", *options, *TESTS]
+        return subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=ROOT, env=env, check=False).returncode
 
 
 def thread() -> int:
@@ -66,8 +71,14 @@ def thread() -> int:
 
 
 def main() -> int:
-    kinds = {"address": address, "thread": thread}
-    return max([kinds[name]() for name in sys.argv[1:] or kinds])
+    match sys.argv[1:]:
+        case []:
+            return max(address(), thread())
+        case ["thread"]:
+            return thread()
+        case ["address", *options]:
+            return address(*options)
+    raise SystemExit(__doc__)
 
 
 if __name__ == "__main__":
