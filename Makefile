@@ -4,10 +4,11 @@ VENV   := .venv
 OTHERS := .venv-clients
 BIN    := $(VENV)/bin
 CONFIG ?= configs/llama.yaml
+MINUTES ?= 10
 
 .DEFAULT_GOAL := help
 EXTRAS := anthropic responses tool_parsers quantization transformers_backend speculation gpu
-.PHONY: help serve test test-all check conformance clients extras long format figures clean
+.PHONY: help serve test test-all check conformance clients extras long fuzz sanitizers format figures clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -38,6 +39,12 @@ clients: $(VENV)/.dev $(OTHERS)/.installed  ## try clients that need other packa
 
 extras: $(VENV)/.dev  ## for each extra: a copy of the tree without it imports, type-checks and passes its tests
 	@for extra in $(EXTRAS); do $(BIN)/python tests/house.py --without $$extra || exit 1; done
+
+fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10
+	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)
+
+sanitizers: $(VENV)/.dev  ## the native kernels under Address- and UndefinedBehaviorSanitizer, their threads under ThreadSanitizer
+	@$(BIN)/python -m tests.native.sanitizers
 
 format: $(VENV)/.dev  ## write the format, fix what the linter can
 	@$(BIN)/ruff format .

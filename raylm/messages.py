@@ -148,7 +148,9 @@ class SchedulerOutput:
 
     A worker that speculates may be further with a sequence that decodes (one token, and it samples) than
     ``num_computed`` says, as the scheduler has not seen the steps in flight. It goes on where its own row ends, with as
-    many draft tokens as the sequence's blocks and limit and the step's budget hold, or not at all at the limit.
+    many draft tokens as the sequence's blocks and limit and the step's budget hold, or not at all at the limit. Nor has
+    the scheduler seen that a sequence was deferred in them: then its row ends before, and its last token is computed
+    again.
     """
 
     step: int
@@ -188,12 +190,13 @@ class ModelRunnerOutput:
 
     Columns over the sequences that drew: ``seq_ids``, ``token_counts`` (tokens each) and ``token_ids`` (flat);
     ``logprobs`` over token_ids, or None if nobody asked. ``prompt_logprobs`` holds (seq_id, Logprobs over the prompt
-    positions this step computed; the entry for position p describes token p). ``failed`` holds (seq_id, reason) of
-    sequences for which the model's own numbers were not finite, ``undrawable`` of those whose parameters left sound
-    logits without a token to draw. ``step_s`` is the worker's own time for the step in seconds,
-    of which ``forward_s`` went into the model. ``drafted_tokens`` were drafted and verified in this step; a sequence
-    that drew c tokens had c - 1 of its drafts accepted. ``pooled`` holds (seq_id, vector) of prompts that ended in a
-    vector, its numbers as float32 bytes in the machine's order.
+    positions this step computed; the entry for position p describes token p). ``deferred`` computed what was
+    planned and did not draw, as their grammars' masks were late; they draw the same token in a later step.
+    ``failed`` holds (seq_id, reason) of sequences for which the model's own numbers were not finite, ``undrawable``
+    of those whose parameters left sound logits without a token to draw. ``step_s`` is the worker's own time for the
+    step in seconds, of which ``forward_s`` went into the model. ``drafted_tokens`` were drafted and verified in
+    this step; a sequence that drew c tokens had c - 1 of its drafts accepted. ``pooled`` holds (seq_id, vector) of
+    prompts that ended in a vector, its numbers as float32 bytes in the machine's order.
     """
 
     step: int
@@ -202,6 +205,7 @@ class ModelRunnerOutput:
     token_ids: list[int]
     logprobs: Logprobs | None = None
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    deferred: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
     undrawable: list[tuple[int, str]] = field(default_factory=list)
     forward_s: float = 0.0

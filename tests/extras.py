@@ -69,7 +69,7 @@ EXTRAS = {
             "tests/models/transformers_backend",
             "tests/models/quantization/test_transformers_backend.py",
         ),
-        lines={"raylm/models/registry.py": ("TRANSFORMERS_ARCHITECTURES",)},
+        lines={"raylm/models/architectures.py": ("TRANSFORMERS_ARCHITECTURES",)},
     ),
     "speculation": Extra(
         paths=("raylm/worker/speculation", "tests/worker/speculation"),

@@ -70,6 +70,7 @@ class Row:
     tokens: list[int]
     block_ids: list[int]
     computed: int | None = None
+    deferred: bool = False
 
 
 @dataclass
@@ -77,7 +78,8 @@ class FakeWorker:
     """A worker without a model: checks every plan as a real one would have to rely on it, and runs it at once.
 
     ``poison`` makes a sequence that contains it fail, as if its logits were not finite. With ``speculative_tokens`` it
-    guesses up to so many tokens of a sequence that decodes, as many of them right as ``luck`` has it.
+    guesses up to so many tokens of a sequence that decodes, as many of them right as ``luck`` has it. One with a
+    grammar has no guesses, and defers its draw with the probability ``lateness``.
     """
 
     num_blocks: int = 64
@@ -87,6 +89,7 @@ class FakeWorker:
     max_num_batched_tokens: int = 2048
     poison: int | None = None
     speculative_tokens: int = 0
+    lateness: float = 0.0
     luck: Random = field(default_factory=lambda: Random(0))
     model: FakeModel = field(default_factory=FakeModel)
     kv: dict[tuple[int, int], Entry] = field(default_factory=dict)
@@ -189,7 +192,7 @@ class FakeWorker:
         # A new sequence may read what a row before it in ``plan.new``, or one that is not new, writes in this step.
         for seq_id, computed, count, samples in sorted(columns, key=lambda row: joined.get(row[0], -1)):
             row = self.rows[seq_id]
-            if self.speculative_tokens and samples and count == 1:
+            if (self.speculative_tokens or self.lateness) and samples and count == 1:
                 computed = self._where_it_is(row, computed)
             if len(row.tokens) == row.new.limit:
                 assert self.speculative_tokens, "a token behind the limit"
@@ -206,21 +209,28 @@ class FakeWorker:
                 result.failed.append((seq_id, "logits are not finite"))
                 row.tokens += [self.poison or 0] * samples  # the next step is in flight and counts on a token
                 continue
-            if row.new.params.prompt_logprobs is not None and computed < row.new.num_prompt_tokens:
+            late = samples and row.new.grammar is not None and self.luck.random() < self.lateness
+            tells = row.new.params.prompt_logprobs is not None and not row.deferred
+            if tells and computed < row.new.num_prompt_tokens:
                 result.prompt_logprobs.append((seq_id, _prompt_logprobs(row, computed, end)))
             if samples and row.new.pooling is not None:
                 result.pooled.append((seq_id, struct.pack("qq", fold, end)))
+            elif late:
+                row.computed, row.deferred = end - 1, True
+                result.deferred.append(seq_id)
             elif samples:
-                guesses = self._guesses(row, plan.num_tokens + drafted) if count == 1 else 0
+                may_guess = count == 1 and row.new.grammar is None
+                guesses = self._guesses(row, plan.num_tokens + drafted) if may_guess else 0
                 drafted += guesses
                 self._draw(row, seq_id, self._verify(row, fold, guesses), result)
         logprobs = result.logprobs if result.logprobs and any(result.logprobs.counts) else None
         return replace(result, logprobs=logprobs, drafted_tokens=drafted)
 
     def _where_it_is(self, row: Row, computed: int) -> int:
-        """The tokens really computed of a sequence that decodes; the plan knows how many at least."""
+        """The tokens really computed of a sequence that decodes; the plan may not have seen three steps of it."""
         here = len(row.tokens) - 1
-        assert computed <= here <= computed + 4 * self.speculative_tokens, f"{here} tokens are computed, not {computed}"
+        most, least = 4 * self.speculative_tokens, -3 if self.lateness and row.new.grammar is not None else 0
+        assert least <= here - computed <= most, f"{here} tokens are computed, not {computed}"
         return here
 
     def _guesses(self, row: Row, tokens: int) -> int:

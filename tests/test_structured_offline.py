@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 import jsonschema
 import pytest
 
 from raylm import LLM, SamplingParams
+from raylm.engine.sequence import Sequence, Status
 from raylm.errors import InvalidRequestError
 from raylm.params import StructuredOutputs
+from raylm.worker.sampling.grammars import Answer
 
 
 @pytest.mark.uses("speculation")
@@ -40,6 +44,55 @@ def test_preemption_and_speculation_change_nothing() -> None:
     for i, result in enumerate(answers[1]):
         for completion in result.completions if i % 3 else ():
             jsonschema.validate(json.loads(completion.text), schema)
+
+
+@pytest.mark.uses("speculation")
+def test_late_masks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that sit steps out, are preempted, are drawn beside rows with guesses: tokens and logprobs are the same."""
+    form = StructuredOutputs(regex="([ab]{2,5} )+[xyz]+")
+    params = [
+        SamplingParams(
+            temperature=0.8,
+            seed=i,
+            n=2,
+            max_tokens=60,
+            logprobs=2 if i % 2 else None,
+            prompt_logprobs=1 if i == 3 else None,
+            frequency_penalty=0.5 if i == 4 else 0.0,
+            min_tokens=20 if i == 5 else 0,
+            structured_outputs=form if i % 3 else None,
+        )
+        for i in range(6)
+    ]
+    prompts = [f"Number {i}: " * 12 for i in range(6)]
+    deferred: list[Status] = []
+    defer, step, answers = Sequence.defer, Answer._step, []
+
+    def noted(seq: Sequence) -> None:
+        deferred.append(seq.status)
+        defer(seq)
+
+    def slow(self: Answer, *args: Any) -> None:
+        time.sleep(0.002)
+        step(self, *args)
+
+    monkeypatch.setattr(Sequence, "defer", noted)
+    for late in (False, True):
+        for name, seconds in (("SLOW_S", -1.0), ("WAIT_S", 0.0), ("LONE_WAIT_S", 0.001)):
+            monkeypatch.setattr(f"raylm.worker.sampling.grammars.{name}", seconds if late else 60.0)
+        monkeypatch.setattr(Answer, "_step", slow if late else step)
+        guesses, blocks = (4, 12) if late else (0, 1024)
+        scheduler = {"speculative_tokens": guesses, "max_num_batched_tokens": 64}
+        with LLM(cache={"num_blocks": blocks}, scheduler=scheduler) as llm:
+            answers.append(llm.generate(prompts, params, progress=False))
+            preemptions = llm._engine._core.scheduler.stats().counters.preemptions
+        assert bool(deferred) == late
+    assert preemptions > 0
+    for first, second in zip(*answers, strict=True):
+        assert first.prompt_logprobs == second.prompt_logprobs
+        for one, other in zip(first.completions, second.completions, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == other.logprobs
 
 
 def test_offline_a_budget_is_refused() -> None:

@@ -21,6 +21,7 @@ from raylm.cli.serve_process import ServeProcess, claim_port, port_is_free
 from raylm.cli.start_checks import check_cluster, check_machine, ray_address
 from raylm.config import Config, IngressConfig
 from raylm.errors import ConfigError
+from raylm.models import check_checkpoint
 from raylm.stages import parse
 
 TEARDOWN_S = 7.0
@@ -75,7 +76,7 @@ class Launcher:
             if claim is None:
                 raise ConfigError(f"http_options.port: something listens on port {served.port} already.")
         for config in served.configs():
-            assert resolve(config.model, config.revision).config is not None  # a ConfigError where there is none
+            check_checkpoint(resolve(config.model, config.revision))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self._report("config", f"RayLM {__version__}, {served.source}: {'; '.join(map(_describe, served.configs()))}")

@@ -243,6 +243,9 @@ class Scheduler:
         for seq_id, reason in result.undrawable:
             self._fail(seq_id, InvalidRequestError(f"No token can be drawn: {reason}."), outputs)
         self._count_chunks(plan)
+        for seq_id in result.deferred:
+            if seq_id in self._sequences:
+                self._sequences[seq_id].defer()
         for seq_id, logprobs in result.prompt_logprobs:
             if (seq := self._sequences.get(seq_id)) and seq.prompt_logprobs is not None:
                 seq.prompt_logprobs.append(logprobs)

@@ -165,6 +165,12 @@ class Sequence:
         self.num_tokens += count
         self.num_computed = min(self.num_computed + count, self.limit - 1)
 
+    def defer(self) -> None:
+        """A step did not draw the token that was counted on: the last token is computed again, to draw it."""
+        self.num_tokens -= 1
+        if self.status is Status.RUNNING:
+            self.num_computed -= 1
+
     def as_new(self, block_ids: list[int]) -> NewSequence:
         """For a worker that has no row of it; prompt logprobs are asked for only once."""
         request = self.state.request

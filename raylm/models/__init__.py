@@ -1,17 +1,37 @@
-"""Language models: load one, what its attention is, and LoRA adapters for it."""
+"""Language models: load one, what its attention is, and adapters for it; torch is imported when one is used."""
 
-from raylm.models.causal_lm import AttentionSpec as AttentionSpec
-from raylm.models.causal_lm import CausalLM as CausalLM
-from raylm.models.loader import load_model as load_model
-from raylm.models.loader import resolve_dtype as resolve_dtype
-from raylm.models.lora import LowRank as LowRank
-from raylm.models.lora import LowRankLayers as LowRankLayers
-from raylm.models.lora import ModuleAdapter as ModuleAdapter
-from raylm.models.lora import adaptable_shapes as adaptable_shapes
-from raylm.models.lora import adapter_digest as adapter_digest
-from raylm.models.lora import pack_native as pack_native
-from raylm.models.lora import read_adapter as read_adapter
-from raylm.models.native_decoder import heads_struct as heads_struct
-from raylm.models.ranks import SINGLE_RANK as SINGLE_RANK
-from raylm.models.ranks import Ranks as Ranks
-from raylm.native import AdapterRun as AdapterRun
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raylm.lazy import front_door
+
+if TYPE_CHECKING:
+    from raylm.models.causal_lm import AttentionSpec as AttentionSpec
+    from raylm.models.causal_lm import CausalLM as CausalLM
+    from raylm.models.checkpoint_check import check_checkpoint as check_checkpoint
+    from raylm.models.loader import load_model as load_model
+    from raylm.models.loader import resolve_dtype as resolve_dtype
+    from raylm.models.lora import LowRank as LowRank
+    from raylm.models.lora import LowRankLayers as LowRankLayers
+    from raylm.models.lora import ModuleAdapter as ModuleAdapter
+    from raylm.models.lora import adaptable_shapes as adaptable_shapes
+    from raylm.models.lora import adapter_digest as adapter_digest
+    from raylm.models.lora import pack_native as pack_native
+    from raylm.models.lora import read_adapter as read_adapter
+    from raylm.models.native_decoder import heads_struct as heads_struct
+    from raylm.models.ranks import SINGLE_RANK as SINGLE_RANK
+    from raylm.models.ranks import Ranks as Ranks
+
+_MODULES = {
+    "causal_lm": ("AttentionSpec", "CausalLM"),
+    "checkpoint_check": ("check_checkpoint",),
+    "loader": ("load_model", "resolve_dtype"),
+    "lora": (
+        "LowRank", "LowRankLayers", "ModuleAdapter", "adaptable_shapes", "adapter_digest", "pack_native",
+        "read_adapter",
+    ),
+    "native_decoder": ("heads_struct",),
+    "ranks": ("SINGLE_RANK", "Ranks"),
+}  # fmt: skip
+__getattr__ = front_door(__name__, _MODULES)

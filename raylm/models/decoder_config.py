@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
+from raylm.models.config_fields import Fields
 from raylm.models.ranks import SINGLE_RANK, Ranks
 
 Activation = Callable[[Tensor], Tensor]
@@ -24,42 +24,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-
-
-class Fields:
-    """config.json over the ``defaults`` of its family; all but ``get`` raise ConfigError for what does not fit."""
-
-    def __init__(self, checkpoint: Checkpoint, defaults: dict[str, Any]) -> None:
-        self.checkpoint = checkpoint
-        self._values = {**defaults, **checkpoint.config}
-
-    def get(self, name: str) -> Any:
-        return self._values.get(name)
-
-    def size(self, name: str, *, least: int = 1, fallback: str | None = None) -> int:
-        """An integer; the entry ``fallback`` is read for one that is null or left out."""
-        value = self.get(name)
-        if value is None and fallback is not None:
-            return self.size(fallback, least=least)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(name, value, f"an integer from {least} on")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.error(name, value, "a positive number")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name)
-        if not isinstance(value, bool):
-            raise self.error(name, value, "true or false")
-        return value
-
-    def error(self, name: str, value: object, wanted: str) -> ConfigError:
-        found = "is missing; it" if name not in self._values else f"is {value!r}; it"
-        return ConfigError(f"config.json of {self.checkpoint.path}: {name} {found} must be {wanted}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from raylm.checkpoint import Checkpoint
 from raylm.models.causal_lm import Attend, AttentionSpec, CausalLM
-from raylm.models.decoder_config import Biases, DecoderConfig, Fields, decoder_config, layer_windows
+from raylm.models.config_fields import Fields
+from raylm.models.decoder_config import Biases, DecoderConfig, decoder_config, layer_windows
 from raylm.models.layers import Decoder, Rotary
 from raylm.models.linear import Head, KernelFactory, Weighted
 from raylm.models.native_decoder import native_decoder
 from raylm.models.ranks import Ranks
 from raylm.models.tensor_parallel import others_names, shards, share
 from raylm.native import NativeDecoder, NativeLinear
-
-# What transformers assumes of entries that a config.json leaves out.
-_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_QWEN_WINDOWS: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_QWEN_DEFAULTS: dict[str, Any] = {**_DEFAULTS, "num_key_value_heads": 32, **_QWEN_WINDOWS}
 
 
 class LlamaForCausalLM(CausalLM):
@@ -50,7 +45,7 @@ class LlamaForCausalLM(CausalLM):
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
         """config.json over the defaults of this family; ConfigError where it cannot be served."""
-        fields = Fields(checkpoint, {**_DEFAULTS, "attention_bias": False, "mlp_bias": False})
+        fields = Fields.of("LlamaForCausalLM", checkpoint)
         windows = (None,) * fields.size("num_hidden_layers")
         bias = fields.flag("attention_bias")
         return decoder_config(fields, windows, Biases(qkv=bias, output=bias, mlp=fields.flag("mlp_bias")))
@@ -92,7 +87,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
-        fields = Fields(checkpoint, _QWEN_DEFAULTS)
+        fields = Fields.of("Qwen2ForCausalLM", checkpoint)
         return decoder_config(fields, layer_windows(fields), Biases(qkv=True))
 
 
@@ -101,7 +96,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
-        fields = Fields(checkpoint, {**_QWEN_DEFAULTS, "attention_bias": False, "head_dim": 128})
+        fields = Fields.of("Qwen3ForCausalLM", checkpoint)
         bias = fields.flag("attention_bias")
         return decoder_config(fields, layer_windows(fields), Biases(qkv=bias, output=bias), qk_norm=True)
 
@@ -111,6 +106,6 @@ class MistralForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def configure(cls, checkpoint: Checkpoint) -> DecoderConfig:
-        fields = Fields(checkpoint, {**_DEFAULTS, "sliding_window": 4096, "num_key_value_heads": 8})
+        fields = Fields.of("MistralForCausalLM", checkpoint)
         window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
         return decoder_config(fields, (window,) * fields.size("num_hidden_layers"), Biases())

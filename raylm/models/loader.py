@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from tqdm import tqdm
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM, Shard
+from raylm.models.checkpoint_check import refuse_names, stored_shapes, weight_files, wrong_shape
 from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers, select_kernels
 from raylm.models.ranks import SINGLE_RANK, Ranks
 from raylm.models.registry import QUANTIZATION, model_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NAMES_SHOWN = 6
 
 
 def load_model(
@@ -88,12 +87,11 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
 
 
 def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
-    files = _weight_files(checkpoint.path)
-    found = frozenset(name for file in files for name in _weight_names(file))
+    files = weight_files(checkpoint.path)
+    found = frozenset(name for file in files for name in stored_shapes(file))
     places = model.places(found)
     unexpected = {name for name in found - places.keys() if not model.ignores(name)}
-    _refuse(checkpoint, "lacks weights that the model needs", places.keys() - found)
-    _refuse(checkpoint, "holds weights that the model does not know", unexpected)
+    refuse_names(checkpoint, places.keys() - found, unexpected)
     wanted = found & places.keys()
     with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", delay=1.0, file=sys.stderr) as bar:
         for name, tensor in _tensors(files, wanted, model.shards):
@@ -101,45 +99,15 @@ def _load(checkpoint: Checkpoint, model: CausalLM) -> None:
             bar.update()
 
 
-def _refuse(checkpoint: Checkpoint, what: str, names: Iterable[str]) -> None:
-    ordered = sorted(names)
-    if ordered:
-        rest = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
-        raise ConfigError(f"model: {checkpoint.path} {what}: {', '.join(ordered[:_NAMES_SHOWN])}{rest}.")
-
-
 def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
     what = f"model: the weight {name}"
     if tensor.shape != target.shape:
-        raise ConfigError(f"{what} has the shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}.")
+        raise wrong_shape(name, tensor.shape, target.shape)
     if not target.is_floating_point() and torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
         raise ConfigError(f"{what} has the dtype {tensor.dtype}; config.json asks for {target.dtype}.")
     if target.is_floating_point() and not tensor.is_floating_point():
         raise ConfigError(f"{what} holds integers ({tensor.dtype}), where numbers are expected.")
     target.copy_(tensor)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
-    if index.exists():
-        try:
-            files = sorted({path / file for file in dict(json.loads(index.read_text())["weight_map"]).values()})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"model: {index} is no index of safetensors files.") from error
-    for file in files:
-        if not file.exists():
-            pickled = any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
-            hint = "; PyTorch .bin files are never read, convert them to safetensors" if pickled else ""
-            raise ConfigError(f"model: {path} has no {file.name}{hint}.")
-    return files
-
-
-def _weight_names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as weights:
-            return list(weights.keys())
-    except Exception as error:  # safetensors' own error class is not stable across versions
-        raise ConfigError(f"model: {file} is not a readable safetensors file: {error}") from error
 
 
 def _tensors(files: list[Path], wanted: Set[str], shards: Mapping[str, Shard]) -> Iterator[tuple[str, Tensor]]:

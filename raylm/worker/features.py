@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raylm.messages import ModelRunnerOutput, NewSequence
-from raylm.models import AdapterRun
+from raylm.native import AdapterRun
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.step_batch import StepBatch

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raylm.models import AdapterRun
+from raylm.native import AdapterRun
 from raylm.worker.arrays import Ints
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.input_batch import InputBatch

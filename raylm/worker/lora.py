@@ -9,8 +9,8 @@ import numpy as np
 from raylm.config import LoRAConfig
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.messages import NewSequence
-from raylm.models import AdapterRun, CausalLM, ModuleAdapter, adaptable_shapes, adapter_digest, read_adapter
-from raylm.native import PackedAdapter
+from raylm.models import CausalLM, ModuleAdapter, adaptable_shapes, adapter_digest, read_adapter
+from raylm.native import AdapterRun, PackedAdapter
 from raylm.worker.features import Adapters
 from raylm.worker.forward import Forward
 from raylm.worker.step_batch import StepBatch

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from raylm import logprob_columns
 from raylm.messages import Logprobs, ModelRunnerOutput, SchedulerOutput
-from raylm.models import AdapterRun
+from raylm.native import AdapterRun
 from raylm.worker.arrays import Ints, slices
 from raylm.worker.features import Adapters, AsyncDecode, Pending, Speculator
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
 from raylm.worker.pooler import Pooler
-from raylm.worker.sampling.sampler import NOT_FINITE, Sampler, SamplerOutput
+from raylm.worker.sampling.sampler import LATE, NOT_FINITE, Sampler, SamplerOutput
 from raylm.worker.step_batch import DrawRows, StepBatch
 
 _PROMPT_LOGITS_BYTES = 64 << 20
@@ -46,6 +46,7 @@ class ModelRunner:
         self.async_decode = async_decode or AsyncDecode()
         self.pooler = Pooler()
         self._prompt_logprobs: dict[int, int] = {}
+        self._has_deferred = False
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self.launch(plan)()
@@ -54,7 +55,8 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput) -> Pending:
         """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output."""
         started = time.perf_counter()
-        step = self.speculator.propose(self.pooler.claim(StepBatch.of(plan, self._apply(plan))), self.batch)
+        step = self._up_to_date(self.pooler.claim(StepBatch.of(plan, self._apply(plan))))
+        step = self.speculator.propose(step, self.batch)
         step = self.adapters.arrange(step)
         adapters = self.adapters.runs(step)
         plain = not self._prompt_logprobs and not adapters
@@ -80,6 +82,8 @@ class ModelRunner:
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
         pooled, lost = self.pooler.pool(step, hidden, self.batch)
         drawn, kept = self._draw(logits, step, draws)
+        late = draws.places[drawn.token_ids == LATE]
+        self._has_deferred |= len(late) > 0
         refused = [(step.seq_ids[place], reason) for place, reason in drawn.failed]
         logprobs = drawn.logprobs
         if logprobs is not None and len(kept) < len(logprobs.counts):
@@ -94,6 +98,7 @@ class ModelRunner:
             token_ids=drawn.token_ids[kept].tolist(),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            deferred=[step.seq_ids[place] for place in late.tolist()],
             failed=[*(row for row in refused if row[1] == NOT_FINITE), *lost],
             undrawable=[row for row in refused if row[1] != NOT_FINITE],
             forward_s=forward_s,
@@ -101,6 +106,13 @@ class ModelRunner:
             drafted_tokens=int(step.drafts.sum()),
             pooled=pooled,
         )
+
+    def _up_to_date(self, step: StepBatch) -> StepBatch:
+        """Sequences that decode go on where their rows end: the scheduler may not have seen that they were deferred."""
+        if not self._has_deferred:
+            return step
+        decoding = (step.counts == 1) & (step.draws == 1)
+        return replace(step, computed=np.where(decoding, self.batch.num_tokens[step.rows] - 1, step.computed))
 
     def _apply(self, plan: SchedulerOutput) -> Ints:
         for seq_id in plan.finished:
@@ -120,12 +132,15 @@ class ModelRunner:
         return rows
 
     def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, Ints]:
-        """Draw, append what counts; gives all draws, ``failed`` by place in the step, and which are to be reported."""
+        """Draw, append what counts; gives all draws, ``failed`` by place in the step, and which are to be reported.
+
+        A late row draws in a later step; this one has computed its last token, as others may share its blocks.
+        """
         rows = step.rows[draws.places]
         drawn = self.sampler.sample(logits, rows, self.batch, draws.offsets)
         drafts = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
         matches = (drawn.token_ids == drafts) & (draws.offsets < step.drafts[draws.places])
-        counts = draws.accepted(matches)
+        counts = draws.accepted(matches) & (drawn.token_ids != LATE)
         # Failed rows too: a step already on its way may compute the token that was to be drawn here.
         self.batch.append_tokens(rows[counts], drawn.token_ids[counts], draws.offsets[counts])
         lost = {int(draws.places[at]): reason for at, reason in drawn.failed if counts[at]}

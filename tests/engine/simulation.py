@@ -35,6 +35,7 @@ class Setup:
     steps_in_flight: int
     prefix_caching: bool
     speculative_tokens: int
+    lateness: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def random_setup(rng: Random) -> Setup:
         steps_in_flight=rng.choice([1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.7,
         speculative_tokens=rng.choice([0, 0, 1, 3, 9]),
+        lateness=rng.choice([0.0, 0.0, 0.2, 0.7]),
     )
 
 
@@ -90,6 +92,7 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
         priority=rng.randint(0, 2),
         cache_salt=rng.choice([None, None, "salt"]),
         service=ServiceLevel(tenant=rng.choice(["", "one", "other"])),
+        grammar=rng.choice([None, None, "a form"]),
     )
 
 
@@ -146,6 +149,7 @@ class Run:
             max_num_batched_tokens=setup.max_num_batched_tokens,
             poison=POISON,
             speculative_tokens=setup.speculative_tokens,
+            lateness=setup.lateness,
             model=MODEL,
         )
 
@@ -156,7 +160,7 @@ class Run:
         for op in script:
             getattr(self, op.kind)(op)
             check_kv(self.kv)
-        budget = 60 + 12 * sum(request.params.n * self.max_model_len for _, request in self.added)
+        budget = 60 + 48 * sum(request.params.n * self.max_model_len for _, request in self.added)
         while self.scheduler.has_work or self.in_flight:
             self.schedule(Op("schedule"))
             assert self.in_flight, "requests are open, and nothing can be scheduled"

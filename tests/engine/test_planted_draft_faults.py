@@ -1,4 +1,4 @@
-"""Faults planted where the engine core deals with draft tokens, each of which the random lives must catch."""
+"""Faults planted where the engine core deals with drafts and deferred draws; the random lives must catch each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from raylm.engine.kv_cache_manager import Lookahead
 from raylm.engine.scheduler import Scheduler
-from raylm.engine.sequence import Sequence
+from raylm.engine.sequence import Sequence, Status
 from tests.engine.planting import Patch, Plant, caught, faults_of, wrap
 
 
@@ -49,6 +49,14 @@ def tokens_behind_an_end_are_delivered(patch: Patch) -> None:
 
 def the_worker_is_not_told_the_limit(patch: Patch) -> None:
     wrap(patch, Sequence, "as_new", lambda original, self, block_ids: replace(original(self, block_ids), limit=10**6))
+
+
+def a_deferred_draw_is_counted(patch: Patch) -> None:
+    patch.setattr(Sequence, "defer", lambda self: None)
+
+
+def a_preempted_sequence_is_not_deferred(patch: Patch) -> None:
+    wrap(patch, Sequence, "defer", lambda original, self: original(self) if self.status is Status.RUNNING else None)
 
 
 @pytest.mark.parametrize("plant", faults_of(__name__), ids=lambda plant: plant.__name__)

@@ -42,8 +42,12 @@ async def test_silent_bodies_hold_no_places(server: Server, client: httpx.AsyncC
 
 
 @pytest.mark.parametrize("field", CONTRADICTIONS)
-async def test_a_contradiction_is_told_by_name(client: httpx.AsyncClient, beside: Beside[Any], field: str) -> None:
-    body = chat("Hi", max_tokens=20) | CONTRADICTIONS[field]
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_a_contradiction_is_told_by_name(
+    client: httpx.AsyncClient, beside: Beside[Any], field: str, logprobs: bool
+) -> None:
+    """Also where it alone asks for log-probabilities, of a token that there is not."""
+    body = chat("Hi", max_tokens=20, logprobs=logprobs) | CONTRADICTIONS[field]
     answer = await beside(client.post("/v1/chat/completions", json=body))
     assert answer.status_code == 400, answer.text
     assert field in answer.json()["error"]["message"]

@@ -6,7 +6,8 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,20 @@ logger = logging.getLogger("raylm.worker")
 MAX_KEPT = 256
 SLOW_S = 1e-3
 """What takes longer is computed beside the next step; for less than that waking a thread takes too long."""
+QUICK_MASKS_S = 5e-3
+"""Of a step, for the masks that are not slow; those that are left are computed beside the next step too."""
+WAIT_S = 1e-3
+"""Of a step, for masks that are late."""
+LONE_WAIT_S = 10e-3
+"""The same if nothing is drawn without them."""
 
 
 class Grammars:
     """Compiles on one thread and computes slow masks on another, so that neither stands in the other's way.
 
     The tokens are read beforehand, in the background; the matchers of the last ``MAX_KEPT`` grammars are kept with
-    their first mask, and copied in microseconds. What is compiled here was proved by the grammar server.
+    their first mask, and copied in microseconds. What is compiled here was proved by the grammar server. No step waits
+    for long: a row whose mask is late by then sits it out.
     """
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -59,8 +67,22 @@ class Grammars:
         """Hand over the next token; the mask behind it is computed when it is asked for, or, if slow, from now on."""
         answer.settle()
         answer.tokens.append(token)
-        if answer.slow:
+        if answer.pace.slow:
             answer.coming = self._masking.submit(answer.follow)
+
+    def ready(self, answers: list[Answer], draws: int) -> list[bool]:
+        """Which of the ``answers`` have their masks, of a step with so many ``draws``; the others are late."""
+        until = time.monotonic() + QUICK_MASKS_S
+        for answer in answers:
+            if answer.coming is None and answer.tokens:
+                if time.monotonic() < until:
+                    answer.follow()
+                else:
+                    answer.coming = self._masking.submit(answer.follow)
+        if coming := [answer.coming for answer in answers if answer.coming is not None]:
+            all_wait = len(coming) == draws
+            wait(coming, LONE_WAIT_S if all_wait else WAIT_S, FIRST_COMPLETED if all_wait else ALL_COMPLETED)
+        return [answer.coming is None or answer.coming.done() for answer in answers]
 
     def _fresh(self, grammar: str) -> Answer:
         """On the thread that compiles, which alone changes what is kept."""
@@ -86,6 +108,13 @@ def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLToke
     return load_tokenizer(path, eos_token_ids, vocab_size)
 
 
+@dataclass(slots=True)
+class Pace:
+    """Of all answers of a grammar: whether one of their masks has taken longer than ``SLOW_S``."""
+
+    slow: bool = False
+
+
 class Answer:
     """One answer's matcher and the mask of its next token, a bit for each: [V / 32] int32.
 
@@ -94,7 +123,8 @@ class Answer:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self.failed = self.over = self.slow = False
+        self.failed = self.over = False
+        self.pace = Pace()
         self.tokens: list[int] = []
         self.coming: Future[None] | None = None
         self._matcher: LLMatcher | None = None
@@ -102,7 +132,7 @@ class Answer:
 
     def take(self, other: Answer) -> None:
         """Become what ``other`` is, which has seen all its tokens."""
-        self.failed, self.over, self._mask = other.failed, other.over, other._mask.copy()
+        self.failed, self.over, self.pace, self._mask = other.failed, other.over, other.pace, other._mask.copy()
         self._matcher = other._matcher.deep_copy() if other._matcher is not None else None
 
     def begin(self, compiled: Callable[[], LLMatcher]) -> None:
@@ -142,7 +172,8 @@ class Answer:
             self._step(self._matcher, tokens)
         except BaseException as error:  # a panic of llguidance is no Exception
             self._fail(repr(error))
-        self.slow = time.thread_time() - started > SLOW_S
+        if time.thread_time() - started > SLOW_S:
+            self.pace.slow = True
 
     def _step(self, matcher: LLMatcher, tokens: list[int]) -> None:
         for token in tokens:

@@ -31,7 +31,8 @@ class LogitsProcessor(ABC, Generic[State]):
     """Changes the logits of the rows that asked for it; where no row did it costs one look at a dict.
 
     ``states`` maps the rows it owns to what they asked. A processor that ``follows_tokens`` changes the logits by what
-    was generated before; the others do the same at every position.
+    was generated before; the others do the same at every position. ``late`` are the positions of the last ``apply``
+    that it has not changed yet: their rows sit the step out.
     """
 
     follows_tokens: ClassVar[bool] = True
@@ -39,6 +40,7 @@ class LogitsProcessor(ABC, Generic[State]):
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.states: dict[int, State] = {}
+        self.late: list[int] = []
         self._owned = np.zeros(max_num_seqs, np.bool_)
 
     @abstractmethod

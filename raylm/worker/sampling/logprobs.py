@@ -34,6 +34,8 @@ def describe_tokens(
     given.
     """
     counts, ranks = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    if not wanted.any():
+        return Logprobs(counts.tolist(), [], [], ranks.tolist())
     where, tokens = rows[wanted], token_ids[wanted].astype(np.int64)
     own = maxima.pick(where, tokens)
     values, ids = maxima.top(where, _WIDTH)

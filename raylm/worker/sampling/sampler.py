@@ -19,14 +19,16 @@ from raylm.worker.sampling.truncation import truncate_candidates, truncate_row
 
 NOT_FINITE = "the model's logits are not finite"
 OVERFLOW = "the penalties made logits infinite"
+LATE = -1  # what a row draws that sits the step out
 NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens and the form of the answer together leave no token to draw"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """``token_ids`` [S] int64 (0 for failed rows), and ``logprobs`` of them, None if no row asked.
+    """``token_ids`` [S] int64 (0 for failed rows, LATE for late ones), and ``logprobs``, None if no row asked.
 
-    ``failed`` holds (position in rows, reason) of rows without a usable distribution; they have no logprobs.
+    ``failed`` holds (position in rows, reason) of rows without a usable distribution; neither they nor late rows have
+    logprobs.
     """
 
     token_ids: Ints
@@ -72,9 +74,10 @@ class Sampler:
         asking = sampling["logprobs"] != NO_LOGPROBS
         step = process_logits(logits.float().contiguous(), rows, batch, asking)
         usable = np.ones(len(rows), np.bool_)
-        usable[list(step.failed)] = False
+        usable[[*step.failed, *step.late]] = False
         lengths = batch.num_tokens[rows] if offsets is None else batch.num_tokens[rows] + offsets
         token_ids = self._draw(step.processed, usable, sampling, lengths)
+        token_ids[step.late] = LATE
         self._ranks.broadcast(torch.from_numpy(token_ids))
         logprobs = None
         if asking.any():
@@ -131,13 +134,14 @@ class StepLogits:
 
     ``processed`` holds a row for each of the step's S rows. ``raw`` holds the untouched rows that log-probabilities
     are asked for, at ``raw_rows`` [S] (other entries mean nothing); it is ``processed`` where nothing was changed.
-    ``failed`` gives the reason for each position without a usable distribution.
+    ``failed`` gives the reason for each position without a usable distribution, ``late`` are those that sit it out.
     """
 
     processed: BlockMaxima
     raw: BlockMaxima
     raw_rows: Ints
     failed: dict[int, str]
+    late: list[int] = field(default_factory=list)
 
 
 def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, asking: Mask) -> StepLogits:
@@ -153,11 +157,14 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
     for processor, positions in plans:
         processor.apply(logits, positions, rows[positions], batch)
     maxima = BlockMaxima(logits)
+    late = [position for processor, _ in plans for position in processor.late]
     failed = _failures(peak, maxima.peak)
+    for position in late:
+        failed.pop(position, None)  # it is found again when the row draws
     for position in failed:
         reasons = (processor.reason(int(rows[position])) for processor, _ in plans)
         failed[position] = next((reason for reason in reasons if reason), failed[position])
-    return StepLogits(maxima, raw, np.cumsum(asking) - 1, failed)
+    return StepLogits(maxima, raw, np.cumsum(asking) - 1, failed, late)
 
 
 def _failures(before: Floats32, after: Floats32) -> dict[int, str]:

@@ -232,3 +232,11 @@ def test_shapes_and_types() -> None:
         same = logits.float().clone(memory_format=torch.contiguous_format)
         expected = Sampler().sample(same, rows, batch).token_ids
         assert Sampler().sample(logits, rows, batch).token_ids.tolist() == expected.tolist()
+
+
+def test_a_step_whose_rows_all_fail_has_no_logprobs() -> None:
+    batch = InputBatch(4, 64, 16, VOCAB)
+    batch.add(make(0, [1, 2, 3], logprobs=2))
+    out = Sampler().sample(torch.full((1, VOCAB), float("nan")), batch.rows([0]), batch)
+    assert [position for position, _ in out.failed] == [0]
+    assert out.logprobs == Logprobs([0], [], [], [0])

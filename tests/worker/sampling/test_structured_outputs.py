@@ -32,6 +32,13 @@ def grammars() -> Grammars:
     return Grammars(EMBEDDED, EOS, VOCAB)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for every mask; what happens if they do not is tested in test_late_masks.py."""
+    for name in ("QUICK_MASKS_S", "WAIT_S", "LONE_WAIT_S"):
+        monkeypatch.setattr(f"raylm.worker.sampling.grammars.{name}", 60.0)
+
+
 def new_batch(rows: int = 4) -> InputBatch:
     return InputBatch(rows, 128, 16, VOCAB, grammars())
 

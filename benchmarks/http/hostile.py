@@ -1,0 +1,140 @@
+"""What one hostile request costs the others: the inter-token latency of honest streams beside each case, and alone.
+
+    python -m benchmarks.http.hostile --url http://127.0.0.1:8000 [--seconds 10] [--cases "slow masks" ...]
+
+Streams and attack run in separate processes. Each case is sent again and again, by one client, while eight streams run;
+between two cases the streams run alone. ``worst`` is the longest of all gaps; the limit is three times the p99 alone
+and 20 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+from multiprocessing.synchronize import Event
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from benchmarks.http.serving import first_model, sse
+from benchmarks.rows import Report, parser, quantile
+
+STREAMS = 8
+UNITS = {"p50": "ms", "p99": "ms", "worst": "ms", "limit": "ms", "tokens/s": "", "sent": ""}
+
+
+def _wide(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+def _chain(rules: int) -> str:
+    lines = [f"r{i} ::= [a] r{i + 1}" for i in range(rules)]
+    return "\n".join(["root ::= r0", *lines, f"r{rules} ::= [b]"])
+
+
+def _form(**spec: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 200, "structured_outputs": spec}
+
+
+_LITERAL = "a" * 4000
+_SLOW = "start: A\nA: " + " ".join([f'"{_LITERAL}"'] * 10)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a constant of 4,000 characters": ("/v1/chat/completions", _form(json={"const": _LITERAL})),
+    "slow masks": ("/v1/chat/completions", _form(grammar=_SLOW)),
+    "600 properties": ("/v1/chat/completions", _form(json=_wide(600))),
+    "2,000 properties": ("/v1/chat/completions", _form(json=_wide(2000))),
+    "1,900 rules": ("/v1/chat/completions", _form(grammar=_chain(1900))),
+    "a text of 4 M digits to tokenize": ("/tokenize", {"prompt": "7" * 4_000_000}),
+    "3,001 messages to render": ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * 3001}),
+    "a prompt of 1 M characters": ("/v1/completions", {"prompt": "a b " * 250_000, "max_tokens": 1}),
+    "8 answers, echo": ("/v1/completions", {"prompt": "a b " * 200, "max_tokens": 100, "n": 8, "echo": True}),
+}  # fmt: skip
+
+
+def attack(
+    url: str, model: str, case: str, begun: Event, stop: Event, told: multiprocessing.Queue[dict[int, int]]
+) -> None:
+    """Send the case from ``begun`` until ``stop``; put how often each status came into ``told``."""
+    path, body = CASES[case]
+    data, statuses = json.dumps({"model": model} | body), Counter[int]()
+    begun.set()
+    while not stop.is_set():
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        statuses[response.status] += 1
+        connection.close()
+        if response.status == 429:
+            time.sleep(int(response.headers.get("Retry-After", "1")))
+    told.put(dict(statuses))
+
+
+async def streams(url: str, seconds: float) -> list[float]:
+    """The gaps between tokens of eight streams that run for so long, in seconds."""
+    gaps: list[float] = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        model, until = await first_model(session, url), time.perf_counter() + seconds
+
+        async def one(place: int) -> None:
+            limits = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+            body = {"model": model, "prompt": f"{place} stones lie in the garden", **limits}
+            while time.perf_counter() < until:
+                async with session.post(f"{url}/v1/completions", json=body) as response:
+                    if response.status != 200:
+                        raise RuntimeError(f"an honest stream was answered {response.status}")
+                    came = [time.perf_counter() async for _ in sse(response)]
+                gaps.extend(after - before for before, after in pairwise(came))
+
+        await asyncio.gather(*(one(place) for place in range(STREAMS)))
+    return gaps
+
+
+def measured(url: str, seconds: float) -> dict[str, float]:
+    gaps = asyncio.run(streams(url, seconds))
+    found = {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "worst": max(gaps)}
+    return {name: 1e3 * value for name, value in found.items()} | {"tokens/s": STREAMS * len(gaps) / sum(gaps)}
+
+
+async def _model(url: str) -> str:
+    async with aiohttp.ClientSession() as session:
+        return await first_model(session, url)
+
+
+def main() -> int:
+    """The exit status is 1 if a p99 is beyond its limit."""
+    options = parser(__doc__)
+    options.add_argument("--url", default="http://127.0.0.1:8000")
+    options.add_argument("--seconds", type=float, default=10.0)
+    options.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    args = options.parse_args()
+    context = multiprocessing.get_context("spawn")
+    report, beyond = Report("hostile", UNITS, args.out), 0
+    model = asyncio.run(_model(args.url))
+    measured(args.url, 2.0)
+    for case in args.cases:
+        alone = measured(args.url, args.seconds)
+        report.add("alone", alone)
+        begun, stop, told = context.Event(), context.Event(), context.Queue()
+        attacker = context.Process(target=attack, args=(args.url, model, case, begun, stop, told))
+        attacker.start()
+        begun.wait()
+        found = measured(args.url, args.seconds)
+        stop.set()
+        statuses = told.get(timeout=180)
+        attacker.join()
+        limit = 3 * alone["p99"] + 20
+        beyond += found["p99"] > limit
+        report.add(case, found | {"limit": limit, "sent": sum(statuses.values())}, f"statuses {statuses}")
+    return int(beyond > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

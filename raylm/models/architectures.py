@@ -1,0 +1,26 @@
+"""Which class serves which architecture of config.json; imports no torch."""
+
+from __future__ import annotations
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.transformers_backend import TRANSFORMERS_ARCHITECTURES
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "raylm.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "raylm.models.llama:MistralForCausalLM",
+    "Qwen2ForCausalLM": "raylm.models.llama:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "raylm.models.llama:Qwen3ForCausalLM",
+    **TRANSFORMERS_ARCHITECTURES,
+}
+
+
+def architecture_of(checkpoint: Checkpoint) -> str:
+    """The one that a checkpoint names; ConfigError where it is not supported."""
+    named = checkpoint.config.get("architectures") or []
+    if len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise ConfigError(
+            f"model: the architecture {', '.join(map(str, named)) or '(none named)'} of {checkpoint.path} is not "
+            f"supported; supported: {', '.join(sorted(ARCHITECTURES))}."
+        )
+    return str(named[0])

@@ -1,0 +1,129 @@
+"""check_checkpoint: what is wrong with a checkpoint's files, found in a second, without torch and transformers.
+
+Of our own architectures the names and shapes of all weights are checked, of the others what every checkpoint has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.architectures import architecture_of
+from raylm.models.config_fields import OUR_DEFAULTS, Fields
+
+Shape = tuple[int, ...]
+_NAMES_SHOWN = 6
+
+
+def check_checkpoint(checkpoint: Checkpoint) -> None:
+    """ConfigError if files are missing, cut off or no checkpoint, or do not fit config.json."""
+    architecture = architecture_of(checkpoint)
+    _check_tokenizer(checkpoint.path / "tokenizer.json")
+    files = weight_files(checkpoint.path)
+    stored = {name: shape for file in files for name, shape in stored_shapes(file).items()}
+    if architecture in OUR_DEFAULTS and "quantization_config" not in checkpoint.config:
+        _compare(checkpoint, stored, Fields.of(architecture, checkpoint), architecture)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, which are there."""
+    index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
+    if index.exists():
+        try:
+            files = sorted({path / file for file in dict(json.loads(index.read_text())["weight_map"]).values()})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"model: {index} is no index of safetensors files.") from error
+    for file in files:
+        if not file.exists():
+            pickled = any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
+            hint = "; PyTorch .bin files are never read, convert them to safetensors" if pickled else ""
+            raise ConfigError(f"model: {path} has no {file.name}{hint}.")
+    return files
+
+
+def stored_shapes(file: Path) -> dict[str, Shape]:
+    """The shape of each tensor in a file, by its header; ConfigError if that is wrong or the file is cut off."""
+    try:
+        with safe_open(file, framework="np") as weights:
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors' own error class is not stable across versions
+        raise ConfigError(
+            f"model: {file} is not a readable safetensors file: {error}; was it copied or downloaded to its end?"
+        ) from error
+
+
+def refuse_names(checkpoint: Checkpoint, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """ConfigError if there are any."""
+    for what, names in (
+        ("lacks weights that the model needs", sorted(missing)),
+        ("holds weights that the model does not know", sorted(unexpected)),
+    ):
+        if names:
+            rest = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+            raise ConfigError(f"model: {checkpoint.path} {what}: {', '.join(names[:_NAMES_SHOWN])}{rest}.")
+
+
+def wrong_shape(name: str, found: Collection[int], wanted: Collection[int]) -> ConfigError:
+    return ConfigError(f"model: the weight {name} has the shape {tuple(found)}, config.json asks for {tuple(wanted)}.")
+
+
+def _check_tokenizer(file: Path) -> None:
+    if not file.exists():
+        raise ConfigError(f"model: {file.parent} has no tokenizer.json; convert its tokenizer to the fast format.")
+    try:
+        read = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"model: {file} is not valid JSON: {error}; was it copied to its end?") from error
+    if not isinstance(read, dict) or "model" not in read:
+        raise ConfigError(f"model: {file} is no tokenizer of Hugging Face's tokenizers.")
+
+
+def _compare(checkpoint: Checkpoint, stored: Mapping[str, Shape], fields: Fields, architecture: str) -> None:
+    wanted = weight_shapes(fields, architecture)
+    known = wanted | ({"lm_head.weight": wanted["model.embed_tokens.weight"]} if _tied(fields) else {})
+    unexpected = {name for name in stored.keys() - known.keys() if not name.endswith("rotary_emb.inv_freq")}
+    refuse_names(checkpoint, wanted.keys() - stored.keys(), unexpected)
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            raise wrong_shape(name, stored[name], shape)
+
+
+def _tied(fields: Fields) -> bool:
+    return fields.flag("tie_word_embeddings")
+
+
+def weight_shapes(fields: Fields, architecture: str) -> dict[str, Shape]:
+    """By name, the weights that a model of one of our own architectures needs, as a checkpoint holds them."""
+    hidden, inner, vocab = map(fields.size, ("hidden_size", "intermediate_size", "vocab_size"))
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", fallback="num_attention_heads")
+    head_dim = hidden // heads if fields.get("head_dim") is None else fields.size("head_dim")
+    query, keys = heads * head_dim, kv_heads * head_dim
+    attention_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias")
+    qkv_bias = attention_bias or architecture == "Qwen2ForCausalLM"
+    mlp_bias = architecture == "LlamaForCausalLM" and fields.flag("mlp_bias")
+    layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", query, hidden, qkv_bias),
+        ("self_attn.k_proj", keys, hidden, qkv_bias),
+        ("self_attn.v_proj", keys, hidden, qkv_bias),
+        ("self_attn.o_proj", hidden, query, attention_bias),
+        ("mlp.gate_proj", inner, hidden, mlp_bias),
+        ("mlp.up_proj", inner, hidden, mlp_bias),
+        ("mlp.down_proj", hidden, inner, mlp_bias),
+    ):
+        layer[f"{name}.weight"] = (rows, columns)
+        if bias:
+            layer[f"{name}.bias"] = (rows,)
+    if architecture == "Qwen3ForCausalLM":
+        layer |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not _tied(fields):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    numbers = range(fields.size("num_hidden_layers"))
+    return shapes | {f"model.layers.{number}.{name}": shape for number in numbers for name, shape in layer.items()}

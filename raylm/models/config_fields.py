@@ -1,0 +1,62 @@
+"""Fields: the entries of a decoder's config.json, checked one by one; imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+
+# What transformers assumes of entries that a config.json leaves out.
+_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_QWEN: dict[str, Any] = {
+    **_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28,
+}  # fmt: skip
+OUR_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {**_DEFAULTS, "attention_bias": False, "mlp_bias": False},
+    "MistralForCausalLM": {**_DEFAULTS, "sliding_window": 4096, "num_key_value_heads": 8},
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": {**_QWEN, "attention_bias": False, "head_dim": 128},
+}
+
+
+class Fields:
+    """config.json over the ``defaults`` of its family; all but ``get`` raise ConfigError for what does not fit."""
+
+    def __init__(self, checkpoint: Checkpoint, defaults: dict[str, Any]) -> None:
+        self.checkpoint = checkpoint
+        self._values = {**defaults, **checkpoint.config}
+
+    @classmethod
+    def of(cls, architecture: str, checkpoint: Checkpoint) -> Fields:
+        """With the defaults of one of our own architectures."""
+        return cls(checkpoint, OUR_DEFAULTS[architecture])
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def size(self, name: str, *, least: int = 1, fallback: str | None = None) -> int:
+        """An integer; the entry ``fallback`` is read for one that is null or left out."""
+        value = self.get(name)
+        if value is None and fallback is not None:
+            return self.size(fallback, least=least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(name, value, f"an integer from {least} on")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.error(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def error(self, name: str, value: object, wanted: str) -> ConfigError:
+        found = "is missing; it" if name not in self._values else f"is {value!r}; it"
+        return ConfigError(f"config.json of {self.checkpoint.path}: {name} {found} must be {wanted}.")

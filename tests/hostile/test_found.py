@@ -1,0 +1,19 @@
+"""What the fuzzer has found, again: each attack is answered rightly, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.hostile.conftest import Beside
+from tests.hostile.fuzz import found_before, judge, send
+from tests.serving import Server
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
+
+
+async def test_what_was_found_is_mended(server: Server, beside: Beside[Any]) -> None:
+    for attack in found_before():
+        judge(attack, await beside(asyncio.to_thread(send, server.port, attack)))

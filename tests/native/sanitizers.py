@@ -1,0 +1,85 @@
+"""The native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, the team under ThreadSanitizer.
+
+    python -m tests.native.sanitizers                             # both
+    python -m tests.native.sanitizers thread
+    python -m tests.native.sanitizers address [-k plain]          # options of pytest
+
+Python itself has no sanitizer: its runtime is loaded before, and only the kernels are watched. The first finding ends
+the process that makes it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from raylm.native.build import SOURCES, find_compiler
+
+ROOT = Path(__file__).parents[2]
+TESTS = ("tests/native/test_linear.py", "tests/worker/test_attention.py", "tests/worker/test_same_numbers.py")
+WATCHED = ("-g", "-O1", "-fno-omit-frame-pointer")
+UNDEFINED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+TEAMS = [(threads, seed) for threads in (2, 4, 7) for seed in (1, 2, 3)]
+
+
+def runtime(name: str) -> str:
+    """Where the compiler keeps one of its libraries."""
+    found = subprocess.run([find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def address(*options: str) -> int:
+    """The exit status of the kernels' tests, with kernels of their own: the compiler that is found adds its flags.
+
+    They are kept, as compiling them takes a minute for each instruction set.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm-sanitizers"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        compiler = Path(folder) / "g++"
+        command = shlex.join(["env", "-u", "LD_PRELOAD", find_compiler()])
+        compiler.write_text(f'#!/bin/sh\nexec {command} "$@" {shlex.join([*UNDEFINED, *WATCHED])}\n')
+        compiler.chmod(0o755)
+        env = os.environ | {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "XDG_CACHE_HOME": str(cache),
+            "LD_PRELOAD": f"{runtime('libasan.so')}:{runtime('libubsan.so')}",
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
+        chosen = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not ray", *options, *TESTS]
+        return subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=ROOT, env=env, check=False).returncode
+
+
+def thread() -> int:
+    """0 if no team of threads races."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, source = Path(folder) / "stress", Path(__file__).with_name("team_stress.cpp")
+        flags = ["-std=c++20", "-pthread", "-fsanitize=thread", *WATCHED, f"-I{SOURCES}"]
+        subprocess.run([find_compiler(), *flags, str(source), "-o", str(program)], check=True)
+        for threads, seed in TEAMS:
+            done = subprocess.run([program, str(threads), "5", str(seed)], capture_output=True, text=True, check=False)
+            if done.returncode or done.stdout != "right\n":
+                print(f"{threads} threads, seed {seed}: {done.stdout}{done.stderr[:6000]}")
+                return 1
+            print(f"{threads} threads, seed {seed}: no race", flush=True)
+    return 0
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case []:
+            return max(address(), thread())
+        case ["thread"]:
+            return thread()
+        case ["address", *options]:
+            return address(*options)
+    raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
