@@ -1,4 +1,4 @@
-"""Front door of the engine: EngineCore, its executors, block keys; and the actors, imported when first used: ray."""
+"""Front door of the engine: EngineCore and its parts, block keys; and the actors, imported when first used: ray."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from raylm.engine.block_hashes import ChainedHasher as ChainedHasher
 from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
 from raylm.engine.engine_core import EngineCore as EngineCore
+from raylm.engine.kv_cache_manager import KVCacheManager as KVCacheManager
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
 from raylm.engine.model_executor import ModelExecutor as ModelExecutor
+from raylm.engine.recording import columns as columns
+from raylm.engine.scheduler import Scheduler as Scheduler
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
