@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raylm.engine.block_hashes import ChainedHasher as ChainedHasher
+from raylm.engine.block_hashes import keys_of as keys_of
 from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
 from raylm.engine.engine_core import EngineCore as EngineCore

@@ -138,12 +138,14 @@ class RoutedEngine:
         What other clients have queued is taken as served since it was told; so nothing is left of it after the time
         that it takes to serve, nor of their sequences after that of a request.
         """
-        age = max(0.0, now - self.told_at)
-        queued_s = self.queued_tokens * token_s + max(0.0, self.stats.others.queued_tokens * token_s - age)
-        trust = max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0
-        there = self.sequences + self.stats.others.sequences * trust
-        wait_s = step_s + queued_s
-        most = self.stats.running + self.stats.places
+        there: float = self.sequences
+        stats, wait_s = self.stats, step_s + self.queued_tokens * token_s
+        others = stats.others
+        if others.sequences:
+            age = max(0.0, now - self.told_at)
+            wait_s += max(0.0, others.queued_tokens * token_s - age)
+            there += others.sequences * (max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0)
+        most = stats.running + stats.places
         if 0 < most < there:
             wait_s += (there - most) * self.service_s / most
             there = most
