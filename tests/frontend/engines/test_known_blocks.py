@@ -235,3 +235,19 @@ def test_a_prompt_is_known_by_the_same_keys_in_the_engine_and_outside(block_size
     assert found[0] == found[1]
     assert keys_of(found[0]) == list(unpack_keys(pack_keys(found[0])))
     assert len({one.root(digest, salt) for digest in ("", "a") for salt in (None, "", "None")}) == 6
+
+
+def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_over() -> None:
+    engine = RoutedEngine(client=None)  # type: ignore[arg-type]
+    engine.blocks.apply(changes(0))
+    prompt = [int.from_bytes(bytes([name]) * 8, "little") for name in b"ab"]
+    engine.begin(1, OpenRequest(1, 30, prompt, since=0.0))
+    late = EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats())
+    engine.on_outputs(late)
+    assert engine.blocks.num_matched(prompt) == 2, "its first token is here, and what it stored is not told yet"
+    assert engine.blocks.apply(changes(1, b"a" * 32))
+    assert engine.blocks.apply(BlockChanges(2, b"", pack_keys([b"a" * 32])))
+    assert engine.blocks.num_matched(prompt) == 0, "what was told and is gone is not believed any longer"
+    assert engine.blocks.num_matched(prompt[1:]) == 1
+    engine.end(1, now=1.0)
+    assert engine.blocks.num_matched(prompt[1:]) == 0
