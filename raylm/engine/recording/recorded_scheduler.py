@@ -56,7 +56,8 @@ class RecordedScheduler(Scheduler):
         self._write = write
         self._hasher = ChainedHasher(kv.block_size)
         self._asked: dict[tuple[str, int], tuple[EngineCoreRequest, str]] = {}
-        self._drawn: dict[tuple[str, int, int], list[int]] = {}
+        self._added: dict[tuple[str, int], float] = {}  # when
+        self._drawn: dict[tuple[str, int, int], tuple[float, list[int]]] = {}  # first when, and which tokens
         self._handed_over: dict[int, float] = {}  # when, by step
         self._last_at = 0.0
         write(
@@ -68,6 +69,7 @@ class RecordedScheduler(Scheduler):
     def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0, adapter_digest: str = "") -> None:
         super().add(client_id, request, adapter, adapter_digest)
         self._asked[client_id, request.key] = request, adapter_digest
+        self._added[client_id, request.key] = self._clock()
         params, plain = request.params, request.pooling is None and request.params.prompt_logprobs is None
         self._write(
             {"kind": "add", "at": self._clock(), "client": client_id, "id": request.key}
@@ -114,7 +116,8 @@ class RecordedScheduler(Scheduler):
         start = 0
         entries = zip(outputs.keys, outputs.indexes, outputs.token_counts, outputs.finish_reasons, strict=True)
         for key, index, count, reason in entries:
-            self._drawn.setdefault((client_id, key, index), []).extend(outputs.token_ids[start : start + count])
+            _, drawn = self._drawn.setdefault((client_id, key, index), (self._last_at, []))
+            drawn.extend(outputs.token_ids[start : start + count])
             start += count
             if reason is not None:
                 self._end(client_id, key, index, reason)
@@ -123,8 +126,8 @@ class RecordedScheduler(Scheduler):
 
     def _end(self, client_id: str, key: int, index: int, reason: str) -> None:
         """A sequence has ended."""
-        drawn = self._drawn.pop((client_id, key, index), None)
-        asked = self._asked.get((client_id, key))
+        first_at, drawn = self._drawn.pop((client_id, key, index), (0.0, []))
+        asked, added_at = self._asked.get((client_id, key)), self._added.get((client_id, key), 0.0)
         if drawn and asked is not None:
             request, digest = asked
             self._write(
@@ -132,12 +135,14 @@ class RecordedScheduler(Scheduler):
                 | {"prompt_tokens": len(request.prompt_token_ids), "output_tokens": len(drawn)}
                 | {"blocks": self._blocks(request, digest, request.prompt_token_ids + drawn)}
                 | {"block_size": self.kv.block_size, "sequence": f"{client_id}/{key}/{index}", "finish": reason}
+                | {"ttft_s": first_at - added_at, "duration_s": self._last_at - added_at}
             )
 
     def _forget(self, client_id: str, key: int) -> None:
         """Of a request that is not open any more."""
         if (client_id, key) not in self._requests:
             self._asked.pop((client_id, key), None)
+            self._added.pop((client_id, key), None)
 
     def _blocks(self, request: EngineCoreRequest, adapter_digest: str, tokens: list[int]) -> list[str]:
         hashes: list[bytes] = []
