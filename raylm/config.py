@@ -111,6 +111,9 @@ class EngineConfig(Frozen):
     step_timeout_s: float = Field(300, gt=0)
     """A worker that takes longer for one step, or 20 times as long as for steps of its size (at least 10 s), is given
     up; a served engine is then replaced."""
+    record_dir: str | None = Field(None, min_length=1)
+    """Directory in which each engine writes a file of its requests and steps, for `raylm simulate`; prompts and answers
+    as hashes of their blocks alone."""
 
     @property
     def scales_to_zero(self) -> bool:

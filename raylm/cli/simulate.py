@@ -34,6 +34,9 @@ def simulate(
     steps: Annotated[
         list[Path] | None, typer.Option(help="Recordings to which the costs of a step are fitted.")
     ] = None,
+    check: Annotated[
+        list[Path] | None, typer.Option(help="Recordings by which the Scheduler must decide again as it did; no more.")
+    ] = None,
     ttft_target_ms: Annotated[float, typer.Option(help="For goodput: longest time to the first token.")] = 1000.0,
     itl_target_ms: Annotated[float, typer.Option(help="For goodput: longest mean time between tokens.")] = 100.0,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
@@ -46,6 +49,10 @@ def simulate(
     from raylm import simulate as sim
 
     try:
+        if check:
+            for path in check:
+                print(f"{path}: {sim.replay(path):,} steps are scheduled again as they were")
+            return
         fleet = _fleet(fleet_file, engines, ingresses, steps or [])
         chosen: sim.Load
         if trace:

@@ -1,10 +1,11 @@
-"""Front door of the engine: EngineCore, its executors, block keys; and the actors, imported when first used: ray."""
+"""Front door of the engine: EngineCore and its parts, block keys; and the actors, imported when first used: ray."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from raylm.engine.block_hashes import ChainedHasher as ChainedHasher
+from raylm.engine.block_hashes import keys_of as keys_of
 from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
 from raylm.engine.deployment.autoscaling import EnginePolicy as EnginePolicy
@@ -12,8 +13,11 @@ from raylm.engine.deployment.autoscaling import Targets as Targets
 from raylm.engine.deployment.names import EngineName as EngineName
 from raylm.engine.deployment.names import engine_digest as engine_digest
 from raylm.engine.engine_core import EngineCore as EngineCore
+from raylm.engine.kv_cache_manager import KVCacheManager as KVCacheManager
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
 from raylm.engine.model_executor import ModelExecutor as ModelExecutor
+from raylm.engine.recording import columns as columns
+from raylm.engine.scheduler import Scheduler as Scheduler
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:

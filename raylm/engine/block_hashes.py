@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable
 from hashlib import sha256
 from struct import pack, unpack
 
-_KEY_BYTES, _TOKEN_BYTES = 8, 4
+_HASH_BYTES, _KEY_BYTES, _TOKEN_BYTES = 32, 8, 4
 
 
 class ChainedHasher:
@@ -44,6 +46,14 @@ class NoHasher(ChainedHasher):
 def pack_keys(hashes: Iterable[bytes]) -> bytes:
     """The first 64 bits of each hash, one behind the other: enough to predict by, while KV is shared by whole ones."""
     return b"".join([block_hash[:_KEY_BYTES] for block_hash in hashes])
+
+
+def keys_of(hashes: list[bytes]) -> list[int]:
+    """What ``unpack_keys`` makes of the packed keys of ``hashes``, which have 256 bits each."""
+    words = array("Q", b"".join(hashes))[:: _HASH_BYTES // _KEY_BYTES]
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tolist()
 
 
 def unpack_keys(packed: bytes) -> tuple[int, ...]:

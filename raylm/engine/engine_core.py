@@ -14,6 +14,7 @@ from raylm.engine.grammar_preparation import GrammarPreparation
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.outbox import Outbox
+from raylm.engine.recording import create_scheduler
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.step_budget import StepLimit
 from raylm.errors import (
@@ -69,7 +70,7 @@ class EngineCore:
         if self._config.max_model_len is not None:
             longest = min(longest, self._config.max_model_len)
         kv = KVCacheManager(info.num_blocks, info.block_size, self._config.cache.prefix_caching)
-        self.scheduler = Scheduler(self._config.scheduler, kv, longest, self._clock)
+        self.scheduler = create_scheduler(self._config, kv, longest, self._clock)
         return replace(info, max_model_len=longest)
 
     # ---------------------------------------------------------------- clients

@@ -7,6 +7,7 @@ from raylm.simulate.loads import LOADS as LOADS
 from raylm.simulate.loads import Load as Load
 from raylm.simulate.loads import LoadSettings as LoadSettings
 from raylm.simulate.loads import Replay as Replay
+from raylm.simulate.replay import replay as replay
 from raylm.simulate.report import Targets as Targets
 from raylm.simulate.report import draw as draw
 from raylm.simulate.report import figures as figures

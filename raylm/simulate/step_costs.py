@@ -41,9 +41,9 @@ def features(plan: SchedulerOutput) -> Features:
 
 
 def fit(steps: list[tuple[Features, float]]) -> tuple[StepCosts, float]:
-    """The costs by which the steps' seconds are predicted best, none negative, and the mean relative error.
+    """The costs by which the steps' seconds are predicted best, none negative, and the error as a share of them.
 
-    Weighted by their inverse, as a short step's error matters as much as a long one's.
+    All steps together take as long as they did: a machine that others use makes some slow, and that is to be simulated.
 
     Raises:
         ConfigError: there are too few steps.
@@ -54,16 +54,16 @@ def fit(steps: list[tuple[Features, float]]) -> tuple[StepCosts, float]:
         raise ConfigError(f"Costs are fitted to {LEAST_STEPS} steps or more; {len(steps)} were recorded.")
     shapes = np.array([shape for shape, _ in steps])
     seconds = np.array([took for _, took in steps])
-    weighted, ones = shapes / seconds[:, None], np.ones(len(steps))
     used = [column for column in range(4) if shapes[:, column].any()]
     while True:  # what comes out negative explains nothing and is left out
-        found = np.linalg.lstsq(weighted[:, used], ones, rcond=None)[0]
+        found = np.linalg.lstsq(shapes[:, used], seconds, rcond=None)[0]
         if (found >= 0).all():
             break
         used.pop(int(found.argmin()))
     costs = np.zeros(4)
     costs[used] = found
-    error = float(np.abs(weighted @ costs - 1).mean())
+    costs *= seconds.sum() / (shapes @ costs).sum()
+    error = float(np.abs(shapes @ costs - seconds).sum() / seconds.sum())
     base_s, token_s, sequence_s, attention_s = costs.tolist()
     return StepCosts(base_s=base_s, token_s=token_s, sequence_s=sequence_s, attention_s=attention_s), error
 

@@ -10,6 +10,7 @@ A line is an object of
     prompt          token ids, in place of prompt_tokens and blocks
     key             who asks (optional)
     priority        as of a request (optional)
+    sequence, finish, ttft_s, duration_s   of recordings; they change nothing here
 Lines of a recording that are of another ``kind`` than "request" are left out.
 """
 
@@ -59,6 +60,10 @@ class TraceLine(Frozen):
     prompt: tuple[Annotated[int, Field(ge=0, lt=_UNIQUE)], ...] | None = Field(None, min_length=1)
     key: str = ""
     priority: int = 0
+    sequence: str = ""
+    finish: str = ""
+    ttft_s: float = 0.0
+    duration_s: float = 0.0
 
     @model_validator(mode="after")
     def _one_prompt(self) -> TraceLine:
@@ -76,7 +81,7 @@ class TraceLine(Frozen):
             return SimulatedRequest(at, list(self.prompt), [own], self.output_tokens, self.key, self.priority)
         assert self.prompt_tokens is not None
         size = self.block_size or block_size
-        tokens = [token for block in self.blocks for token in _tokens(_number(block), size)]
+        tokens = [token for block in self.blocks for token in block_tokens(block_number(block), size)]
         tokens += [own] * max(0, self.prompt_tokens - len(tokens))
         prompt, answer = tokens[: self.prompt_tokens], tokens[self.prompt_tokens :]
         answer = [*answer[: self.output_tokens - 1], own]
@@ -113,7 +118,7 @@ def _checked(text: str, where: str) -> TraceLine | None:
             return None
         line = TraceLine.model_validate(given)
         for block in line.blocks:
-            _number(block)
+            block_number(block)
         return line
     except ValidationError as error:
         raise ConfigError(f"{where}: {faults(error)}") from None
@@ -121,7 +126,7 @@ def _checked(text: str, where: str) -> TraceLine | None:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _number(block: int | str) -> int:
+def block_number(block: int | str) -> int:
     if isinstance(block, int):
         return block
     try:
@@ -133,6 +138,6 @@ def _number(block: int | str) -> int:
     return number
 
 
-def _tokens(block: int, size: int) -> list[int]:
+def block_tokens(block: int, size: int) -> list[int]:
     """Tokens of a block that no other one has; what tells them apart stands last, where prompts end in a block."""
     return [*[0] * (size - 2), block >> _TOKEN_BITS, block & ((1 << _TOKEN_BITS) - 1)]

@@ -17,7 +17,7 @@ _SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests ta
 
 
 class KnownBlocks:
-    """Which blocks an engine's prefix cache holds: those it told of, and those that requests on their way will store.
+    """Which blocks an engine's prefix cache holds: those it told of, and those that open requests store unseen.
 
     ``told`` is None while nothing is known. A block is known by its key (``raylm.engine.block_hashes``).
     """
@@ -37,16 +37,21 @@ class KnownBlocks:
             self.told = None
             return False
         self._number = changes.number + 1
-        self.told.update(unpack_keys(changes.stored))
+        stored = unpack_keys(changes.stored)
+        self.told.update(stored)
+        if self._expected:
+            for block in stored:
+                self._expected.pop(block, None)
         self.told.difference_update(unpack_keys(changes.removed))
         return True
 
     def expect(self, key: int, blocks: Sequence[int]) -> None:
-        """A request was sent that will store these."""
-        self._expected.update(dict.fromkeys(blocks, key))
+        """A request was sent that will store these, and holds them until its end; they count until they are told."""
+        told = self.told or ()
+        self._expected.update([(block, key) for block in blocks if block not in told])
 
     def settle(self, key: int, blocks: Iterable[int]) -> None:
-        """A request has stored its blocks, of which the engine has told, or never will."""
+        """A request is over: what it stored and is not told by now may be gone."""
         for block in blocks:
             if self._expected.get(block) == key:
                 del self._expected[block]
@@ -73,7 +78,7 @@ class KnownBlocks:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request of this process on its engine; ``uncached_tokens`` and ``blocks`` count until its first token."""
+    """A request of this process on its engine; ``uncached_tokens`` count until its first token."""
 
     sequences: int
     uncached_tokens: int
@@ -117,12 +122,13 @@ class RoutedEngine:
         """A request is over, at ``now`` if it was served to its end."""
         self._start(key)
         request = self.open.pop(key)
+        self.blocks.settle(key, request.blocks)
         self.sequences -= request.sequences
         if now is not None:
             self.service_s += _SERVICE_WEIGHT * (now - request.since - self.service_s)
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """Take in what a message tells of the engine; what requests stored until their first tokens is told by then."""
+        """Take in what a message tells of the engine."""
         self.stats, self.told_at = outputs.stats, outputs.created
         if outputs.blocks is not None and not self.blocks.apply(outputs.blocks):
             self.client.watch_blocks()
@@ -138,12 +144,14 @@ class RoutedEngine:
         What other clients have queued is taken as served since it was told; so nothing is left of it after the time
         that it takes to serve, nor of their sequences after that of a request.
         """
-        age = max(0.0, now - self.told_at)
-        queued_s = self.queued_tokens * token_s + max(0.0, self.stats.others.queued_tokens * token_s - age)
-        trust = max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0
-        there = self.sequences + self.stats.others.sequences * trust
-        wait_s = step_s + queued_s
-        most = self.stats.running + self.stats.places
+        there: float = self.sequences
+        stats, wait_s = self.stats, step_s + self.queued_tokens * token_s
+        others = stats.others
+        if others.sequences:
+            age = max(0.0, now - self.told_at)
+            wait_s += max(0.0, others.queued_tokens * token_s - age)
+            there += others.sequences * (max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0)
+        most = stats.running + stats.places
         if 0 < most < there:
             wait_s += (there - most) * self.service_s / most
             there = most
@@ -154,4 +162,3 @@ class RoutedEngine:
     def _start(self, key: int) -> None:
         if (request := self.starting.pop(key, None)) is not None:
             self.queued_tokens -= request.uncached_tokens
-            self.blocks.settle(key, request.blocks)

@@ -7,12 +7,12 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from raylm.engine import ChainedHasher, pack_keys, unpack_keys
+from raylm.engine import ChainedHasher, keys_of
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
@@ -36,7 +36,7 @@ class Route:
 
     engine: RoutedEngine
     uncached_tokens: int
-    blocks: tuple[int, ...] = ()
+    blocks: Sequence[int] = ()
 
 
 class Router:
@@ -209,7 +209,7 @@ class Router:
             found.append(length - size * min(matched, (length - 1) // size))
         return found
 
-    def _blocks(self, prompt: _PromptBlocks, engine: RoutedEngine) -> tuple[int, ...]:
+    def _blocks(self, prompt: _PromptBlocks, engine: RoutedEngine) -> list[int]:
         info, adapter = engine.client.info, prompt.adapter
         return prompt.of(
             info.worker.block_size, "" if adapter is None else self.adapters.digest(info.engine_id, adapter)
@@ -311,9 +311,9 @@ class _PromptBlocks:
     def __init__(self, request: EngineCoreRequest) -> None:
         self.length, self.adapter = len(request.prompt_token_ids), request.adapter
         self._request = request
-        self._known: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._known: dict[tuple[int, str], list[int]] = {}
 
-    def of(self, block_size: int, adapter_digest: str) -> tuple[int, ...]:
+    def of(self, block_size: int, adapter_digest: str) -> list[int]:
         found = self._known.get((block_size, adapter_digest))
         if found is None:
             request, hasher = self._request, ChainedHasher(block_size)
@@ -321,5 +321,5 @@ class _PromptBlocks:
             num_blocks = len(request.prompt_token_ids) // block_size
             root = hasher.root(adapter_digest, request.cache_salt)
             hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
-            found = self._known[block_size, adapter_digest] = unpack_keys(pack_keys(hashes))
+            found = self._known[block_size, adapter_digest] = keys_of(hashes)
         return found

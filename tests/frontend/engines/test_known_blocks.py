@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from raylm.config import CacheConfig, Config, SchedulerConfig
-from raylm.engine.block_hashes import ChainedHasher, pack_keys, unpack_keys
+from raylm.engine.block_hashes import ChainedHasher, keys_of, pack_keys, unpack_keys
 from raylm.engine.block_pool import BlockPool
 from raylm.engine.outbox import Outbox
 from raylm.frontend.engines.engine_client import LocalEngineClient
@@ -22,7 +22,7 @@ from tests.fakes import FakeExecutor, FakeWorker
 NEWS = EngineCoreOutputs([], [], [], [], [], [], [], EngineStats())
 
 
-def keys_of(pool: BlockPool) -> set[int]:
+def held_by(pool: BlockPool) -> set[int]:
     return set(unpack_keys(pack_keys(pool._by_hash)))
 
 
@@ -69,12 +69,11 @@ def tell(pool: BlockPool, readers: list[Reader]) -> None:
             reader.wants_all = False
 
 
-@pytest.mark.parametrize("seed", range(20))
-async def test_after_any_steps_gaps_and_reconnects_nothing_false_is_believed(seed: int) -> None:
-    rng = random.Random(seed)
+async def live(seed: int, steps: int) -> int:
+    """Steps, losses, clients that join anew and engines that start anew; returns how often beliefs were compared."""
+    rng, compared = random.Random(seed), 0
     pool, readers = BlockPool(12), [Reader() for _ in range(3)]
-    compared = 0
-    for _ in range(1500):
+    for _ in range(steps):
         act(pool, rng)
         tell(pool, readers)
         for reader in readers:
@@ -85,10 +84,25 @@ async def test_after_any_steps_gaps_and_reconnects_nothing_false_is_believed(see
                     # What was lost shows with the next message at the latest; until then it may be believed.
                     compared += 1
                     reader_is_whole = reader.known._number == reader.outbox._number
-                    assert not reader_is_whole or reader.known.told == keys_of(pool)
+                    assert not reader_is_whole or reader.known.told == held_by(pool)
             if rng.random() < 0.01:
                 readers[readers.index(reader)] = Reader()
-    assert compared > 500
+        if rng.random() < 0.001:
+            pool, old = BlockPool(12), readers
+            readers = [Reader() for _ in old]
+            for reader, before in zip(readers, old, strict=True):
+                reader.known = before.known  # a router that takes the new engine for the old one
+    return compared
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_after_any_steps_gaps_and_restarts_nothing_false_is_believed(seed: int) -> None:
+    assert await live(seed, 1500) > 500
+
+
+@pytest.mark.long
+async def test_after_a_million_steps_nothing_false_is_believed() -> None:
+    assert await live(99, 1_000_000) > 300_000
 
 
 async def test_what_is_held_for_a_slow_client_is_bounded_by_the_pool() -> None:
@@ -161,7 +175,7 @@ async def test_a_live_engine_is_believed_rightly_by_who_asks_and_who_does_not(mo
                 await until(lambda: not core.scheduler.has_work and not core._in_flight)
                 for engine in routed:
                     await _read_all(engine)
-                    assert engine.blocks.told == keys_of(pool)
+                    assert engine.blocks.told == held_by(pool)
         await asking.close()
         await idle.close()
         core._note_blocks()
@@ -219,4 +233,21 @@ def test_a_prompt_is_known_by_the_same_keys_in_the_engine_and_outside(block_size
     for hasher, hashes in zip((one, other), found, strict=True):
         hasher.extend(hashes, hasher.root("digest", "salt"), tokens, 3)
     assert found[0] == found[1]
+    assert keys_of(found[0]) == list(unpack_keys(pack_keys(found[0])))
     assert len({one.root(digest, salt) for digest in ("", "a") for salt in (None, "", "None")}) == 6
+
+
+def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_over() -> None:
+    engine = RoutedEngine(client=None)  # type: ignore[arg-type]
+    engine.blocks.apply(changes(0))
+    prompt = [int.from_bytes(bytes([name]) * 8, "little") for name in b"ab"]
+    engine.begin(1, OpenRequest(1, 30, prompt, since=0.0))
+    late = EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats())
+    engine.on_outputs(late)
+    assert engine.blocks.num_matched(prompt) == 2, "its first token is here, and what it stored is not told yet"
+    assert engine.blocks.apply(changes(1, b"a" * 32))
+    assert engine.blocks.apply(BlockChanges(2, b"", pack_keys([b"a" * 32])))
+    assert engine.blocks.num_matched(prompt) == 0, "what was told and is gone is not believed any longer"
+    assert engine.blocks.num_matched(prompt[1:]) == 1
+    engine.end(1, now=1.0)
+    assert engine.blocks.num_matched(prompt[1:]) == 0

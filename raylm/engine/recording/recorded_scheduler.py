@@ -1,0 +1,167 @@
+"""RecordedScheduler: a Scheduler that writes what it is asked, decides and sees, a JSON object a line.
+
+Kinds of lines: ``engine`` (the first), ``add``, ``abort``, ``stop``, ``schedule``, ``update``, and ``request`` for each
+sequence that has ended, which is a line of a trace. Prompts and answers are there as hashes of their blocks alone.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from raylm.config import Config
+from raylm.engine.block_hashes import ChainedHasher
+from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.scheduler import Scheduler
+from raylm.errors import ConfigError
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+
+Write = Callable[[dict[str, Any]], None]
+_KEY_BYTES = 8
+
+
+def create_scheduler(config: Config, kv: KVCacheManager, max_model_len: int, clock: Callable[[], float]) -> Scheduler:
+    """As configured; a recorded one writes to a file of its own in ``engine.record_dir``.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if config.engine.record_dir is None:
+        return Scheduler(config.scheduler, kv, max_model_len, clock)
+    path = Path(config.engine.record_dir).expanduser() / f"engine-{uuid.uuid4().hex[:12]}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ConfigError(f"engine.record_dir: {path} cannot be written: {error.strerror}") from None
+    return RecordedScheduler(config, kv, max_model_len, clock, lambda line: _write(file, line))
+
+
+def _write(file: int, line: dict[str, Any]) -> None:
+    os.write(file, orjson.dumps(line) + b"\n")
+
+
+class RecordedScheduler(Scheduler):
+    """Decides as any; times are by ``clock``, in seconds."""
+
+    def __init__(
+        self, config: Config, kv: KVCacheManager, max_model_len: int, clock: Callable[[], float], write: Write
+    ) -> None:
+        super().__init__(config.scheduler, kv, max_model_len, clock)
+        self._write = write
+        self._hasher = ChainedHasher(kv.block_size)
+        self._asked: dict[tuple[str, int], tuple[EngineCoreRequest, str]] = {}
+        self._added: dict[tuple[str, int], float] = {}  # when
+        self._drawn: dict[tuple[str, int, int], tuple[float, list[int]]] = {}  # first when, and which tokens
+        self._handed_over: dict[int, float] = {}  # when, by step
+        self._last_at = 0.0
+        write(
+            {"kind": "engine", "num_blocks": kv.pool.num_blocks, "block_size": kv.block_size}
+            | {"max_model_len": max_model_len, "prefix_caching": config.cache.prefix_caching}
+            | {"scheduler": config.scheduler.model_dump()}
+        )
+
+    def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0, adapter_digest: str = "") -> None:
+        super().add(client_id, request, adapter, adapter_digest)
+        self._asked[client_id, request.key] = request, adapter_digest
+        self._added[client_id, request.key] = self._clock()
+        params, plain = request.params, request.pooling is None and request.params.prompt_logprobs is None
+        self._write(
+            {"kind": "add", "at": self._clock(), "client": client_id, "id": request.key}
+            | {"prompt_tokens": len(request.prompt_token_ids), "max_tokens": params.max_tokens, "n": params.n}
+            | {"priority": request.priority, "plain": plain and not request.drawn}
+            | {"blocks": self._blocks(request, adapter_digest, request.prompt_token_ids)}
+        )
+
+    def abort(self, client_id: str, key: int) -> None:
+        super().abort(client_id, key)
+        self._write({"kind": "abort", "at": self._clock(), "client": client_id, "id": key})
+        for client, of, index in [name for name in self._drawn if name[:2] == (client_id, key)]:
+            self._end(client, of, index, "abort")
+        self._forget(client_id, key)
+
+    def stop(self, client_id: str, key: int, index: int) -> None:
+        super().stop(client_id, key, index)
+        self._write({"kind": "stop", "at": self._clock(), "client": client_id, "id": key, "index": index})
+        self._end(client_id, key, index, "stopped")
+        self._forget(client_id, key)
+
+    def schedule(self) -> SchedulerOutput | None:
+        plan = super().schedule()
+        if plan is not None:
+            self._handed_over[plan.step] = self._clock()
+            self._write({"kind": "schedule", "at": self._handed_over[plan.step]} | columns(plan))
+        return plan
+
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, EngineCoreOutputs]:
+        now, began = self._clock(), max(self._last_at, self._handed_over.pop(plan.step))
+        self._last_at = now
+        pairs = sum(map(int.__mul__, plan.num_scheduled, plan.num_computed)) / 1e6
+        self._write(
+            {"kind": "update", "at": now, "step": plan.step, "step_s": result.step_s, "took_s": now - began}
+            | {"shape": [plan.num_tokens + result.drafted_tokens, len(plan.seq_ids), pairs]}
+            | {"plain": not (result.failed or result.undrawable or result.drafted_tokens)}
+        )
+        found = super().update(plan, result)
+        for client_id, outputs in found.items():
+            self._note(client_id, outputs)
+        return found
+
+    def _note(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        start = 0
+        entries = zip(outputs.keys, outputs.indexes, outputs.token_counts, outputs.finish_reasons, strict=True)
+        for key, index, count, reason in entries:
+            _, drawn = self._drawn.setdefault((client_id, key, index), (self._last_at, []))
+            drawn.extend(outputs.token_ids[start : start + count])
+            start += count
+            if reason is not None:
+                self._end(client_id, key, index, reason)
+        for key in {*outputs.keys, *dict(outputs.errors), *dict(outputs.pooled)}:
+            self._forget(client_id, key)
+
+    def _end(self, client_id: str, key: int, index: int, reason: str) -> None:
+        """A sequence has ended."""
+        first_at, drawn = self._drawn.pop((client_id, key, index), (0.0, []))
+        asked, added_at = self._asked.get((client_id, key)), self._added.get((client_id, key), 0.0)
+        if drawn and asked is not None:
+            request, digest = asked
+            self._write(
+                {"kind": "request", "arrival": request.arrival_time or self._clock(), "priority": request.priority}
+                | {"prompt_tokens": len(request.prompt_token_ids), "output_tokens": len(drawn)}
+                | {"blocks": self._blocks(request, digest, request.prompt_token_ids + drawn)}
+                | {"block_size": self.kv.block_size, "sequence": f"{client_id}/{key}/{index}", "finish": reason}
+                | {"ttft_s": first_at - added_at, "duration_s": self._last_at - added_at}
+            )
+
+    def _forget(self, client_id: str, key: int) -> None:
+        """Of a request that is not open any more."""
+        if (client_id, key) not in self._requests:
+            self._asked.pop((client_id, key), None)
+            self._added.pop((client_id, key), None)
+
+    def _blocks(self, request: EngineCoreRequest, adapter_digest: str, tokens: list[int]) -> list[str]:
+        hashes: list[bytes] = []
+        root = self._hasher.root(adapter_digest, request.cache_salt)
+        self._hasher.extend(hashes, root, tokens, len(tokens) // self.kv.block_size)
+        return [block_hash[:_KEY_BYTES].hex() for block_hash in hashes]
+
+
+def columns(plan: SchedulerOutput) -> dict[str, Any]:
+    """All that a plan says but the tokens and parameters of new sequences."""
+    new = [[one.seq_id, one.num_prompt_tokens, len(one.token_ids), one.block_ids, one.limit] for one in plan.new]
+    return {
+        "step": plan.step,
+        "finished": plan.finished,
+        "new": new,
+        "seq_ids": plan.seq_ids,
+        "num_computed": plan.num_computed,
+        "num_scheduled": plan.num_scheduled,
+        "samples": plan.samples,
+        "new_block_counts": plan.new_block_counts,
+        "new_block_ids": plan.new_block_ids,
+    }

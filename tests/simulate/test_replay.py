@@ -1,0 +1,96 @@
+"""Recordings of live engines: decided again, simulated again, and what is wrong with others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylm.config import CacheConfig, Config, EngineConfig, SchedulerConfig
+from raylm.errors import ConfigError
+from raylm.simulate import Fleet, Replay, fit, read_steps, read_trace, replay, simulate
+from tests.engine.build import request
+from tests.engine.test_engine_core import running
+from tests.fakes import FakeExecutor, FakeWorker
+
+
+async def recorded(folder: Path, seed: int, num_blocks: int = 40, policy: str = "fcfs") -> Path:
+    """A live engine with small numbers, shared beginnings, several sequences, ends of all kinds and preemptions."""
+    rng, size = random.Random(seed), {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    settings = Config(
+        cache=CacheConfig(num_blocks=num_blocks),
+        scheduler=SchedulerConfig.model_validate(size | {"policy": policy}),
+        engine=EngineConfig(record_dir=str(folder)),
+    )
+    async with running(FakeExecutor(FakeWorker(num_blocks=num_blocks), delay_s=0.0005), settings) as core:
+        core.connect("a")
+        core.connect("b")
+        prompts: list[list[int]] = [[rng.randrange(1, 9)] * rng.randint(1, 60) for _ in range(6)]
+        for key in range(60):
+            prompt = rng.choice(prompts) + [rng.randrange(1, 9) for _ in range(rng.randint(1, 50))]
+            fields: dict[str, Any] = {"n": rng.choice([1, 1, 1, 3]), "max_tokens": rng.choice([None, 1, 17, 60])}
+            asked = request(prompt, key, priority=rng.randint(0, 2), seed=key, **fields)
+            core.add(rng.choice("ab"), [asked])
+            if rng.random() < 0.1:
+                core.abort(rng.choice("ab"), [rng.randrange(key + 1)])
+            if rng.random() < 0.1:
+                core.stop(rng.choice("ab"), [(rng.randrange(key + 1), 0)])
+            await asyncio.sleep(rng.choice([0, 0.0005, 0.002]))
+    (path,) = folder.glob("engine-*.jsonl")  # noqa: ASYNC240 - nothing else runs
+    return path
+
+
+@pytest.mark.parametrize(("seed", "num_blocks", "policy"), [(1, 40, "fcfs"), (2, 20, "priority"), (3, 200, "fcfs")])
+async def test_a_recorded_engine_is_scheduled_again_step_by_step(
+    tmp_path: Path, seed: int, num_blocks: int, policy: str
+) -> None:
+    path = await recorded(tmp_path, seed, num_blocks, policy)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = {line["kind"] for line in lines}
+    assert kinds >= {"engine", "add", "schedule", "update", "request"}
+    assert replay(path) == sum(line["kind"] == "schedule" for line in lines) > 50
+    computed = [sum(line["num_computed"]) for line in lines if line["kind"] == "schedule" and line["new"]]
+    assert any(computed), "no prefix was ever found"
+
+
+async def test_a_step_that_was_decided_otherwise_is_named(tmp_path: Path) -> None:
+    path = await recorded(tmp_path, 4)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (line,) = [line for line in lines if line["kind"] == "schedule" and line["step"] == 9]
+    line["num_scheduled"][0] += 1
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ConfigError, match="step 9: num_scheduled is"):
+        replay(path)
+
+
+def test_a_recording_is_a_trace_and_steps_to_fit_costs_to(tmp_path: Path) -> None:
+    path = asyncio.run(recorded(tmp_path, 5))
+    costs, _ = fit(read_steps(path))
+    ended = [json.loads(line) for line in path.read_text().splitlines() if '"kind":"request"' in line]
+    trace = read_trace([path], 64)
+    assert len(trace) == len(ended)
+    assert all(0 < line["ttft_s"] <= line["duration_s"] for line in ended)
+    served = simulate(Fleet.of({"costs": costs.model_dump()}, "test"), Replay(trace)).served
+    assert sorted(len(one.request.prompt) for one in served) == sorted(line["prompt_tokens"] for line in ended)
+    assert any(one.cached_tokens for one in served)
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"kind": "add"}')
+    with pytest.raises(ConfigError, match="no recording of an engine"):
+        replay(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        replay(tmp_path / "none")
+
+
+async def test_where_nothing_can_be_written_the_engine_says_so_at_its_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = Config(engine=EngineConfig(record_dir=str(tmp_path / "file" / "below")))
+    with pytest.raises(ConfigError, match="record_dir"):
+        async with running(FakeExecutor(), settings):
+            pass
