@@ -196,9 +196,10 @@ class StateClient:
             try:
                 while not await self._exchange():
                     self._introduce()
-            except StateLostError as error:
+            except Exception as error:  # whatever it fails with, it may be well the next time
                 if not was_lost:
-                    logger.warning("the application's state was lost, and is asked for again: %s", error)
+                    known = isinstance(error, StateLostError)
+                    logger.warning("the application's state is asked again: %s", error, exc_info=not known)
                 was_lost, self._told = True, told or self._told
                 self._introduce()  # it may or may not have taken in the last report
                 await asyncio.sleep(_RETRY_S)
