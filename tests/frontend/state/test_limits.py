@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.errors import EngineUnavailableError, RateLimitError
+from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.state import actor as actor_module
 from raylm.frontend.state import client as client_module
 from raylm.frontend.state.application_state import LEASE_S, ApplicationState
@@ -179,6 +180,21 @@ async def test_reports_that_are_lost_are_not_counted_twice() -> None:
     await client.publish()
     granted, _ = await at_once([lambda: client.claim("a", limits) for _ in range(9)])
     assert len(granted) == 2
+    await client.close()
+
+
+async def test_what_fails_in_a_report_does_not_end_reporting() -> None:
+    failures = [ZeroDivisionError("planted")]
+
+    def series() -> bytes:
+        if failures:
+            raise failures.pop()
+        return b""
+
+    client = StateClient()
+    client.share(series, AdapterDirectory())
+    (await client.claim("a", KeyLimits(concurrency=1))).end()
+    assert not failures
     await client.close()
 
 
