@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylm.errors import OverloadedError
-from raylm.frontend import Admission, AsyncLLM, RequestHead
+from raylm.errors import InvalidRequestError, OverloadedError, RateLimitError
+from raylm.frontend import Admission, ApiKey, AsyncLLM, KeyLimits, RequestHead, RequestOutput, StateClient
 from raylm.frontend.admission.place import Place
 from raylm.frontend.admission.queue import FairShares, Reservation
 from raylm.params import SamplingParams
@@ -237,3 +239,65 @@ def test_a_huge_request_of_one_key_leaves_room_for_others() -> None:
         with pytest.raises(OverloadedError):
             admission.enter(0, "a")
         admission.enter(0, "b")
+
+
+def head_of(key: ApiKey, state: StateClient, llm: AsyncLLM) -> RequestHead:
+    return RequestHead(request_id="a", place=Place(llm.admission, key, state))
+
+
+async def sent(
+    llm: AsyncLLM, engine: PlayedEngine, head: RequestHead, **params: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """A request of five prompt tokens that has reached the engine; its task is over with its first output."""
+    stream, before = llm.generate([5, 6, 7, 8, 9], SamplingParams(**params), head), len(engine.added)
+    task = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(10):
+        while len(engine.added) == before:
+            if task.done():
+                await task
+            await asyncio.sleep(0)
+    engine.say((engine.added[-1].key, 0, [300], None))
+    await task
+    return stream
+
+
+async def test_tokens_are_reserved_before_the_engine_knows_and_given_back_at_the_end(
+    llm: AsyncLLM, engine: PlayedEngine
+) -> None:
+    key, state = ApiKey("a", limits=KeyLimits(tokens_per_minute=60)), StateClient()
+    first = await sent(llm, engine, head_of(key, state, llm), max_tokens=20)
+    second = await sent(llm, engine, head_of(key, state, llm), max_tokens=20)
+    with pytest.raises(RateLimitError, match=r"tokens_per_minute' of 60.* 25 tokens .* 10 are left"):
+        await sent(llm, engine, head_of(key, state, llm), max_tokens=20)
+    assert len(engine.added) == 2, "refused before it was dispatched"
+    await first.aclose()  # it was served 5 + 1
+    await state.publish()
+    third = await sent(llm, engine, head_of(key, state, llm), max_tokens=20, n=1)
+    standing = state.standing("a")
+    assert standing is not None
+    assert standing.remaining_tokens == 60 - 6 - 25 - 25
+    for stream in (second, third):
+        await stream.aclose()
+    await state.close()
+
+
+async def test_an_answer_is_as_long_as_its_key_may_ask_for(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    state = StateClient()
+    brief = ApiKey("brief", max_output=7)
+    stream = await sent(llm, engine, head_of(brief, state, llm))
+    assert engine.added[-1].params.max_tokens == 7
+    await stream.aclose()
+    for params, param in (({"max_tokens": 8}, "max_tokens"), ({"min_tokens": 8}, "min_tokens")):
+        with pytest.raises(InvalidRequestError, match="at most 7") as refused:
+            await sent(llm, engine, head_of(brief, state, llm), **params)
+        assert refused.value.param == param
+    few = ApiKey("few", limits=KeyLimits(tokens_per_minute=25))
+    stream = await sent(llm, engine, head_of(few, state, llm), n=2)
+    assert engine.added[-1].params.max_tokens == 10, "what the minute leaves beside the prompt, for each of two"
+    await stream.aclose()
+    with pytest.raises(InvalidRequestError) as refused:
+        await sent(llm, engine, head_of(few, state, llm), max_tokens=21)
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(InvalidRequestError, match="at most 0"):
+        await sent(llm, engine, head_of(ApiKey("x", limits=KeyLimits(tokens_per_minute=5)), state, llm))
+    await state.close()

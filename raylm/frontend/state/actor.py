@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import ray
@@ -32,8 +33,14 @@ class StateActor:
         self._watch = loop.create_task(self._end_in_silence())
 
     async def exchange(self, report: StateReport) -> StateReply:
-        if report.claims and (wait_s := self._settled - asyncio.get_running_loop().time()) > 0:
+        wait_s = self._settled - asyncio.get_running_loop().time()
+        if report.claims and wait_s > 0:
+            reply = self._state.exchange(replace(report, claims=()))  # what it says of itself counts for others' claims
+            if reply.standings is None:
+                return reply
             await asyncio.sleep(wait_s)
+            version = report.adapters_version
+            report = StateReport(report.replica, reply.incarnation, claims=report.claims, adapters_version=version)
         return self._state.exchange(report)
 
     async def series(self) -> tuple[dict[str, bytes], list[bytes]]:

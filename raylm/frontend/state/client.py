@@ -34,6 +34,7 @@ logger = logging.getLogger("raylm.frontend")
 
 PERIOD_S = 1.0  # between reports that have nothing urgent to tell
 CLAIM_TIMEOUT_S = 10.0
+SERIES_TIMEOUT_S = 2.0
 _RETRY_S = 0.2
 
 
@@ -172,8 +173,9 @@ class StateClient:
         """The metrics of all replicas; of this one alone where the state does not answer."""
         own = self._own_series()
         try:
-            others, departed = await self._link.series()
-        except StateLostError:
+            async with asyncio.timeout(SERIES_TIMEOUT_S):
+                others, departed = await self._link.series()
+        except (StateLostError, TimeoutError):
             others, departed = {}, []
         return await asyncio.to_thread(merge, own, self.replica, others, departed)
 
@@ -194,9 +196,10 @@ class StateClient:
             try:
                 while not await self._exchange():
                     self._introduce()
-            except StateLostError as error:
+            except Exception as error:  # whatever it fails with, it may be well the next time
                 if not was_lost:
-                    logger.warning("the application's state was lost, and is asked for again: %s", error)
+                    known = isinstance(error, StateLostError)
+                    logger.warning("the application's state is asked again: %s", error, exc_info=not known)
                 was_lost, self._told = True, told or self._told
                 self._introduce()  # it may or may not have taken in the last report
                 await asyncio.sleep(_RETRY_S)

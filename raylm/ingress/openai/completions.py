@@ -69,6 +69,8 @@ class CompletionRequest(GenerationBody):
         limit = max(self.max_tokens, 1) if self.max_tokens is not None else None
         if limit is None and default_max_tokens is None:
             limit = DEFAULT_MAX_TOKENS
+            if self.place is not None and self.place.key is not None:
+                limit = min(limit, self.place.key.max_output or limit)
         return self.sampling(
             defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=max(wanted, default=None)
         )

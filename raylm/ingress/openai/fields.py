@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -42,11 +42,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
-from raylm.frontend import LARGE
+from raylm.frontend import LARGE, Place
 from raylm.ingress.http.errors import clip
-
-if TYPE_CHECKING:
-    from raylm.frontend import Place
 
 _EXPECTED = {
     "string_type": "a string", "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number",

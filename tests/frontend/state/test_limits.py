@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.errors import EngineUnavailableError, RateLimitError
+from raylm.frontend.engines.adapters import AdapterDirectory
+from raylm.frontend.state import actor as actor_module
 from raylm.frontend.state import client as client_module
 from raylm.frontend.state.application_state import LEASE_S, ApplicationState
 from raylm.frontend.state.client import Hold, LocalState, StateClient, StateLostError
@@ -146,6 +148,22 @@ async def test_a_state_that_takes_anothers_place_knows_what_was_granted() -> Non
         await other.claim("a", limits, 800)
 
 
+async def test_an_actor_that_starts_anew_grants_nothing_before_all_have_introduced_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(actor_module, "SETTLE_S", 0.3)
+    limits = KeyLimits(requests_per_minute=9)
+    async with replicas(2, ApplicationState()) as clients:
+        for place in range(8):
+            (await clients[place % 2].claim("a", limits)).end()
+        actor = actor_module.StateActor()
+        for client in clients:
+            client._link = actor
+        granted, _ = await at_once([partial(clients[place % 2].claim, "a", limits) for place in range(20)])
+        actor._watch.cancel()
+    assert len(granted) == 1
+
+
 async def test_reports_that_are_lost_are_not_counted_twice() -> None:
     limits = KeyLimits(requests_per_minute=4, concurrency=4)
     link = SlowState(ApplicationState())
@@ -162,6 +180,21 @@ async def test_reports_that_are_lost_are_not_counted_twice() -> None:
     await client.publish()
     granted, _ = await at_once([lambda: client.claim("a", limits) for _ in range(9)])
     assert len(granted) == 2
+    await client.close()
+
+
+async def test_what_fails_in_a_report_does_not_end_reporting() -> None:
+    failures = [ZeroDivisionError("planted")]
+
+    def series() -> bytes:
+        if failures:
+            raise failures.pop()
+        return b""
+
+    client = StateClient()
+    client.share(series, AdapterDirectory())
+    (await client.claim("a", KeyLimits(concurrency=1))).end()
+    assert not failures
     await client.close()
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from raylm.frontend.engines.adapters import AdapterDirectory
+from raylm.frontend.state import client as client_module
 from raylm.frontend.state.application_state import LEASE_S, MOST_DEPARTED, ApplicationState
+from raylm.frontend.state.client import LocalState, StateClient
 from raylm.frontend.state.messages import Holdings, StateReport
 from raylm.frontend.state.series import fold, merge
 
@@ -100,6 +106,21 @@ def test_who_comes_back_is_not_counted_twice() -> None:
     state.exchange(introduction)
     alive, departed = state.series()
     assert (list(alive), departed) == (["a"], [])
+
+
+class SilentState(LocalState):
+    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+async def test_without_the_state_a_replica_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "SERIES_TIMEOUT_S", 0.05)
+    client = StateClient(SilentState(), "a")
+    client.share(lambda: text_of(3, 1, 100, 4), AdapterDirectory())
+    values = values_of(await client.series())
+    assert values["raylm:http_answers_total|status=200"] == 3
+    assert values["raylm:queued_requests|model_name=m,replica=a"] == 1
 
 
 def test_folding_changes_no_sum() -> None:

@@ -142,8 +142,13 @@ async def test_the_file_is_read_again_when_it_changes(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_long_key_file_option_does_not_change_who_is_let_in(tmp_path: Path, path: str) -> None:
+async def test_who_says_no_length_is_not_refused_for_it(tmp_path: Path, path: str) -> None:
     body: dict[str, Any] = CHAT if "chat" in path else TEXT
-    async with limited(tmp_path, "weight=3 max_output=2", FakeAsyncLLM()) as client:
+    llm = FakeAsyncLLM()
+    async with limited(tmp_path, "weight=3 max_output=2", llm) as client:
         assert (await client.post(path, json=body, headers=ALICE)).status_code == 200
         assert (await client.post(path, json=body, headers={"x-api-key": "max_output=2"})).status_code == 401
+    assert llm.calls[0].params.max_tokens in (None, 2)
+    assert llm.calls[0].head.place is not None
+    assert llm.calls[0].head.place.key is not None
+    assert llm.calls[0].head.place.key.max_output == 2
