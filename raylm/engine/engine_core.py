@@ -35,6 +35,7 @@ from raylm.messages import (
 )
 
 TELL_EVERY_S = 0.05
+_MOST_LEAVERS = 256  # requests that are ended at once, in about a millisecond
 
 
 class EngineCore:
@@ -57,6 +58,7 @@ class EngineCore:
         self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
         self._draining = False
+        self._leavers: deque[tuple[str, int]] = deque()
         self._limit = StepLimit(config.engine.step_timeout_s)
         self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit, self._refuse)
 
@@ -79,6 +81,7 @@ class EngineCore:
         """Open a client's outbox with a first message, the adapters there are; what the client had open ends."""
         self._check_alive()
         self.drop_client(client_id)
+        self._end_leavers(len(self._leavers))  # its keys may come again
         outbox = self._outboxes[client_id] = Outbox()
         outbox.put(self._outputs(client_id, adapters=self._adapters.adapters))
         return outbox
@@ -90,13 +93,22 @@ class EngineCore:
             outbox.put(self._outputs(client_id))
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
-        """End everything that a client has open; nothing if it has another ``outbox`` by now (connected again)."""
+        """End everything that a client has open; nothing if it has another ``outbox`` by now (connected again).
+
+        Of many requests the most end beside the steps that follow, as ending them all would hold these up.
+        """
         current = self._outboxes.get(client_id)
         if current is None or (outbox is not None and outbox is not current):
             return
         self._grammars.abort(client_id)
-        self.abort(client_id, [key for _, key in self.scheduler.open_requests(client_id)])
         self._outboxes.pop(client_id).close(EngineUnavailableError("The client has left the engine."))
+        self._leavers.extend(self.scheduler.open_requests(client_id))
+        self._end_leavers()
+
+    def _end_leavers(self, most: int = _MOST_LEAVERS) -> None:
+        """End some requests of clients that have left; those that run come first, as they are older."""
+        for _ in range(min(most, len(self._leavers))):
+            self.scheduler.abort(*self._leavers.popleft())
 
     def add(self, client_id: str, requests: list[EngineCoreRequest]) -> None:
         """Take in requests; one that can never be served gets its error at once."""
@@ -210,13 +222,16 @@ class EngineCore:
 
     async def step(self) -> None:
         """Schedule, execute, update; further plans are handed over before the oldest one returns."""
+        self._end_leavers()
         while len(self._in_flight) < self._config.scheduler.steps_in_flight and (plan := self.scheduler.schedule()):
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         given_up = self.scheduler.take_given_up()
         for client_id, key in given_up:
             self._refuse(client_id, key, DeadlineExceededError("The request was given up: its client waits no longer."))
         if not self._in_flight:
-            assert given_up, "requests are open, nothing is in flight, and nothing can be scheduled"
+            assert given_up or not self.scheduler.has_work, (
+                "requests are open, nothing is in flight, and nothing can be scheduled"
+            )
             return
         plan, result = self._in_flight[0]
         for client_id, outputs in self.scheduler.update(plan, await self._result_in_time(plan, result)).items():

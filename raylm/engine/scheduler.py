@@ -64,12 +64,11 @@ class Scheduler:
         self._clock = clock
         self._budget = create_budget(config)
         self._lookahead = Lookahead(kv, config.speculative_tokens)
-        self._requests: dict[tuple[str, int], RequestState] = {}
+        self._requests: dict[str, dict[int, RequestState]] = {}  # by client and key
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
         self._given_up: list[tuple[str, int]] = []
         self._ids: Iterator[int] = count()  # in the order of arrival
-        self._resumed: Iterator[int] = count(-(2**62))  # as if they had arrived before all others
         self._step = 0
         self._seen = 0
 
@@ -87,32 +86,38 @@ class Scheduler:
         Raises:
             RayLMError: it can never be served, or its key is taken.
         """
-        if (client_id, request.key) in self._requests:
+        if request.key in self._requests.get(client_id, ()):
             raise RayLMError(f"A request with the key {request.key} is open already.")
-        arrival = next(self._resumed if request.drawn else self._ids)
+        arrival = next(self._ids) - bool(request.drawn) * 2**62  # as if it had come before all others
         state = RequestState.create(client_id, request, arrival, self.max_model_len, adapter, adapter_digest)
-        self._requests[client_id, request.key] = state
+        self._requests.setdefault(client_id, {})[request.key] = state
         for seq in state.begin(self._ids):
             self._enqueue(seq)
 
     def abort(self, client_id: str, key: int) -> None:
         """End a request at once; unknown and finished ones are ignored."""
-        if state := self._requests.get((client_id, key)):
+        if state := self._requests.get(client_id, {}).get(key):
             self._abort(state)
 
     def stop(self, client_id: str, key: int, index: int) -> None:
         """End one sequence of a request, the others go on; unknown and finished ones are ignored."""
-        state = self._requests.get((client_id, key))
+        state = self._requests.get(client_id, {}).get(key)
         for seq in [seq for seq in state.open if seq.index == index] if state else ():
             self._close(seq)
 
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
         """(client, key) of the open requests, of one client or of all."""
-        return [name for name in self._requests if client_id is None or name[0] == client_id]
+        clients = self._requests if client_id is None else (client_id,)
+        return [(client, key) for client in clients for key in self._requests.get(client, ())]
 
     def requests_of(self, adapter: int) -> list[tuple[str, int]]:
         """(client, key) of the open requests that use a LoRA adapter."""
-        return [name for name, state in self._requests.items() if state.adapter == adapter]
+        return [
+            (client_id, key)
+            for client_id, states in self._requests.items()
+            for key, state in states.items()
+            if state.adapter == adapter
+        ]
 
     def take_given_up(self) -> list[tuple[str, int]]:
         """(client, key) of the requests that ended since the last call as their clients have hung up."""
@@ -353,7 +358,7 @@ class Scheduler:
         """End a sequence, and with the last one its request."""
         self._remove(seq)
         if not seq.state.open:
-            del self._requests[seq.client_id, seq.key]
+            self._forget(seq.state)
 
     def _fail(self, seq_id: int, error: RayLMError, outputs: defaultdict[str, ClientOutputs]) -> None:
         """End the whole request of a sequence; unless the client caused it, what was computed is not to be reused."""
@@ -366,7 +371,13 @@ class Scheduler:
     def _abort(self, state: RequestState) -> None:
         for seq in list(state.open):
             self._remove(seq)
-        del self._requests[state.client_id, state.request.key]
+        self._forget(state)
+
+    def _forget(self, state: RequestState) -> None:
+        requests = self._requests[state.client_id]
+        del requests[state.request.key]
+        if not requests:
+            del self._requests[state.client_id]
 
     def _remove(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:

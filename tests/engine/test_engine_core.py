@@ -222,6 +222,27 @@ async def test_a_client_that_leaves_takes_its_requests_along() -> None:
             await collect(gone, sequences=99)
 
 
+async def test_many_requests_of_a_client_that_leaves_end_beside_the_steps() -> None:
+    async with running(FakeExecutor(delay_s=0.0005)) as core:
+        core.connect("gone")
+        stays = core.connect("stays")
+        core.add("gone", [request([1], key) for key in range(1000)])
+        core.add("stays", some(5))
+        core.drop_client("gone")
+        assert 600 < len(core.scheduler.open_requests("gone")) < 1000
+        assert await collect(stays, 7) == answers(some(5))
+
+
+async def test_and_at_once_if_it_comes_again() -> None:
+    async with running(FakeExecutor(delay_s=0.0005)) as core:
+        core.connect("a")
+        core.add("a", [request([1], key) for key in range(1000)])
+        outbox = core.connect("a")
+        assert not core.scheduler.open_requests("a")
+        core.add("a", some(5))
+        assert await collect(outbox, 7) == answers(some(5))
+
+
 async def test_a_client_that_connects_again_starts_anew() -> None:
     async with running(FakeExecutor(delay_s=0.0005)) as core:
         old = core.connect("a")
