@@ -16,12 +16,13 @@ from tests.updating import Updates, updated_server
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
 
 SCALED = {"replicas": {"min": 0, "max": 2, "downscale_delay_s": 3}, "threads": 1}
+INGRESS = {"shutdown_grace_s": 60}  # more than a stream takes
 QUESTIONS = [f"Count from {number} to {number + 9}." for number in range(6)]
 
 
 @pytest.fixture
 def updates(tmp_path: Path) -> Iterator[Updates]:
-    with updated_server(tmp_path / "serve.yaml", engines=2) as updates:
+    with updated_server(tmp_path / "serve.yaml", engines=2, ingress=INGRESS) as updates:
         yield updates
 
 
@@ -100,7 +101,7 @@ async def clients(url: str) -> AsyncIterator[Clients]:
 async def test_no_client_sees_an_update(updates: Updates) -> None:
     """Of the ingress, of the engines, and of what they compute with."""
     async with clients(updates.server.url) as asking:
-        await asyncio.to_thread(updates.update, ingress={"max_queued_requests": 1000})
+        await asyncio.to_thread(updates.update, ingress=INGRESS | {"max_queued_requests": 1000})
         assert asking.wrong == []
         await asyncio.to_thread(updates.update, scheduler={"max_num_seqs": 32})
         assert asking.wrong == []

@@ -40,8 +40,10 @@ def wanted_engines(loads: Sequence[EngineLoad], there: int, targets: Targets) ->
     """Engines that would serve this load within the targets, if all of it were spread evenly.
 
     ``loads`` are of those that are ready, ``there`` counts those that load too. While one loads the number does not
-    grow: what piles up meanwhile says nothing about how many there have to be.
+    grow: what piles up meanwhile says nothing about how many there have to be. Nor does it fall before one is ready.
     """
+    if not loads:
+        return max(targets.min, min(there, targets.max))
     need = max(_for_first_tokens(loads, targets), _for_places(loads), _for_pace(loads, targets))
     if len(loads) < there:
         need = min(need, there)
@@ -55,7 +57,7 @@ def _for_first_tokens(loads: Sequence[EngineLoad], targets: Targets) -> int:
 def _for_places(loads: Sequence[EngineLoad]) -> int:
     """A sequence without a place waits for another one's end."""
     places = sum(max(load.places, 1.0) for load in loads)
-    return ceil(len(loads) * sum(load.sequences for load in loads) / places) if loads else 0
+    return ceil(len(loads) * sum(load.sequences for load in loads) / places)
 
 
 def _for_pace(loads: Sequence[EngineLoad], targets: Targets) -> int:

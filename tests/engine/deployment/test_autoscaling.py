@@ -42,6 +42,11 @@ def test_each_target_asks_for_its_number(loads: list[EngineLoad], wanted: int) -
     assert wanted_engines(loads, len(loads), TARGETS) == wanted
 
 
+def test_an_engine_that_loads_is_not_ended_before_it_could_say_anything() -> None:
+    assert [wanted_engines([], there, TARGETS) for there in (0, 1, 3, 20)] == [0, 1, 3, 10]
+    assert wanted_engines([IDLE], 2, TARGETS) == 0
+
+
 def test_without_a_target_the_pace_does_not_count() -> None:
     assert wanted_engines([replace(IDLE, sequences=9, itl_s=9.0)], 1, replace(TARGETS, target_itl_s=None)) == 1
 
