@@ -86,7 +86,7 @@ class Scheduler:
         Raises:
             RayLMError: it can never be served, or its key is taken.
         """
-        if request.key in self._requests.get(client_id, ()):
+        if self.is_open(client_id, request.key):
             raise RayLMError(f"A request with the key {request.key} is open already.")
         arrival = next(self._ids) - bool(request.drawn) * 2**62  # as if it had come before all others
         state = RequestState.create(client_id, request, arrival, self.max_model_len, adapter, adapter_digest)
@@ -104,6 +104,9 @@ class Scheduler:
         state = self._requests.get(client_id, {}).get(key)
         for seq in [seq for seq in state.open if seq.index == index] if state else ():
             self._close(seq)
+
+    def is_open(self, client_id: str, key: int) -> bool:
+        return key in self._requests.get(client_id, ())
 
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
         """(client, key) of the open requests, of one client or of all."""

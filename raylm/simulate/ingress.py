@@ -14,7 +14,7 @@ from raylm.config import IngressConfig
 from raylm.engine import EngineCore
 from raylm.errors import OverloadedError, RayLMError
 from raylm.frontend import Admission, LocalEngineClient, Reservation, RoutedEngine, Router
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats, ServiceLevel
 from raylm.params import SamplingParams
 from raylm.simulate.trace import SimulatedRequest
 
@@ -103,7 +103,7 @@ class SimulatedIngress:
             return
         asked = EngineCoreRequest(
             key, str(key), request.prompt, self._sampling(request, seed), priority=request.priority,
-            arrival_time=request.at,
+            arrival_time=request.at, service=ServiceLevel(tenant=request.key),
         )  # fmt: skip
         for client, engine in self._stale:
             for news in client.due(self.clock()):

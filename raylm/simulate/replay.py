@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from raylm.config import SchedulerConfig
 from raylm.engine import KVCacheManager, Scheduler, columns
 from raylm.errors import ConfigError
-from raylm.messages import EngineCoreRequest, ModelRunnerOutput, NewSequence, SchedulerOutput
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, NewSequence, SchedulerOutput, ServiceLevel
 from raylm.params import SamplingParams
 from raylm.simulate.executor import Answers
 from raylm.simulate.trace import block_number, block_tokens
@@ -88,7 +88,10 @@ class _Replay:
             stops = {"stop_token_ids": (answer[-1],), "min_tokens": len(answer) - 1}
         params = SamplingParams(n=line["n"], seed=0, max_tokens=line["max_tokens"], ignore_eos=True, **stops)
         prompt = tokens[: line["prompt_tokens"]]
-        request = EngineCoreRequest(line["id"], str(line["id"]), prompt, params, priority=line["priority"])
+        request = EngineCoreRequest(
+            line["id"], str(line["id"]), prompt, params, priority=line["priority"], arrival_time=line["arrival"],
+            service=ServiceLevel(**line["service"]),
+        )  # fmt: skip
         self._scheduler.add(line["client"], request)
 
     def _tokens(self, blocks: list[str], least: int) -> list[int]:

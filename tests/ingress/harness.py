@@ -33,7 +33,7 @@ async def served(app: Starlette) -> AsyncIterator[str]:
 
 
 def events(text: str) -> list[Any]:
-    """The data of each event of a stream, parsed; [DONE] stays a string. Comments, sent while one waits, are left out."""
+    """The data of each event of a stream, parsed; [DONE] stays a string. Comments are left out."""
     assert text.endswith("\n\n")
     found = []
     for block in text.removesuffix("\n\n").split("\n\n"):

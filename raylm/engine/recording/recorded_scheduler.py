@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class RecordedScheduler(Scheduler):
             {"kind": "add", "at": self._clock(), "client": client_id, "id": request.key}
             | {"prompt_tokens": len(request.prompt_token_ids), "max_tokens": params.max_tokens, "n": params.n}
             | {"priority": request.priority, "plain": plain and not request.drawn}
+            | {"arrival": request.arrival_time, "service": asdict(request.service)}
             | {"blocks": self._blocks(request, adapter_digest, request.prompt_token_ids)}
         )
 
@@ -83,13 +85,13 @@ class RecordedScheduler(Scheduler):
         self._write({"kind": "abort", "at": self._clock(), "client": client_id, "id": key})
         for client, of, index in [name for name in self._drawn if name[:2] == (client_id, key)]:
             self._end(client, of, index, "abort")
-        self._forget(client_id, key)
+        self._drop_ended(client_id, key)
 
     def stop(self, client_id: str, key: int, index: int) -> None:
         super().stop(client_id, key, index)
         self._write({"kind": "stop", "at": self._clock(), "client": client_id, "id": key, "index": index})
         self._end(client_id, key, index, "stopped")
-        self._forget(client_id, key)
+        self._drop_ended(client_id, key)
 
     def schedule(self) -> SchedulerOutput | None:
         plan = super().schedule()
@@ -122,7 +124,7 @@ class RecordedScheduler(Scheduler):
             if reason is not None:
                 self._end(client_id, key, index, reason)
         for key in {*outputs.keys, *dict(outputs.errors), *dict(outputs.pooled)}:
-            self._forget(client_id, key)
+            self._drop_ended(client_id, key)
 
     def _end(self, client_id: str, key: int, index: int, reason: str) -> None:
         """A sequence has ended."""
@@ -138,9 +140,9 @@ class RecordedScheduler(Scheduler):
                 | {"ttft_s": first_at - added_at, "duration_s": self._last_at - added_at}
             )
 
-    def _forget(self, client_id: str, key: int) -> None:
+    def _drop_ended(self, client_id: str, key: int) -> None:
         """Of a request that is not open any more."""
-        if (client_id, key) not in self._requests:
+        if not self.is_open(client_id, key):
             self._asked.pop((client_id, key), None)
             self._added.pop((client_id, key), None)
 
