@@ -78,7 +78,7 @@ class EngineCoreActor:
         collected_at = 0  # step
         while True:
             await asyncio.sleep(PERIOD_S)
-            if not self._core.scheduler.has_work and (steps := self._core.scheduler.stats().steps) > collected_at:
+            if not self._core.has_work and (steps := self._core.scheduler.stats().steps) > collected_at:
                 gc.collect()
                 collected_at = steps
             for client_id in self._leases.expired():

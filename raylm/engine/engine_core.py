@@ -134,6 +134,11 @@ class EngineCore:
             self._outboxes[client_id].put(self._outputs(client_id, [(key, error)]))
 
     @property
+    def has_work(self) -> bool:
+        """Whether a request is open."""
+        return self.scheduler.has_work or bool(self._grammars)
+
+    @property
     def has_clients(self) -> bool:
         return bool(self._outboxes)
 
