@@ -192,10 +192,11 @@ def priority_is_ignored(patch: Patch) -> None:
 
 
 def the_highest_class_is_preempted(patch: Patch) -> None:
-    def cost(original: Any, self: Scheduler, seq: Sequence) -> tuple[int, int, int]:
-        return (self.waiting.standing(seq), -seq.state.arrival, -seq.index)
+    def victim(original: Any, self: Scheduler, seq: Sequence, place: int) -> Sequence | None:
+        behind = self.running[place + 1 :]
+        return min(behind, key=lambda seq: (self.waiting.standing(seq), -seq.state.arrival)) if behind else None
 
-    wrap(patch, Scheduler, "_cost_of_preemption", cost)
+    wrap(patch, Scheduler, "_victim", victim)
 
 
 def a_scheduled_sequence_is_preempted(patch: Patch) -> None:
