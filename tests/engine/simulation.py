@@ -59,7 +59,7 @@ def random_setup(rng: Random) -> Setup:
         max_model_len=rng.randint(8, 48),
         max_num_seqs=rng.randint(1, 5),
         max_num_batched_tokens=rng.randint(1, 14),
-        policy=rng.choice(["fair", "fcfs", "priority"]),
+        policy=rng.choice(["fair", "fcfs", "priority", "priority", "priority"]),
         steps_in_flight=rng.choice([1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.7,
         speculative_tokens=rng.choice([0, 0, 1, 3, 9]),

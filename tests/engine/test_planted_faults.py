@@ -192,10 +192,11 @@ def priority_is_ignored(patch: Patch) -> None:
 
 
 def the_highest_class_is_preempted(patch: Patch) -> None:
-    def cost(original: Any, self: Scheduler, seq: Sequence) -> tuple[int, int, int]:
-        return (self.waiting.standing(seq), -seq.state.arrival, -seq.index)
+    def victim(original: Any, self: Scheduler, seq: Sequence, place: int) -> Sequence | None:
+        behind = self.running[place + 1 :]
+        return min(behind, key=lambda seq: (self.waiting.standing(seq), -seq.state.arrival)) if behind else None
 
-    wrap(patch, Scheduler, "_cost_of_preemption", cost)
+    wrap(patch, Scheduler, "_victim", victim)
 
 
 def a_scheduled_sequence_is_preempted(patch: Patch) -> None:
@@ -303,7 +304,7 @@ def an_aborted_sequence_keeps_its_blocks(patch: Patch) -> None:
 
 def an_abort_forgets_who_waits(patch: Patch) -> None:
     def abort(original: Any, self: Scheduler, client_id: str, key: int) -> None:
-        state = self._requests.get((client_id, key))
+        state = self._requests.get(client_id, {}).get(key)
         if state is None or all(seq.status is Status.RUNNING for seq in state.open):
             original(self, client_id, key)
 
