@@ -113,7 +113,7 @@ class AsyncLLM:
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        with self._sent(request, answer_format) as opened:
+        with self._sent(request, answer_format, head.told) as opened:
             while True:
                 output = await opened.get()
                 yield output
@@ -139,11 +139,13 @@ class AsyncLLM:
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=param)
 
     @contextmanager
-    def _sent(self, request: EngineCoreRequest, form: AnswerFormat | None = None) -> Iterator[OpenRequest]:
+    def _sent(
+        self, request: EngineCoreRequest, form: AnswerFormat | None = None, told: tuple[int | None, ...] = ()
+    ) -> Iterator[OpenRequest]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then."""
         route = self._router.pick(request)
         reservation = self.admission.prompt(len(request.prompt_token_ids), request.params.n)
-        opened = self._outputs.open(request, form, reservation)
+        opened = self._outputs.open(request, form, reservation, told)
         self._router.send(request, route)
         try:
             yield opened

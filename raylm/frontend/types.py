@@ -15,7 +15,8 @@ class RequestHead:
 
     A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
-    name. ``adapter`` names a LoRA adapter, None means the base model.
+    name. ``adapter`` names a LoRA adapter, None means the base model. Of each sequence the caller has ``told``
+    tokens, None if it has all, () if it has nothing of any.
     """
 
     request_id: str
@@ -24,6 +25,7 @@ class RequestHead:
     arrival_time: float = field(default_factory=time.time)
     param: str = "prompt"
     adapter: str | None = None
+    told: tuple[int | None, ...] = ()
 
     def nth(self, place: int, param: str | None = None) -> RequestHead:
         """The head of one of several prompts that came together, which may come from a field of its own."""

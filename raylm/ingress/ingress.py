@@ -19,7 +19,7 @@ from raylm.frontend import Lifecycle
 from raylm.ingress.callers import Callers
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import stop_flag
+from raylm.ray_private import shared_secret, stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Ingress:
             report("error", "chat", f"{app_name}: {error.message}")
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
-        app = build_asgi_app(self._llm, self._config, self._shared_actors)
+        secret = shared_secret(f"raylm streams {app_name}")
+        app = build_asgi_app(self._llm, self._config, self._shared_actors, secret)
         self._lifecycle = app.state.lifecycle
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()

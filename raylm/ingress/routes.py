@@ -22,6 +22,7 @@ from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestCo
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
 from raylm.ingress.http.sse import WAITING
+from raylm.ingress.http.stream_ids import Posted, StreamIds
 from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
 from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
@@ -54,17 +55,22 @@ class _App(Starlette):
 
 
 def build_asgi_app(
-    async_llm: AsyncLLM, config: Config, shared_actors: Mapping[str, DeploymentHandle] | None = None
+    async_llm: AsyncLLM,
+    config: Config,
+    shared_actors: Mapping[str, DeploymentHandle] | None = None,
+    secret: bytes | None = None,
 ) -> Starlette:
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
 
-    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas.
+    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas; with ``secret`` all of them sign the
+    ids of streams.
     """
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
     unqueued, throttle = Admission(), Throttle()
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
-    chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
+    stream_ids = StreamIds(secret)
+    chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
     store = open_store(shared_actors or {})
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
     bodies = BodyReader(max_body_bytes, config.ingress.max_ongoing_requests, config.ingress.body_timeout_s)
@@ -72,21 +78,25 @@ def build_asgi_app(
     def post(
         path: str,
         body: type[B],
-        handler: Callable[[B, str], Awaitable[Answer]] | Callable[[B, str, str], Awaitable[Answer]],
+        handler: Callable[[B, str], Awaitable[Answer]]
+        | Callable[[B, str, str], Awaitable[Answer]]
+        | Callable[[B, str, Posted], Awaitable[Answer]],
         admission: Admission | None = None,
         *,
         keep_alive: bytes = WAITING,
         by_key: bool = False,
+        resumable: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
         endpoint = JSONEndpoint(
-            body, handler, incoming.prepare, lifecycle, throttle, queue, bodies, max_body_bytes, keep_alive, by_key
-        )
+            body, handler, incoming.prepare, lifecycle, throttle, queue, bodies, max_body_bytes, keep_alive, by_key,
+            resumable,
+        )  # fmt: skip
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
-        post("/v1/chat/completions", ChatCompletionRequest, chat),
-        post("/v1/completions", CompletionRequest, Completions(async_llm, config)),
+        post("/v1/chat/completions", ChatCompletionRequest, chat, resumable=True),
+        post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
         post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle), by_key=True),
         *response_routes(store),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING),

@@ -16,6 +16,7 @@ from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, Ongoin
 from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
+from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted
 from raylm.ingress.openai.fields import Body
 
 Chunks = AsyncGenerator[bytes, None]
@@ -34,7 +35,8 @@ _REQUEST_TIMEOUT = "request-timeout-ms"
 class JSONEndpoint:
     """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
-    A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed.
+    A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed; one whose
+    streams are ``resumable`` what was Posted.
 
     ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
 
@@ -53,6 +55,7 @@ class JSONEndpoint:
     max_body_bytes: int
     keep_alive: bytes
     by_key: bool = False
+    resumable: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.throttle.enter()
@@ -74,8 +77,7 @@ class JSONEndpoint:
                     data = await read_json_object(content)
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = await self.body.read(data)
-                    key = (scope.get("raylm.key", ""),) if self.by_key else ()
-                    answer = await self.handler(body, scope["raylm.request_id"], *key)
+                    answer = await self.handler(body, scope["raylm.request_id"], *self._further(content, scope))
                 if isinstance(answer, (bytes, list)):
                     on_begin()
                     reservation.release()  # however slowly the client reads
@@ -85,6 +87,13 @@ class JSONEndpoint:
                         await _send_stream(answer, ongoing, on_begin, scope, send, self.keep_alive)
         finally:
             watch.cancel()
+
+    def _further(self, content: bytes, scope: Scope) -> tuple[str | Posted, ...]:
+        """What the handler gets beside the body and the request's id."""
+        key = scope.get("raylm.key", "")
+        if self.resumable:
+            return (Posted(content, key, Headers(scope=scope).get(LAST_EVENT_ID, "")),)
+        return (key,) if self.by_key else ()
 
 
 @contextmanager
