@@ -197,7 +197,7 @@ CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)  # shares of the events
 
 @pytest.mark.uses("tool_parsers")
 @given(case=st.sampled_from(BODIES), seed=st.none() | st.integers(0, 6), luck=st.integers(), cuts=CUTS)
-@settings(max_examples=150)
+@settings(max_examples=60, deadline=None)
 def test_a_stream_goes_on_behind_any_event(
     stack: Stack, case: tuple[str, dict[str, Any]], seed: int | None, luck: int, cuts: list[float]
 ) -> None:
