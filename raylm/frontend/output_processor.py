@@ -82,7 +82,8 @@ class OpenRequest:
             del self.told[delta.index]
         if delta.told:
             return None
-        part = CompletionDelta(delta.index, "", delta.token_ids[:count], told=True)
+        part = CompletionDelta(delta.index, "", delta.token_ids[:count], delta.logprobs and delta.logprobs[:count])
+        part.told = True
         delta.token_ids, delta.logprobs = delta.token_ids[count:], delta.logprobs and delta.logprobs[count:]
         return part
 
@@ -244,11 +245,8 @@ class OutputProcessor:
         if opened.readers is not None:
             opened.readers[delta.index].read(delta)
             text.finished = delta.finish_reason is not None
-        if delta.told:
-            if delta.finish_reason is not None and opened.told.get(delta.index, 0) is not None:
-                raise InvalidRequestError("More was told than there is of this answer.", param="Last-Event-ID")
-            delta.text = delta.reasoning = ""
-            delta.logprobs = delta.tool_calls = None
+        if delta.told and delta.finish_reason is not None and opened.told.get(delta.index, 0) is not None:
+            raise InvalidRequestError("More was told than there is of this answer.", param="Last-Event-ID")
 
     def _measure(self, opened: OpenRequest, delta: CompletionDelta, now: float) -> None:
         arrival, last = opened.request.arrival_time, opened.last_token_times[delta.index]

@@ -30,7 +30,7 @@ _POLL_S = 0.1
 
 # Actors that all replicas share where there are several, by the name under which the app knows them.
 SHARED_ACTORS: Family[type] = Family({
-    "response_store": "raylm.ingress.responses.store:ResponseStore",
+    "response_store": "raylm.ingress.responses.store:SharedResponseStore",
 })  # fmt: skip
 
 
@@ -66,13 +66,14 @@ class Ingress:
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
         secret = shared_secret(f"raylm streams {app_name}")
-        app = build_asgi_app(self._llm, self._config, self._shared_actors, secret)
+        app = build_asgi_app(self._llm, self._config, self._shared_actors, secret, app_name)
         self._lifecycle = app.state.lifecycle
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
         prefix = engine_core_prefix(app_name, self._config)
-        self._tasks = Discovery(prefix, self._llm.add_engine), asyncio.create_task(self._drain_when_stopped())
+        jobs = [asyncio.create_task(job()) for job in (self._drain_when_stopped, *app.state.jobs)]
+        self._tasks = Discovery(prefix, self._llm.add_engine), *jobs
         return app
 
     async def generate(

@@ -59,11 +59,12 @@ def build_asgi_app(
     config: Config,
     shared_actors: Mapping[str, DeploymentHandle] | None = None,
     secret: bytes | None = None,
+    application: str = "",
 ) -> Starlette:
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
 
     ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas; with ``secret`` all of them sign the
-    ids of streams.
+    ids of streams. ``application`` is the name that Serve has for it. The functions of ``state.jobs`` run beside it.
     """
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
@@ -71,7 +72,8 @@ def build_asgi_app(
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
     stream_ids = StreamIds(secret)
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
-    store = open_store(shared_actors or {})
+    store = open_store(shared_actors or {}, config.ingress.store, application)
+    responses = CreateResponse(async_llm, chat, store, lifecycle)
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
     bodies = BodyReader(max_body_bytes, config.ingress.max_ongoing_requests, config.ingress.body_timeout_s)
 
@@ -97,7 +99,7 @@ def build_asgi_app(
     routes = [
         post("/v1/chat/completions", ChatCompletionRequest, chat, resumable=True),
         post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
-        post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle), by_key=True),
+        post("/v1/responses", ResponsesRequest, responses, by_key=True),
         *response_routes(store),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
@@ -121,4 +123,6 @@ def build_asgi_app(
     app = _App(routes=routes, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
+    app.state.jobs = []
+    app.state.jobs.append(responses.take_over)
     return app
