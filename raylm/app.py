@@ -66,7 +66,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
             "max_ongoing_requests": _SHARED_ACTOR_REQUESTS,
             "ray_actor_options": {"num_cpus": INGRESS_CPUS},
         }
-        shared_actors = {name: serve.deployment(actor, **options).bind() for name, actor in SHARED_ACTORS.items()}
+        shared_actors = {name: serve.deployment(actor, **options).bind(config) for name, actor in SHARED_ACTORS.items()}
     return ingress.bind(config, engine.bind(config, gpus), **shared_actors)
 
 

@@ -83,6 +83,13 @@ class BodyTimeoutError(InvalidRequestError):
     code = "body_timeout"
 
 
+class ConflictError(InvalidRequestError):
+    """It contradicts what it refers to."""
+
+    status = 409
+    code = "conflict"
+
+
 class BodyTooLargeError(InvalidRequestError):
     status = 413
     code = "body_too_large"

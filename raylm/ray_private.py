@@ -6,6 +6,7 @@ tests/test_ray_private.py checks each name alone, so that after an upgrade of Ra
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import ray
 
 _DEFAULTS, _FORWARD_CLIENT = "\ndefaults\n", "    option forwardfor\n"  # of Serve's template for HAProxy
+_NAMESPACE = b"raylm"
 
 
 def stop_flag() -> Callable[[], bool]:
@@ -28,6 +30,15 @@ def routed_for_s() -> float:
 
     direct = constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
     return float(constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S) if direct else 0.0
+
+
+def shared_secret(name: str) -> bytes:
+    """32 random bytes, drawn once in the life of a Ray cluster by whoever asks first; its GCS keeps them."""
+    from ray.experimental import internal_kv
+
+    key = name.encode()
+    internal_kv._internal_kv_put(key, secrets.token_bytes(32), overwrite=False, namespace=_NAMESPACE)
+    return bytes(internal_kv._internal_kv_get(key, namespace=_NAMESPACE))
 
 
 def dead_processes() -> list[str]:

@@ -49,6 +49,8 @@ EXTRAS = {
                 "raylm.ingress.responses",
                 "open_store(",
                 "CreateResponse(",
+                "ResponsesRequest, responses",
+                "responses.take_over",
                 "response_routes(",
             ),
             "raylm/ingress/ingress.py": ("raylm.ingress.responses",),

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray._private.worker", "global_worker.actors"),
         ("ray._private.worker", "_global_node"),
         ("ray._private.node", "Node.dead_processes"),
+        ("ray.experimental.internal_kv", "_internal_kv_put"),
+        ("ray.experimental.internal_kv", "_internal_kv_get"),
         ("ray._common.utils", "import_attr"),
         ("ray._private.state", "jobs"),
         ("ray.serve._private.api", "call_user_app_builder_with_args_if_necessary"),

@@ -134,7 +134,7 @@ class AsyncLLM:
         if head.place is not None:
             request = head.place.bounded(request, params.max_tokens)
         hold = None if head.place is None else await head.place.claim_tokens(request)
-        with self._sent(request, head.place, hold, answer_format) as opened:
+        with self._sent(request, head, hold, answer_format) as opened:
             while True:
                 output = await opened.get()
                 yield output
@@ -151,7 +151,7 @@ class AsyncLLM:
         token_ids = await self._token_ids(prompt, limits, head)
         request = self._input.build_pooling(token_ids, params, limits, head)
         hold = None if head.place is None else await head.place.claim_tokens(request)
-        with self._sent(request, head.place, hold) as opened:
+        with self._sent(request, head, hold) as opened:
             yield await opened.get()
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, head: RequestHead) -> list[int]:
@@ -164,15 +164,15 @@ class AsyncLLM:
 
     @contextmanager
     def _sent(
-        self, request: EngineCoreRequest, place: Place | None, hold: Hold | None, form: AnswerFormat | None = None
+        self, request: EngineCoreRequest, head: RequestHead, hold: Hold | None, form: AnswerFormat | None = None
     ) -> Iterator[OpenRequest]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then; ``hold`` ends in any case."""
         served = 0
         try:
             route = self._router.pick(request)
-            tokens, waiting = len(request.prompt_token_ids), place.reservation if place is not None else None
+            tokens, waiting = len(request.prompt_token_ids), head.place.reservation if head.place is not None else None
             reservation = self.admission.prompt(tokens, request.params.n, waiting)
-            opened = self._outputs.open(request, form, reservation)
+            opened = self._outputs.open(request, form, reservation, head.told)
             self._router.send(request, route)
             try:
                 yield opened

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from raylm.errors import RayLMError
+from raylm.errors import InvalidRequestError, RayLMError
 from raylm.frontend.admission.queue import Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
@@ -28,7 +28,8 @@ class OpenRequest:
 
     One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop. Of ``texts``,
     ``readers``, ``last_token_times`` and ``drawn``, its tokens, each of the sequences has one. ``reservation`` is given
-    back as the first tokens come, whether they are read or not.
+    back as the first tokens come, whether they are read or not. Of what the caller had before, ``told`` are the tokens
+    that are still to come, by sequence; None stands for all.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class OpenRequest:
         tokenizer: Tokenizer,
         form: AnswerFormat | None = None,
         reservation: Reservation | None = None,
+        told: Sequence[int | None] = (),
     ) -> None:
         self.request = request
         self._reservation = reservation
@@ -44,11 +46,12 @@ class OpenRequest:
         self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
         self.drawn: list[list[int]] = [[] for _ in self.texts]
+        self.told = {index: count for index, count in enumerate(told) if count != 0}
         self.num_cached_tokens = 0
         self.unread_logprobs: Logprobs | None = None  # of the prompt, until the caller takes them
         self._num_finished = 0
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._deltas: dict[int, CompletionDelta] = {}
+        self._deltas: dict[tuple[int, bool], CompletionDelta] = {}
         self._error: RayLMError | None = None
         self._vector: bytes | None = None
         self._wake = asyncio.Event()
@@ -60,12 +63,29 @@ class OpenRequest:
     def put(self, delta: CompletionDelta) -> None:
         """Add what is new of one sequence."""
         self._num_finished += delta.finish_reason is not None
-        waiting = self._deltas.setdefault(delta.index, delta)
+        waiting = self._deltas.setdefault((delta.index, delta.told), delta)
         if waiting is not delta:
             waiting.add(delta)
         if self._reservation is not None and self._reservation.requests:
             self._reservation.begin((delta.index,))
         self._wake.set()
+
+    def take_told(self, delta: CompletionDelta) -> CompletionDelta | None:
+        """Mark what has come of a sequence as ``told`` if the caller had all of it, else take that part from it."""
+        if delta.index not in self.told:
+            return None
+        count, size = self.told[delta.index], len(delta.token_ids)
+        delta.told = count is None or size <= count
+        if count is not None and size < count:
+            self.told[delta.index] = count - size
+        elif count is not None:
+            del self.told[delta.index]
+        if delta.told:
+            return None
+        part = CompletionDelta(delta.index, "", delta.token_ids[:count], delta.logprobs and delta.logprobs[:count])
+        part.told = True
+        delta.token_ids, delta.logprobs = delta.token_ids[count:], delta.logprobs and delta.logprobs[count:]
+        return part
 
     def finish(self, vector: bytes) -> None:
         self._vector, self._num_finished = vector, len(self.texts)
@@ -120,10 +140,14 @@ class OutputProcessor:
         self._open: dict[int, OpenRequest] = {}
 
     def open(
-        self, request: EngineCoreRequest, form: AnswerFormat | None = None, reservation: Reservation | None = None
+        self,
+        request: EngineCoreRequest,
+        form: AnswerFormat | None = None,
+        reservation: Reservation | None = None,
+        told: Sequence[int | None] = (),
     ) -> OpenRequest:
-        """Expect outputs of ``request``, to be read as ``form`` describes."""
-        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form, reservation)
+        """Expect outputs of ``request``, to be read as ``form`` describes; the caller was ``told`` some before."""
+        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form, reservation, told)
         return opened
 
     def close(self, key: int) -> bool:
@@ -194,10 +218,15 @@ class OutputProcessor:
     ) -> Iterable[int]:
         """Take in what is new of one sequence; returns the indexes of those that the engine need not go on with."""
         try:
+            if opened.told and (told := opened.take_told(delta)) is not None:
+                self._read(opened, told, None)
+                opened.put(told)
             self._read(opened, delta, ended)
-        except Exception:
-            logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
-            opened.fail(RayLMError("The answer could not be decoded."))
+        except Exception as error:
+            known = error if isinstance(error, RayLMError) else RayLMError("The answer could not be decoded.")
+            if known is not error:
+                logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
+            opened.fail(known)
             self._count_unfinished(opened, "error")
             return range(len(opened.texts))
         self._measure(opened, delta, now)
@@ -216,6 +245,8 @@ class OutputProcessor:
         if opened.readers is not None:
             opened.readers[delta.index].read(delta)
             text.finished = delta.finish_reason is not None
+        if delta.told and delta.finish_reason is not None and opened.told.get(delta.index, 0) is not None:
+            raise InvalidRequestError("More was told than there is of this answer.", param="Last-Event-ID")
 
     def _measure(self, opened: OpenRequest, delta: CompletionDelta, now: float) -> None:
         arrival, last = opened.request.arrival_time, opened.last_token_times[delta.index]

@@ -63,6 +63,8 @@ class CompletionDelta:
     Where the request has an AnswerFormat, reasoning and tool calls are no part of ``text``: they are in ``reasoning``
     and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are reasoning.
     A sequence that made calls and ended by itself has the finish reason "tool_calls".
+
+    A ``told`` delta is what the caller had before (RequestHead.told); it is never merged with news.
     """
 
     index: int
@@ -74,6 +76,7 @@ class CompletionDelta:
     reasoning: str = ""
     reasoning_tokens: int = 0
     tool_calls: list[ToolCallDelta] | None = None
+    told: bool = False
 
     def add(self, later: CompletionDelta) -> None:
         """Take in the sequence's next delta; the lists of ``later`` may become this one's own."""
@@ -106,7 +109,8 @@ def join_calls(first: list[ToolCallDelta] | None, later: list[ToolCallDelta] | N
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What is new of one request: the deltas of its sequences, at most one a sequence; ``finished`` on the last one.
+    """What is new of one request: the deltas of its sequences, at most one a sequence and before it one that was
+    ``told``; ``finished`` on the last one.
 
     ``prompt_logprobs`` (None if not asked for) has one entry a prompt token, None for the first; it is complete in
     the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served. ``vector`` is what a

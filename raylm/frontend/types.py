@@ -20,7 +20,8 @@ class RequestHead:
     A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
     name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is that of the request in this replica,
-    None where nobody admitted it.
+    None where nobody admitted it. Of each sequence the caller has ``told`` tokens, None if it has all, () if it has
+    nothing of any.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class RequestHead:
     param: str = "prompt"
     adapter: str | None = None
     place: Place | None = None
+    told: tuple[int | None, ...] = ()
 
     @property
     def service(self) -> ServiceLevel:

@@ -20,7 +20,7 @@ from raylm.frontend import Lifecycle
 from raylm.ingress.callers import Callers
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import routed_for_s, stop_flag
+from raylm.ray_private import routed_for_s, shared_secret, stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _LEAVE_S = 0.5  # for proxies to forget this replica, beyond the time that Serve
 
 # Actors that all replicas share where there are several, by the name under which the app knows them.
 SHARED_ACTORS: Family[type] = Family({
-    "response_store": "raylm.ingress.responses.store:ResponseStore",
+    "response_store": "raylm.ingress.responses.store:SharedResponseStore",
 })  # fmt: skip
 
 
@@ -80,7 +80,8 @@ class Ingress:
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
         link = RemoteState(app_name) if _is_shared(self._config) else None
         self._state = StateClient(link, serve.get_replica_context().replica_tag)
-        app = build_asgi_app(self._llm, self._config, self._shared_actors, self._state)
+        secret = shared_secret(f"raylm streams {app_name}")
+        app = build_asgi_app(self._llm, self._config, self._shared_actors, self._state, secret, app_name)
         self._state.start()
         self._lifecycle = app.state.lifecycle
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
@@ -90,6 +91,7 @@ class Ingress:
             Discovery(app_name, engine_digest(self._config), self._llm.add_engine),
             asyncio.create_task(self._drain_when_stopped()),
             asyncio.create_task(self._start_engines_when_wanted()),
+            *(asyncio.create_task(job()) for job in app.state.jobs),
         )
         loop = asyncio.get_running_loop()
         self._leave = lambda: loop.create_task(self._llm.stop())

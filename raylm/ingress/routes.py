@@ -22,6 +22,7 @@ from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestCo
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
 from raylm.ingress.http.sse import WAITING
+from raylm.ingress.http.stream_ids import Posted, StreamIds
 from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
 from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
@@ -58,38 +59,46 @@ def build_asgi_app(
     config: Config,
     shared_actors: Mapping[str, DeploymentHandle] | None = None,
     state: StateClient | None = None,
+    secret: bytes | None = None,
+    application: str = "",
 ) -> Starlette:
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
 
     ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas; ``state`` is this replica's line to
-    what all of them share, without which it has one of its own.
+    what all of them share, without which it has one of its own; with ``secret`` all of them sign the ids of streams.
+    ``application`` is the name that Serve has for it. The functions of ``state.jobs`` run beside it.
     """
     http_metrics, state = HTTPMetrics(async_llm), state or StateClient()
     state.share(lambda: async_llm.metrics_text() + http_metrics.text(), async_llm.adapters)
     unqueued, gate = Admission(), Gate(config.ingress, state)
     lifecycle = gate.lifecycle
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
-    chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
-    store = open_store(shared_actors or {})
+    stream_ids = StreamIds(secret)
+    chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
+    store = open_store(shared_actors or {}, config.ingress.store, application)
+    responses = CreateResponse(async_llm, chat, store, lifecycle)
 
     def post(
         path: str,
         body: type[B],
-        handler: Callable[[B, str], Awaitable[Answer]] | Callable[[B, str, str], Awaitable[Answer]],
+        handler: Callable[[B, str], Awaitable[Answer]]
+        | Callable[[B, str, str], Awaitable[Answer]]
+        | Callable[[B, str, Posted], Awaitable[Answer]],
         admission: Admission | None = None,
         *,
         keep_alive: bytes = WAITING,
         by_key: bool = False,
         for_admins: bool = False,
+        resumable: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(body, handler, incoming.prepare, gate, queue, keep_alive, by_key, for_admins)
+        endpoint = JSONEndpoint(body, handler, incoming.prepare, gate, queue, keep_alive, by_key, for_admins, resumable)
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
-        post("/v1/chat/completions", ChatCompletionRequest, chat),
-        post("/v1/completions", CompletionRequest, Completions(async_llm, config)),
-        post("/v1/responses", ResponsesRequest, CreateResponse(async_llm, chat, store, lifecycle), by_key=True),
+        post("/v1/chat/completions", ChatCompletionRequest, chat, resumable=True),
+        post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
+        post("/v1/responses", ResponsesRequest, responses, by_key=True),
         *response_routes(store),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
@@ -115,4 +124,6 @@ def build_asgi_app(
     app = _App(routes=routes, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
+    app.state.jobs = []
+    app.state.jobs.append(responses.take_over)
     return app

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raylm.errors import RayLMError
 from tests.engine.test_scheduler_properties import live
 
 Patch = pytest.MonkeyPatch
@@ -41,6 +42,6 @@ def caught(plant: Plant, patch: Patch) -> bool:
     plant(patch)
     try:
         lives()
-    except (AssertionError, KeyError, IndexError, ValueError):
+    except (AssertionError, KeyError, IndexError, ValueError, RayLMError):
         return True
     return False

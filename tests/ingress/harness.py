@@ -33,15 +33,19 @@ async def served(app: Starlette) -> AsyncIterator[str]:
 
 
 def events(text: str) -> list[Any]:
-    """The data of each event of a stream, parsed; [DONE] stays a string. Comments are left out."""
+    """The data of each event of a stream, parsed; [DONE] stays a string. An event may have an id.
+
+    Comments are left out.
+    """
     assert text.endswith("\n\n")
     found = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         if block.startswith(":"):
             continue
-        assert block.startswith("data: ")
-        assert "\n" not in block
-        data = block.removeprefix("data: ")
+        event_id, _, data = block.rpartition("\n")
+        assert event_id == "" or (event_id.startswith("id: ") and len(event_id) <= 84)
+        assert data.startswith("data: ")
+        data = data.removeprefix("data: ")
         found.append(data if data == "[DONE]" else orjson.loads(data))
     return found
 

@@ -19,6 +19,7 @@ from raylm.ingress.http.body import JSONObject, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
 from raylm.ingress.http.gate import Gate
+from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted
 from raylm.ingress.openai.fields import Body
 from raylm.messages import ServiceLevel
 
@@ -41,7 +42,7 @@ class JSONEndpoint:
     """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
     A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed. One that
-    is ``for_admins`` is called for keys of admins alone.
+    is ``for_admins`` is called for keys of admins alone; one whose streams are ``resumable`` gets what was Posted.
 
     ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
 
@@ -58,6 +59,7 @@ class JSONEndpoint:
     keep_alive: bytes
     by_key: bool = False
     for_admins: bool = False
+    resumable: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, key = Headers(scope=scope), scope.get("raylm.api_key")
@@ -81,8 +83,7 @@ class JSONEndpoint:
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = (await self.body.read(data)).at(place)
                     place.service = service_level(Headers(scope=scope), place.key, body)
-                    key = (scope.get("raylm.key", ""),) if self.by_key else ()
-                    answer = await self.handler(body, scope["raylm.request_id"], *key)
+                    answer = await self.handler(body, scope["raylm.request_id"], *self._further(content, scope))
                 if isinstance(answer, (bytes, list)):
                     on_begin()
                     reservation.release()  # however slowly the client reads
@@ -92,6 +93,13 @@ class JSONEndpoint:
                         await _send_stream(answer, ongoing, on_begin, scope, send, self.keep_alive)
         finally:
             watch.cancel()
+
+    def _further(self, content: bytes, scope: Scope) -> tuple[str | Posted, ...]:
+        """What the handler gets beside the body and the request's id."""
+        key = scope.get("raylm.key", "")
+        if self.resumable:
+            return (Posted(content, key, Headers(scope=scope).get(LAST_EVENT_ID, "")),)
+        return (key,) if self.by_key else ()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from raylm.frontend import ToolChoice as ChosenTool
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.errors import clip
+from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import at_most, unsupported, wrong
 from raylm.ingress.openai.generation import GenerationBody, check_model, opens_turn
@@ -144,9 +145,14 @@ class ChatChoices(Choices):
     _ending: ClassVar[JSONObject] = {"delta": {}}
 
     def __init__(
-        self, head: JSONObject, body: ChatCompletionRequest, params: SamplingParams, tokens: TokenTexts
+        self,
+        head: JSONObject,
+        body: ChatCompletionRequest,
+        params: SamplingParams,
+        tokens: TokenTexts,
+        stream_id: StreamId,
     ) -> None:
-        super().__init__(head, body, params, tokens)
+        super().__init__(head, body, params, tokens, stream_id)
         self._echoed = body.echoed
 
     def _shared(self, output: RequestOutput) -> JSONObject:
@@ -205,14 +211,16 @@ def _call_chunk(call: ToolCallDelta) -> JSONObject:
 class ChatCompletions:
     """Hands chat completions, and what other APIs' requests come down to, to an engine; keeps nothing of any."""
 
-    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config, stream_ids: StreamIds | None = None) -> None:
         self._llm = llm
         self._config = config
+        self._stream_ids = stream_ids or StreamIds()
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, body: ChatCompletionRequest, request_id: str) -> Answer:
+    async def __call__(self, body: ChatCompletionRequest, request_id: str, posted: Posted) -> Answer:
         name, arrival_time = f"chatcmpl-{body.request_id or request_id}", time.time()
-        params, outputs = await self.start(body, name, arrival_time)
+        stream_id = await body.stream_id(posted, body.n or 1, self._stream_ids, self._llm)
+        params, outputs = await self.start(body, name, arrival_time, stream_id=stream_id)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = {"id": name, "object": kind, "created": int(arrival_time), "model": body.model}
         head["system_fingerprint"] = self._llm.fingerprint
@@ -220,16 +228,22 @@ class ChatCompletions:
             head["service_tier"] = "default"
         if body.include_reasoning is False:
             outputs = _without_reasoning(outputs)
-        return await ChatChoices(head, body, params, self._tokens).answer([outputs])
+        return await ChatChoices(head, body, params, self._tokens, stream_id).answer([outputs])
 
     async def start(
-        self, body: ChatCompletionRequest, name: str, arrival_time: float, params: SamplingParams | None = None
+        self,
+        body: ChatCompletionRequest,
+        name: str,
+        arrival_time: float,
+        params: SamplingParams | None = None,
+        stream_id: StreamId = UNRESUMABLE,
     ) -> tuple[SamplingParams, Outputs]:
         """The parameters that hold, ``params`` or the body's, and the outputs, generated when they are asked for."""
         body.check(self._config)
         head = body.head(name, arrival_time, "messages", self._llm)
         params, prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
-        return params, self._llm.generate(body.cut(prompt.token_ids), prompt.params, head, prompt.answer_format)
+        head, drawn = stream_id.nth(0, head, prompt.params)
+        return params, self._llm.generate(body.cut(prompt.token_ids), drawn, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
         """Tokens of the prompt that a conversation comes to."""

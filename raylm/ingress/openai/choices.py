@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
@@ -13,6 +14,7 @@ from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.sse import DONE, ChunkTemplate
+from raylm.ingress.http.stream_ids import FINISH, FIRST_OPENING, OPEN, TEXT_TO_THE_END, USAGE, StreamId
 from raylm.ingress.openai.generation import GenerationBody
 from raylm.ingress.openai.logprobs import TokenTexts, prompt_logprobs
 from raylm.ingress.openai.outputs import Usage, gather, merge, num_details, num_prompt_details
@@ -27,13 +29,21 @@ class Choices(ABC):
     """The answer to one HTTP request. Choice ``place * n + index`` is sequence ``index`` of prompt ``place``.
 
     In a stream each choice has an opening, what is new, and the finish_reason. ``head`` are the fields that the whole
-    answer, or every chunk, begins with.
+    answer, or every chunk, begins with. A stream tells what was not told by the events before its
+    ``stream_id``, and in the id of each event how far it is.
     """
 
     _text_key: ClassVar[str]
     _ending: ClassVar[JSONObject]  # what stands in the last chunk of a choice in place of its news
 
-    def __init__(self, head: JSONObject, body: GenerationBody, params: SamplingParams, tokens: TokenTexts) -> None:
+    def __init__(
+        self,
+        head: JSONObject,
+        body: GenerationBody,
+        params: SamplingParams,
+        tokens: TokenTexts,
+        stream_id: StreamId,
+    ) -> None:
         self._head = head
         self._body = body
         self._tokens = tokens
@@ -45,6 +55,8 @@ class Choices(ABC):
         detailed = params.logprobs is not None or body.return_token_ids or self._with_usage
         self._plain = not detailed
         self._opened: set[int] = set()
+        self._id = stream_id
+        self._told: Counter[int] = Counter()  # tokens of each choice
 
     async def answer(self, outputs: Sequence[Outputs]) -> Answer:
         return self._chunks(outputs) if self._body.stream else await self._whole(outputs)
@@ -67,7 +79,10 @@ class Choices(ABC):
     async def _chunks(self, outputs: Sequence[Outputs]) -> Chunks:
         """The stream's events; one item holds all that arrived together."""
         template = ChunkTemplate(self._head, self._text_key, null_usage=bool(self._options.include_usage))
-        usage = Usage(len(outputs))
+        usage, with_usage = Usage(len(outputs)), bool(self._options.include_usage)
+        if self._id.all_told(with_usage=with_usage):
+            yield self._id.line() + DONE
+            return
         async with aclosing(merge(outputs)) as items:
             async for output in items:
                 usage.count(output)
@@ -80,8 +95,11 @@ class Choices(ABC):
                 if data:
                     yield data
         usage.check_finished()
-        last = template.choices([], usage.as_json()) if self._options.include_usage else b""
-        yield last + DONE
+        last = b""
+        if with_usage:
+            self._id.reach(0, USAGE)
+            last = self._id.line() + template.choices([], usage.as_json())
+        yield last + self._id.line() + DONE
 
     def _deltas(self, template: ChunkTemplate, output: RequestOutput, usage: JSONObject | None) -> bytes:
         return b"".join([self._delta(template, output, delta, usage) for delta in output.deltas])
@@ -92,17 +110,35 @@ class Choices(ABC):
         """The chunks of what is new of one choice, which carry ``usage`` if it is given."""
         index, reason = output.place * self._n + delta.index, delta.finish_reason
         sorted_out = delta.reasoning or delta.tool_calls
-        if self._plain and reason is None and index in self._opened and not sorted_out:
-            return template.text(index, delta.text) if delta.text else b""
         choices = []
         if index not in self._opened:
             self._opened.add(index)
-            choices += self._opening(index, output)
+            choices += self._untold_opening(index, output)
+        self._told[index] += len(delta.token_ids)
+        reached = OPEN + self._told[index] if reason is None else TEXT_TO_THE_END
+        if self._plain and reason is None and not choices and not sorted_out and not delta.told:
+            self._id.reach(index, reached)
+            return self._id.line() + template.text(index, delta.text) if delta.text else b""
         if delta.text or sorted_out or (delta.token_ids and not self._plain):
-            choices.append({"finish_reason": None} | self._news(index, delta) | self._token_ids(delta))
-        if reason is not None:
-            choices.append({"logprobs": None, "finish_reason": reason} | self._ending | _stop_reason(delta))
-        return b"".join([template.choices([{"index": index} | choice], usage) for choice in choices])
+            news = {"finish_reason": None} | self._news(index, delta) | self._token_ids(delta)
+            if not delta.told:
+                choices.append((reached, news))
+        if reason is not None and not (delta.told and self._id.finish_told(index)):
+            ending = {"logprobs": None, "finish_reason": reason} | self._ending | _stop_reason(delta)
+            choices.append((FINISH, ending))
+        return b"".join([self._chunk(template, index, state, choice, usage) for state, choice in choices])
+
+    def _untold_opening(self, index: int, output: RequestOutput) -> list[tuple[int, JSONObject]]:
+        """What of a choice's opening was not told before, each chunk with how far it tells the choice."""
+        opening = self._opening(index, output)
+        reached = [*[FIRST_OPENING] * (len(opening) - 1), OPEN]
+        return list(zip(reached, opening, strict=False))[self._id.openings_told(index, len(opening)) :]
+
+    def _chunk(
+        self, template: ChunkTemplate, index: int, reached: int, choice: JSONObject, usage: JSONObject | None
+    ) -> bytes:
+        self._id.reach(index, reached)
+        return self._id.line() + template.choices([{"index": index} | choice], usage)
 
     def _token_ids(self, delta: CompletionDelta) -> JSONObject:
         return {"token_ids": delta.token_ids} if self._body.return_token_ids else {}

@@ -15,6 +15,7 @@ from raylm.frontend import CompletionDelta
 from raylm.ingress.http.answer import Pieces
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
+from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import Prompt, Prompts, unsupported
 from raylm.ingress.openai.generation import GenerationBody, tokenized
@@ -88,9 +89,10 @@ class CompletionChoices(Choices):
         body: GenerationBody,
         params: SamplingParams,
         tokens: TokenTexts,
+        stream_id: StreamId,
         echoed: list[str] | None,
     ) -> None:
-        super().__init__(head, body, params, tokens)
+        super().__init__(head, body, params, tokens, stream_id)
         self._echoed = echoed
         self._columns: dict[int, CompletionLogprobs] = {}
 
@@ -134,22 +136,30 @@ class StartedCompletions:
 
 
 class Completions:
-    def __init__(self, llm: AsyncLLM, config: Config) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config, stream_ids: StreamIds | None = None) -> None:
         self._llm = llm
         self._config = config
+        self._stream_ids = stream_ids or StreamIds()
         self._tokens = TokenTexts(llm)
 
-    async def __call__(self, body: CompletionRequest, request_id: str) -> Answer:
+    async def __call__(self, body: CompletionRequest, request_id: str, posted: Posted) -> Answer:
         name, arrival_time = f"cmpl-{body.request_id or request_id}", time.time()
-        started = await self.start(body, name, arrival_time)
+        num_choices = len(body.prompt) * (body.n or 1)
+        stream_id = await body.stream_id(posted, num_choices, self._stream_ids, self._llm)
+        started = await self.start(body, name, arrival_time, stream_id=stream_id)
         echoed = [await self._text(prompt) for prompt in started.prompts] if body.echo else None
         outputs = [_unseen(stream) for stream in started.outputs] if body.max_tokens == 0 else started.outputs
         shared = {"id": name, "object": "text_completion", "created": int(arrival_time), "model": body.model}
         shared["system_fingerprint"] = self._llm.fingerprint
-        return await CompletionChoices(shared, body, started.params, self._tokens, echoed).answer(outputs)
+        return await CompletionChoices(shared, body, started.params, self._tokens, stream_id, echoed).answer(outputs)
 
     async def start(
-        self, body: CompletionRequest, name: str, arrival_time: float, params: SamplingParams | None = None
+        self,
+        body: CompletionRequest,
+        name: str,
+        arrival_time: float,
+        params: SamplingParams | None = None,
+        stream_id: StreamId = UNRESUMABLE,
     ) -> StartedCompletions:
         """``params`` hold in place of the body's; the outputs begin to be generated when they are asked for."""
         body.check(self._config)
@@ -158,9 +168,10 @@ class Completions:
         body.expect(len(body.prompt) * params.n)
         special = body.add_special_tokens is not False
         prompts = [await tokenized(prompt, body, self._llm, special=special) for prompt in body.prompt]
-        outputs: list[Outputs] = [
-            self._llm.generate(prompt, params, head.nth(place)) for place, prompt in enumerate(prompts)
-        ]
+        outputs: list[Outputs] = []
+        for place, prompt in enumerate(prompts):
+            nth, drawn = stream_id.nth(place, head.nth(place), params)
+            outputs.append(self._llm.generate(prompt, drawn, nth))
         return StartedCompletions(params, prompts, outputs)
 
     async def _text(self, prompt: Prompt) -> str:
@@ -178,5 +189,5 @@ async def _unseen(outputs: Outputs) -> Outputs:
         async for output in outputs:
             for place, delta in enumerate(output.deltas):
                 reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
-                output.deltas[place] = CompletionDelta(delta.index, finish_reason=reason)
+                output.deltas[place] = CompletionDelta(delta.index, finish_reason=reason, told=delta.told)
             yield output

@@ -14,6 +14,7 @@ from raylm.errors import InvalidRequestError, ModelNotFoundError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
+from raylm.ingress.http.stream_ids import LAST_EVENT_ID, UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.fields import (
     MAX_FIELDS,
     Body,
@@ -324,6 +325,20 @@ class GenerationBody(SamplingBody, CutBody):
                 raise unsupported("stream_options.include_obfuscation", "obfuscation is not supported; give false.")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("'prompt_logprobs' is not available in a stream.", param="prompt_logprobs")
+
+    async def stream_id(self, posted: Posted, num_choices: int, ids: StreamIds, llm: AsyncLLM) -> StreamId:
+        """The id of the answer's events; UNRESUMABLE where it is no stream.
+
+        Raises:
+            RayLMError: as StreamIds.open.
+        """
+        if self.stream:
+            adapter = llm.adapters.known.get(self.model)
+            loaded_from = "" if adapter is None else adapter.path
+            return await ids.open(posted, num_choices, loaded_from + llm.fingerprint if llm.fingerprint else "")
+        if posted.last_event_id:
+            raise InvalidRequestError(f"'{LAST_EVENT_ID}' needs 'stream' to be true.", param=LAST_EVENT_ID)
+        return UNRESUMABLE
 
     @property
     def options(self) -> StreamOptions:

@@ -130,8 +130,6 @@ class ResponsesRequest(SamplingBody):
     def _served(self) -> ResponsesRequest:
         if self.background and self.store is False:
             raise refuse("it needs 'store': nobody could fetch the answer", at="background")
-        if self.background and self.stream:
-            raise refuse("a background response is fetched when it is done, not streamed.", at="stream", served=False)
         if any(name != _LOGPROBS for name in self.include or ()):
             raise refuse(f"only {_LOGPROBS} is supported.", at="include", served=False)
         return self

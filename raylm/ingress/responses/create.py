@@ -5,36 +5,43 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Coroutine
 from contextlib import aclosing
 from contextvars import Context
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from raylm.errors import NotFoundError
+from raylm.errors import EngineUnavailableError, NotFoundError, OverloadedError, ShuttingDownError
 from raylm.frontend import Lifecycle, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
-from raylm.ingress.http.errors import logger
-from raylm.ingress.http.sse import named_event
+from raylm.ingress.http.errors import as_known_error, logger
+from raylm.ingress.http.sse import WAITING, named_event
+from raylm.ingress.http.stream_ids import OPEN, StreamId
 from raylm.ingress.openai.chat import ChatCompletions
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import chat_messages, input_items
-from raylm.ingress.responses.job import ResponseItems, ResponseJob
-from raylm.ingress.responses.store import ResponseStore
+from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
+from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, Place
+    from raylm.frontend import AsyncLLM
+    from raylm.frontend.state.client import Hold
     from raylm.ingress.openai.outputs import Outputs
 
 _BYTES_A_THING = 64  # of JSON, about
+_RENEW_S = LEASE_S / 3
+_MOST_AT_ONCE = 16  # jobs that are taken over
 
 
 class CreateResponse:
+    """Makes responses; those in the background as ``maker`` of the store's jobs, also where another maker is lost."""
+
     def __init__(
         self, llm: AsyncLLM, conversations: ChatCompletions, store: ResponseStore, lifecycle: Lifecycle
     ) -> None:
@@ -43,78 +50,140 @@ class CreateResponse:
         self._store = store
         self._lifecycle = lifecycle
         self._tokens = TokenTexts(llm)
+        self._maker = uuid.uuid4().hex
         self._background: set[asyncio.Task[None]] = set()
 
     async def __call__(self, body: ResponsesRequest, request_id: str, owner: str) -> Answer:
         check_model(body.model, self._llm)
         items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
-        history = await self._history(owner, body.previous_response_id)
-        job, outputs = await self._start(body, history + items, owner)
-        record = {"input": items, "history": history}
+        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: without keys, who knows it may read the response
+        job, outputs = await self._start(response_id, body, items, owner, int(time.time()))
         if body.background:
-            return await self._in_background(job, outputs, record, body.place)
+            return await self._in_background(job, outputs, items, body)
         if body.stream:
-            return self._stream(job, outputs, record)
+            return self._stream(job, outputs, items)
         async with aclosing(job.events(outputs)) as events:
             async for _ in events:
                 pass
-        await self._keep(job, record)
+        await self._keep(job, items)
         return orjson.dumps(job.response())
 
-    async def _start(self, body: ResponsesRequest, items: list[JSONObject], owner: str) -> tuple[ResponseJob, Outputs]:
-        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: without keys, who knows it may read the response
+    async def take_over(self) -> None:
+        """Renew what is made here, and make what others have left, for as long as this replica serves."""
+        while not self._lifecycle.shutting_down:
+            try:
+                await self.take_over_once()
+            except Exception as error:
+                logger.warning("responses in the background could not be looked after: %s", error)
+            await asyncio.sleep(_RENEW_S)
+
+    async def take_over_once(self) -> None:
+        for lost in await self._store.renew(self._maker, _MOST_AT_ONCE if self._llm.is_ready else 0):
+            logger.info("response %s goes on here: who made it is gone", lost.response_id)
+            self._begin(self._make_again(lost))
+
+    async def _start(
+        self,
+        response_id: str,
+        body: ResponsesRequest,
+        items: list[JSONObject],
+        owner: str,
+        created_at: int,
+        told: int = 0,
+    ) -> tuple[ResponseJob, Outputs]:
+        """The response and what it is made from, of which so many tokens have been told."""
+        items = await self._history(owner, body.previous_response_id) + items
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        resumed = StreamId(b"-", response_id.encode(), [OPEN + told])
         with renamed(PARAM_NAMES):
             chat = (await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))).at(body.place)
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
-            params, outputs = await self._conversations.start(chat, response_id, time.time())
-        shown = ResponseItems(self._tokens, with_logprobs=body.with_logprobs)
-        return ResponseJob(response_id, owner, body, params, shown), outputs
+            params, outputs = await self._conversations.start(chat, response_id, time.time(), stream_id=resumed)
+        shown = ResponseItems(response_id, self._tokens, with_logprobs=body.with_logprobs)
+        return ResponseJob(response_id, owner, body, params, shown, created_at), outputs
 
     async def _history(self, owner: str, response_id: str | None) -> list[JSONObject]:
         """The items of the conversation that ends with a stored response."""
         if response_id is None:
             return []
-        found = await self._store.get(owner, response_id)
+        found = await self._store.history(owner, response_id)
         if found is None:
             message = "The response that 'previous_response_id' names was not found; it may have been too long ago."
             raise NotFoundError(message, param="previous_response_id")
-        record: JSONObject = await offload(lambda: orjson.loads(found), len(found) // _BYTES_A_THING)
-        return [*record["history"], *record["input"], *record["response"]["output"]]
+        records = await offload(
+            lambda: [orjson.loads(record) for record in found], sum(map(len, found)) // _BYTES_A_THING
+        )
+        return [item for record in records for item in (*record["input"], *record["response"]["output"])]
 
-    async def _keep(self, job: ResponseJob, record: JSONObject) -> None:
+    async def _record(self, job: ResponseJob, items: list[JSONObject]) -> bytes:
+        response = job.response()
+        return await offload(
+            lambda: orjson.dumps({"input": items, "response": response, "streamed": job.is_streamed}),
+            len(items) + len(response["output"]),
+        )
+
+    async def _keep(self, job: ResponseJob, items: list[JSONObject]) -> None:
         response = job.response()
         if response["store"]:
-            things = len(record["history"]) + len(record["input"]) + len(response["output"])
-            kept = await offload(lambda: orjson.dumps(record | {"response": response}), things)
-            await self._store.put(job.owner, job.id, kept)
+            record = await self._record(job, items)
+            await self._store.put(job.owner, job.id, record, response["previous_response_id"])
 
-    async def _stream(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> Chunks:
+    async def _stream(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> Chunks:
         numbers = count()
-        async with aclosing(job.events(outputs)) as items:
-            async for events in items:
+        async with aclosing(job.events(outputs)) as happened:
+            async for events in happened:
                 if job.done:
-                    await self._keep(job, record)  # before the client hears of the end, and goes on from it
+                    await self._keep(job, items)  # before the client hears of the end, and goes on from it
                 if events:
                     yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
     async def _in_background(
-        self, job: ResponseJob, outputs: Outputs, record: JSONObject, place: Place | None
-    ) -> bytes:
-        """Answer at once; the response can be fetched, and cancelled, while it is made and afterwards."""
-        await self._keep(job, record)
+        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], body: ResponsesRequest
+    ) -> Answer:
+        """Answer at once; the response can be fetched, followed and cancelled, while it is made and afterwards."""
+        asked = body.model_dump(mode="json", exclude_unset=True)
+        again = await offload(lambda: orjson.dumps({"body": asked, "items": items}), len(items))
+        record = await self._record(job, items)
+        await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker)
+        hold = None if body.place is None else body.place.hand_over()
+        self._begin(self._make(job, outputs, items), hold)
+        return follow(self._store, job.owner, job.id, -1) if body.stream else orjson.dumps(job.response())
+
+    def _begin(self, making: Coroutine[Any, Any, None], hold: Hold | None = None) -> None:
         # It waits in the queue by itself, and holds what the request that asked for it holds of its key's limits.
-        hold = None if place is None else place.hand_over()
-        task = asyncio.create_task(self._make(job, outputs, record), context=Context())  # Ray's is the request's
+        task = asyncio.create_task(making, context=Context())  # Ray's is the request's
         if hold is not None:
             task.add_done_callback(lambda _: hold.end())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-        return orjson.dumps(job.response())
 
-    async def _make(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
-        making = asyncio.create_task(self._run(job, outputs, record))
+    async def _make_again(self, lost: LostJob) -> None:
+        """A response whose maker is gone, from its request; what was told of it is not told again."""
+        record: JSONObject = orjson.loads(lost.record)
+        job, asked = record["response"], orjson.loads(lost.job)
+        try:
+            body = await ResponsesRequest.read(asked["body"])
+            check_model(body.model, self._llm)
+            started = self._start(lost.response_id, body, asked["items"], lost.owner, job["created_at"], lost.tokens)
+            made, outputs = await started
+        except (EngineUnavailableError, OverloadedError):
+            await self._store.release(lost.response_id)
+            return
+        except Exception as error:
+            known = as_known_error(error, lost.response_id)
+            job |= {"status": "failed", "error": {"code": "server_error", "message": known.message}}
+            told = _told([{"type": "response.failed", "response": job}], lost.last, lost.tokens)
+            ended = orjson.dumps(record)
+            await self._store.put(
+                lost.owner, lost.response_id, ended, None, None, self._maker, told if record["streamed"] else None
+            )
+            return
+        made.last = lost.last
+        await self._make(made, outputs, asked["items"])
+
+    async def _make(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
+        making = asyncio.create_task(self._run(job, outputs, items))
         cancelled = asyncio.create_task(self._store.until_cancelled(job.owner, job.id))
         try:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
@@ -126,14 +195,46 @@ class CreateResponse:
                 task.cancel()
             await asyncio.gather(making, cancelled, return_exceptions=True)
 
-    async def _run(self, job: ResponseJob, outputs: Outputs, record: JSONObject) -> None:
+    async def _run(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
         try:
             with self._lifecycle.admit() as ongoing, ongoing:
-                async with aclosing(job.events(outputs)) as events:
-                    await anext(events)
-                    await self._keep(job, record)  # so that it is shown as begun
-                    async for _ in events:
-                        pass
+                await self._tell(job, outputs, items)
+        except ShuttingDownError:
+            await self._store.release(job.id)
         except Exception as error:
             job.fail(error)
-        await self._keep(job, record)
+            await self._put(job, items, [{"type": "response.failed", "response": job.response()}])
+
+    async def _tell(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
+        shown = job.last >= 0  # as begun
+        async with aclosing(job.events(outputs, begun=shown)) as happened:
+            async for events in happened:
+                if job.done or not shown:
+                    shown = True
+                    await self._put(job, items, events)
+                elif events and job.is_streamed:
+                    await self._store.append(job.id, self._maker, _told(events, job.last, job.tokens))
+                job.last += len(events)
+
+    async def _put(self, job: ResponseJob, items: list[JSONObject], events: Events) -> None:
+        told = _told(events, job.last, job.tokens) if events and job.is_streamed else None
+        await self._store.put(job.owner, job.id, await self._record(job, items), None, None, self._maker, told)
+
+
+def _told(events: Events, last: int, tokens: int) -> ToldEvents:
+    numbered = [event | {"sequence_number": number} for number, event in enumerate(events, last + 1)]
+    return ToldEvents(last + len(events), tokens, orjson.dumps(numbered))
+
+
+async def follow(store: ResponseStore, owner: str, response_id: str, after: int) -> Chunks:
+    """The events of a response in the background that come after the number ``after``, as they come."""
+    while (found := await store.follow(owner, response_id, after)) is not None:
+        batches, status = found
+        told = [event for batch in batches for event in orjson.loads(batch) if event["sequence_number"] > after]
+        if told:
+            after = told[-1]["sequence_number"]
+            yield b"".join(map(named_event, told))
+        elif status not in UNFINISHED:
+            return
+        else:
+            yield WAITING

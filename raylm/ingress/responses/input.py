@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
@@ -91,6 +92,12 @@ Input = Annotated[
     str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)],
     OneOf("expected a string or an array of items, but got {got}"),
 ]
+
+
+def made_id(kind: str, response_id: str, place: int) -> str:
+    """The id of an item of a response, or of a call ("call") in it."""
+    digest = hashlib.blake2b(f"{kind} {place} {response_id}".encode(), digest_size=16).hexdigest()
+    return f"{_PREFIXES.get(kind, kind)}_{digest}"
 
 
 def new_id(kind: str) -> str:

@@ -14,7 +14,7 @@ from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.outputs import Usage
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
-from raylm.ingress.responses.input import new_id, text_part
+from raylm.ingress.responses.input import made_id, text_part
 from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,11 +28,18 @@ Events = list[JSONObject]
 class ResponseJob:
     """Owns the state of one response; ``response`` is what clients get of it at any time.
 
-    ``owner`` is the name of the key that it was asked for with.
+    ``owner`` is the name of the key that it was asked for with. ``tokens`` have been read of the answer; those that
+    were told before are read again without events. Of the events in the background the newest has the number ``last``.
     """
 
     def __init__(
-        self, response_id: str, owner: str, body: ResponsesRequest, params: SamplingParams, items: ResponseItems
+        self,
+        response_id: str,
+        owner: str,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        items: ResponseItems,
+        created_at: int,
     ) -> None:
         self.id = response_id
         self.owner = owner
@@ -40,9 +47,15 @@ class ResponseJob:
         self.status = "queued"
         self._body = body
         self._params = params
-        self._created_at = int(time.time())
+        self.tokens = 0
+        self.last = -1
+        self._created_at = created_at
         self._usage: Usage | None = None
         self._error: RayLMError | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self._body.stream)
 
     @property
     def done(self) -> bool:
@@ -69,8 +82,10 @@ class ResponseJob:
             }
         return shown
 
-    async def events(self, outputs: Outputs) -> AsyncGenerator[Events, None]:
+    async def events(self, outputs: Outputs, *, begun: bool = False) -> AsyncGenerator[Events, None]:
         """Read the one sequence to its end; every item is what happened since the last one.
+
+        Of a response that was ``begun`` before nothing is told again.
 
         An error is raised if nothing was generated at all, and becomes an event later on.
         """
@@ -79,9 +94,8 @@ class ResponseJob:
                 with renamed(PARAM_NAMES):
                     output = await anext(outputs)
                 self.status, self._usage = "in_progress", Usage()
-                events = [
-                    {"type": f"response.{kind}", "response": self.response()} for kind in ("created", "in_progress")
-                ]
+                kinds = () if begun else ("created", "in_progress")
+                events = [{"type": f"response.{kind}", "response": self.response()} for kind in kinds]
                 yield events + self._take(output)
                 async for output in outputs:
                     yield self._take(output)
@@ -101,7 +115,9 @@ class ResponseJob:
         assert self._usage is not None
         self._usage.count(output)
         for delta in output.deltas:
-            events += self.items.add(delta)
+            self.tokens += len(delta.token_ids)
+            news = self.items.add(delta)
+            events += [] if delta.told else news
             if delta.finish_reason is not None:
                 self.status = "incomplete" if delta.finish_reason == "length" else "completed"
                 events += self.items.finish(self.status)
@@ -146,10 +162,12 @@ _PIECES = {"reasoning": "reasoning_text", "message": "output_text", "function_ca
 class ResponseItems:
     """Reasoning, text and calls, each an item that is opened, grows, and is closed before the next one opens.
 
-    ``items`` are brought up to date when they are closed. Events lack their sequence_number: the sender counts it.
+    ``items`` are brought up to date when they are closed; their ids are the same when a response is made again. Events
+    lack their sequence_number: the sender counts it.
     """
 
-    def __init__(self, tokens: TokenTexts, *, with_logprobs: bool) -> None:
+    def __init__(self, response_id: str, tokens: TokenTexts, *, with_logprobs: bool) -> None:
+        self._response_id = response_id
         self.items: list[JSONObject] = []
         self._tokens = tokens
         self._with_logprobs = with_logprobs
@@ -164,14 +182,18 @@ class ResponseItems:
         if self._with_logprobs:
             entries = (delta.logprobs or [])[delta.reasoning_tokens :]
             self._pending += chat_logprobs(entries, self._tokens)["content"].values
+        calls = list(delta.tool_calls or ())
+        if calls and self._kind == "function_call" and calls[0].index == self._call:  # before text that follows it
+            events.append(self._grow(calls.pop(0).arguments))
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
             if text:
                 events += [] if self._kind == kind else self._open(kind)
                 events.append(self._grow(text))
-        for call in delta.tool_calls or ():
+        for call in calls:
             if call.index != self._call:
                 self._call = call.index
-                events += self._open("function_call", call_id=call.id or "", name=call.name or "")
+                call_id = made_id("call", self._response_id, call.index)
+                events += self._open("function_call", call_id=call_id, name=call.name or "")
             if call.arguments:
                 events.append(self._grow(call.arguments))
         return events
@@ -183,7 +205,8 @@ class ResponseItems:
     def _open(self, kind: str, **fields: str) -> Events:
         events = self._close("completed")
         self._kind, self._pieces, self._logprobs = kind, [], []
-        item = {"id": new_id(kind), "type": kind, "status": "in_progress"} | _EMPTY[kind] | fields
+        item_id = made_id(kind, self._response_id, len(self.items))
+        item = {"id": item_id, "type": kind, "status": "in_progress"} | _EMPTY[kind] | fields
         self.items.append(item)
         events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)})
         if kind != "function_call":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from raylm.errors import InvalidRequestError, NotFoundError
@@ -12,6 +12,7 @@ from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.openai.fields import unsupported
+from raylm.ingress.responses.create import follow
 from raylm.ingress.responses.store import ResponseStore
 
 _MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
@@ -19,10 +20,21 @@ _MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
 
 def response_routes(store: ResponseStore) -> list[Route]:
     async def retrieve(request: Request) -> Response:
-        _check_query(request, {"include", "include[]", "stream"})
-        if request.query_params.get("stream", "false") != "false":
-            raise unsupported("stream", "a stored response is not streamed again; fetch it whole.")
-        return json_response((await _record(store, request))["response"])
+        _check_query(request, {"include", "include[]", "stream", "starting_after", "include_obfuscation"})
+        query, record = request.query_params, await _record(store, request)
+        if query.get("include_obfuscation", "false") != "false":
+            raise unsupported("include_obfuscation", "obfuscation is not supported; give false.")
+        if query.get("stream", "false") == "false":
+            if "starting_after" in query:
+                raise InvalidRequestError("'starting_after' needs 'stream' to be true.", param="starting_after")
+            return json_response(record["response"])
+        if not (record["response"]["background"] and record["streamed"]):
+            raise unsupported("stream", "only what was asked for with 'background' and 'stream' can be followed.")
+        after = query.get("starting_after")
+        if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):
+            raise InvalidRequestError("'starting_after' must be the number of an event.", param="starting_after")
+        events = follow(store, *_names(request), -1 if after is None else int(after))
+        return StreamingResponse(events, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
 
     async def delete(request: Request) -> Response:
         owner, response_id = _names(request)

@@ -1,112 +1,383 @@
-"""ResponseStore: owns the stored responses of an application; one replica keeps it itself, several share an actor."""
+"""ResponseStore: owns an application's stored responses, in SQLite; several replicas share it as an actor."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, defaultdict
+import sqlite3
+import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import quote
 
 import orjson
 
+from raylm.config import Config
 from raylm.ingress.http.body import JSONObject
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-_UNFINISHED = ("queued", "in_progress")
+T = TypeVar("T")
+
+MEMORY = ":memory:"
+LEASE_S = 5.0  # after which a job whose maker has not renewed it is another's
+MOST_MAKERS = 3  # of one job; who brings down as many is failed
+_FOLLOW_S = 5.0
+_ROW_BYTES = 512  # what a row counts beside its content
+UNFINISHED = ("queued", "in_progress")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0,
+    record BLOB NOT NULL, job BLOB, maker TEXT, makers INTEGER NOT NULL DEFAULT 0, lease REAL NOT NULL DEFAULT 0,
+    used REAL NOT NULL, place INTEGER NOT NULL, size INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_previous ON responses (previous);
+CREATE INDEX IF NOT EXISTS by_place ON responses (place);
+CREATE INDEX IF NOT EXISTS by_use ON responses (used);
+CREATE INDEX IF NOT EXISTS by_status ON responses (status, lease);
+CREATE INDEX IF NOT EXISTS by_size ON responses (owner, size);
+CREATE TABLE IF NOT EXISTS events (
+    response TEXT NOT NULL, last INTEGER NOT NULL, tokens INTEGER NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (response, last)
+) WITHOUT ROWID;
+"""
+_LEAF = "NOT EXISTS (SELECT 1 FROM responses later WHERE later.previous = responses.id)"
+
+
+@dataclass(frozen=True, slots=True)
+class ToldEvents:
+    """JSON of an array of events, of which the newest has the number ``last``; so many ``tokens`` are told by then."""
+
+    last: int
+    tokens: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LostJob:
+    """A response whose maker is gone: its record, the job, and what was told of it so far (-1 and 0 for nothing)."""
+
+    owner: str
+    response_id: str
+    record: bytes
+    job: bytes
+    last: int
+    tokens: int
 
 
 class ResponseStore:
-    """In memory, bounded by number and bytes. An actor, or a plain object.
+    """In the file ``path``, or in memory. An actor, or a plain object; all work on the file is done by one thread.
 
-    A response belongs to its ``owner``, the name of an API key ("" without keys), and is found with that alone. What
-    goes beyond the bounds goes at the cost of the owner that holds most: its least recently used ones are dropped.
-    A record is {"response": …, "input": items, "history": items}, as JSON.
+    A response belongs to its ``owner``, the name of an API key ("" without keys), and is found with that alone. Its
+    record is {"response": …, "input": items}, as JSON. A conversation is the chain of responses that ``previous``
+    makes, each of which is kept once. Of each owner ``max_bytes`` are kept, and nothing that was not used for
+    ``max_age_s``; the least recently used goes first, and of a conversation its end before what leads to it.
+
+    A ``job`` is what makes an unfinished response anew. It has a maker, which renews it; after LEASE_S without that it
+    is lost, and handed to the next that asks.
     """
 
-    def __init__(self, max_responses: int = 4096, max_bytes: int = 128 * 2**20) -> None:
-        self._max_responses = max_responses
+    def __init__(
+        self,
+        path: str = MEMORY,
+        max_bytes: int = 128 * 2**20,
+        max_age_s: float = 30 * 24 * 3600.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._max_bytes = max_bytes
-        self._records: defaultdict[str, OrderedDict[str, bytes]] = defaultdict(OrderedDict)
-        self._counts: Counter[str] = Counter()
-        self._sizes: Counter[str] = Counter()
+        self._max_age_s = max_age_s
+        self._clock = clock
         self._cancelled: dict[str, asyncio.Event] = {}
+        self._told: dict[str, asyncio.Event] = {}
+        self._thread = ThreadPoolExecutor(1, "responses")
+        self._database = sqlite3.connect(path, timeout=30, check_same_thread=False)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        self._database.executescript(_SCHEMA)
 
-    async def put(self, owner: str, response_id: str, record: bytes) -> None:
-        """Keep a record; older ones go when there are too many, and a cancelled one stays as it is."""
-        known = self._find(owner, response_id)
-        if known is not None and _status(known) == "cancelled":
-            return
-        self._set(owner, response_id, record)
-        while self._counts.total() > self._max_responses:
-            self._drop_oldest(self._counts)
-        while self._sizes.total() > self._max_bytes and self._counts.total() > 1:
-            self._drop_oldest(self._sizes)
+    async def put(
+        self,
+        owner: str,
+        response_id: str,
+        record: bytes,
+        previous: str | None = None,
+        job: bytes | None = None,
+        maker: str | None = None,
+        events: ToldEvents | None = None,
+    ) -> None:
+        """Keep a record, and with it what it comes to as events; one that has ended stays as it is.
+
+        Where there is a ``maker``, a record without a ``job`` is a later state of one with it, and is dropped unless
+        this still is its maker.
+        """
+
+        def work() -> None:
+            now, status = self._clock(), _status(record)
+            if job is not None or maker is None:
+                place = self._one("SELECT COALESCE(MAX(place), 0) + 1 FROM responses")[0]
+                self._database.execute(
+                    "INSERT INTO responses (id, owner, previous, status, record, job, maker, lease, used, place, size) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (response_id, owner, previous, status, record, job, maker, now + LEASE_S, now, place,
+                     len(record) + len(job or b"") + _ROW_BYTES),
+                )  # fmt: skip
+                self._touch_chain(owner, previous, now)
+            else:
+                if events is not None:
+                    self._tell(response_id, maker, events)
+                self._database.execute(
+                    "UPDATE responses SET status = ?1, record = ?2, used = ?3, size = size + ?4 - LENGTH(record),"
+                    " job = CASE WHEN ?5 THEN job END WHERE id = ?6 AND maker = ?7 AND status IN"
+                    " ('queued', 'in_progress')",
+                    (status, record, now, len(record), status in UNFINISHED, response_id, maker),
+                )
+            self._make_room(owner, response_id, now)
+
+        await self._do(work)
+        self._wake(self._told, response_id)
+
+    async def append(self, response_id: str, maker: str, events: ToldEvents) -> None:
+        """Keep events of a response, unless it has ended or another one is its maker now."""
+        await self._do(lambda: self._tell(response_id, maker, events))
+        self._wake(self._told, response_id)
 
     async def get(self, owner: str, response_id: str) -> bytes | None:
-        record = self._find(owner, response_id)
-        if record is not None:
-            self._records[owner].move_to_end(response_id)
-        return record
+        def work() -> bytes | None:
+            found = self._row(owner, response_id, "record")
+            if found is None:
+                return None
+            self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (self._clock(), response_id))
+            return cast(bytes, found[0])
+
+        return await self._do(work)
+
+    async def history(self, owner: str, response_id: str) -> list[bytes] | None:
+        """The records of a conversation that ends with a response, oldest first; None unless all are there."""
+
+        def work() -> list[bytes] | None:
+            chain = self._database.execute(
+                "WITH RECURSIVE chain (id, previous, record, depth) AS ("
+                " SELECT id, previous, record, 0 FROM responses WHERE id = ? AND owner = ? AND NOT deleted"
+                " UNION ALL SELECT r.id, r.previous, r.record, depth + 1 FROM chain JOIN responses r"
+                " ON r.id = chain.previous AND r.owner = ?)"
+                " SELECT record, previous FROM chain ORDER BY depth DESC",
+                (response_id, owner, owner),
+            ).fetchall()
+            return [record for record, _ in chain] if chain and chain[0][1] is None else None
+
+        return await self._do(work)
+
+    async def follow(self, owner: str, response_id: str, after: int) -> tuple[list[bytes], str] | None:
+        """Arrays of events of which some come ``after`` a number, and the status; waits for some, but not for ever.
+
+        None if there is no such response.
+        """
+
+        def work() -> tuple[list[bytes], str] | None:
+            if (found := self._row(owner, response_id, "status")) is None:
+                return None
+            rows = self._database.execute(
+                "SELECT data FROM events WHERE response = ? AND last > ? ORDER BY last", (response_id, after)
+            )
+            return [data for (data,) in rows], found[0]
+
+        told = self._told.setdefault(response_id, asyncio.Event())
+        found = await self._do(work)
+        if found is None or found[1] not in UNFINISHED:
+            self._wake(self._told, response_id)
+        elif not found[0]:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FOLLOW_S):
+                    await told.wait()
+            return await self._do(work)
+        return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Forget a record; whether there was one. One that is being made is cancelled too."""
-        if self._find(owner, response_id) is None:
-            return False
-        self._drop(owner, response_id)
-        self._wake(response_id)
-        return True
+        """Forget a record; whether there was one. What was built on it keeps what it needs of it."""
+
+        def work() -> bool:
+            if self._row(owner, response_id, "id") is None:
+                return False
+            self._database.execute(
+                "UPDATE responses SET deleted = 1, job = NULL, status = 'cancelled' WHERE id = ?", (response_id,)
+            )
+            self._drop_unneeded(response_id)
+            return True
+
+        found = await self._do(work)
+        self._wake(self._cancelled, response_id)
+        self._wake(self._told, response_id)
+        return found
 
     async def cancel(self, owner: str, response_id: str) -> bytes | None:
         """Mark an unfinished response as cancelled, wake the replica that makes it, and return its record."""
-        record = self._find(owner, response_id)
-        if record is None or _status(record) not in _UNFINISHED:
-            return record
-        content: JSONObject = orjson.loads(record)
-        content["response"]["status"] = "cancelled"
-        self._set(owner, response_id, orjson.dumps(content))
-        self._wake(response_id)
-        return self._records[owner][response_id]
+
+        def work() -> bytes | None:
+            found = self._row(owner, response_id, "record, status")
+            if found is None or found[1] not in UNFINISHED:
+                return None if found is None else cast(bytes, found[0])
+            return self._end(response_id, found[0], "cancelled", None)
+
+        found = await self._do(work)
+        self._wake(self._cancelled, response_id)
+        self._wake(self._told, response_id)
+        return found
 
     async def until_cancelled(self, owner: str, response_id: str) -> None:
         """Wait until it is cancelled or deleted; one waiter a response, the replica that makes it."""
         event = self._cancelled.setdefault(response_id, asyncio.Event())
         try:
-            record = self._find(owner, response_id)
-            if record is not None and _status(record) in _UNFINISHED:
+            found = await self._do(lambda: self._row(owner, response_id, "status"))
+            if found is not None and found[0] in UNFINISHED:
                 await event.wait()
         finally:
             self._cancelled.pop(response_id, None)
 
-    def _find(self, owner: str, response_id: str) -> bytes | None:
-        return self._records[owner].get(response_id) if owner in self._records else None
+    async def renew(self, maker: str, most: int) -> list[LostJob]:
+        """The maker lives; it gets at most so many jobs of makers that do not, and is theirs now."""
 
-    def _set(self, owner: str, response_id: str, record: bytes) -> None:
-        if self._find(owner, response_id) is not None:
-            self._drop(owner, response_id)
-        self._records[owner][response_id] = record
-        self._counts[owner] += 1
-        self._sizes[owner] += len(record)
+        def work() -> list[LostJob]:
+            now = self._clock()
+            unfinished = "status IN ('queued', 'in_progress')"
+            self._database.execute(
+                f"UPDATE responses SET lease = ? WHERE maker = ? AND {unfinished}", (now + LEASE_S, maker)
+            )
+            lost = self._database.execute(
+                f"SELECT id, owner, record, job, makers FROM responses WHERE {unfinished} AND lease < ?"
+                " ORDER BY place LIMIT ?",
+                (now, most),
+            ).fetchall()
+            taken = []
+            for response_id, owner, record, job, makers in lost:
+                if job is None or makers + 1 >= MOST_MAKERS:
+                    why = f"The server ended {makers + 1} times while this response was made."
+                    self._end(response_id, record, "failed", {"code": "server_error", "message": why})
+                    continue
+                self._database.execute(
+                    "UPDATE responses SET maker = ?, makers = makers + 1, lease = ? WHERE id = ?",
+                    (maker, now + LEASE_S, response_id),
+                )
+                newest = "SELECT last, tokens FROM events WHERE response = ? ORDER BY last DESC LIMIT 1"
+                last, tokens = self._one(newest, response_id) or (-1, 0)
+                taken.append(LostJob(owner, response_id, record, job, last, tokens))
+            return taken
 
-    def _drop_oldest(self, held: Counter[str]) -> None:
-        """Of the owner that holds most by ``held``."""
-        owner = max(held, key=held.__getitem__)
-        self._drop(owner, next(iter(self._records[owner])))
+        return await self._do(work)
 
-    def _drop(self, owner: str, response_id: str) -> None:
-        self._counts[owner] -= 1
-        self._sizes[owner] -= len(self._records[owner].pop(response_id))
+    async def release(self, response_id: str) -> None:
+        """The maker ends in order, or cannot go on with a job; the next one may take it at once."""
+        query = "UPDATE responses SET lease = 0, maker = '', makers = makers - 1 WHERE id = ?"
+        await self._do(lambda: self._database.execute(query, (response_id,)))
 
-    def _wake(self, response_id: str) -> None:
-        if response_id in self._cancelled:
-            self._cancelled[response_id].set()
+    async def _do(self, work: Callable[[], T]) -> T:
+        """One transaction, on the thread; it is carried out whether who waits for it stays or not."""
+
+        def transaction() -> T:
+            with self._database:
+                return work()
+
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, transaction))
+
+    def _one(self, query: str, *values: object) -> Any:
+        return self._database.execute(query, values).fetchone()
+
+    def _row(self, owner: str, response_id: str, columns: str) -> Any:
+        """Of a response that its owner can find."""
+        return self._one(
+            f"SELECT {columns} FROM responses WHERE id = ? AND owner = ? AND NOT deleted", response_id, owner
+        )
+
+    def _tell(self, response_id: str, maker: str, events: ToldEvents) -> None:
+        mine = "id = ? AND maker = ? AND status IN ('queued', 'in_progress')"
+        told = self._database.execute(
+            f"INSERT INTO events SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM responses WHERE {mine})",
+            (response_id, events.last, events.tokens, events.data, response_id, maker),
+        )
+        if told.rowcount:
+            size = len(events.data) + _ROW_BYTES
+            self._database.execute("UPDATE responses SET size = size + ? WHERE id = ?", (size, response_id))
+
+    def _end(self, response_id: str, record: bytes, status: str, error: JSONObject | None) -> bytes:
+        content: JSONObject = orjson.loads(record)
+        content["response"] |= {"status": status, "error": error}
+        ended = orjson.dumps(content)
+        self._database.execute(
+            "UPDATE responses SET status = ?, record = ?, job = NULL WHERE id = ?", (status, ended, response_id)
+        )
+        return ended
+
+    def _touch_chain(self, owner: str, response_id: str | None, now: float) -> None:
+        """What a new response goes on from is as recently used as it is."""
+        self._database.execute(
+            "WITH RECURSIVE chain (id) AS (SELECT ? UNION ALL SELECT r.previous FROM chain JOIN responses r"
+            " ON r.id = chain.id WHERE r.previous IS NOT NULL)"
+            " UPDATE responses SET used = ? WHERE owner = ? AND id IN (SELECT id FROM chain)",
+            (response_id, now, owner),
+        )
+
+    def _make_room(self, owner: str, newest: str, now: float) -> None:
+        """Drop what is too old, then what is too much; where all of it leads to the newest, its beginning goes."""
+        while oldest := self._one(
+            f"SELECT id FROM responses WHERE used < ? AND id != ? AND {_LEAF} LIMIT 1", now - self._max_age_s, newest
+        ):
+            self._drop(oldest[0])
+        while self._one("SELECT TOTAL(size) FROM responses WHERE owner = ?", owner)[0] > self._max_bytes:
+            ends = f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {_LEAF} ORDER BY used, place DESC LIMIT 1"
+            others = "SELECT id FROM responses WHERE owner = ? AND id != ? ORDER BY place LIMIT 1"
+            oldest = self._one(ends, owner, newest) or self._one(others, owner, newest)
+            if oldest is None:
+                return
+            self._drop(oldest[0])
+
+    def _drop_unneeded(self, response_id: str | None) -> None:
+        """A deleted response that nothing is built on goes, and then what it was built on, if that is deleted too."""
+        while response_id is not None:
+            query = f"SELECT previous FROM responses WHERE id = ? AND deleted AND {_LEAF}"
+            if (found := self._one(query, response_id)) is None:
+                return
+            self._drop(response_id)
+            response_id = found[0]
+
+    def _drop(self, response_id: str) -> None:
+        self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        self._database.execute("DELETE FROM events WHERE response = ?", (response_id,))
+
+    def _wake(self, waiting: dict[str, asyncio.Event], response_id: str) -> None:
+        if (event := waiting.pop(response_id, None)) is not None:
+            event.set()
 
 
-def open_store(shared_actors: Mapping[str, DeploymentHandle]) -> ResponseStore:
+class SharedResponseStore(ResponseStore):
+    """The store as an actor of the application."""
+
+    def __init__(self, config: Config) -> None:
+        from ray import serve
+
+        super().__init__(store_path(config.ingress.store, serve.get_replica_context().app_name))
+
+
+def open_store(
+    shared_actors: Mapping[str, DeploymentHandle], knob: str | None = None, application: str = ""
+) -> ResponseStore:
     """The store that all replicas share, or one of this replica's own where it is the only one."""
     shared = shared_actors.get("response_store")
-    return ResponseStore() if shared is None else cast(ResponseStore, _RemoteStore(shared))
+    if shared is None:
+        return ResponseStore(store_path(knob, application))
+    return cast(ResponseStore, _RemoteStore(shared))
+
+
+def store_path(knob: str | None, application: str) -> str:
+    """The file that ``ingress.store`` names; by default one of the application's, or none outside of an application."""
+    if knob == MEMORY or (knob is None and not application):
+        return MEMORY
+    named = Path("~/.local/state/raylm") / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)
+    path = named.expanduser()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return str(path)
 
 
 class _RemoteStore:

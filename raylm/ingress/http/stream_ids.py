@@ -1,0 +1,154 @@
+"""The `id:` of a stream's events: who asked for what, how far it was told, and so where another ingress goes on."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from raylm.errors import ConflictError, InvalidRequestError, NotFoundError
+from raylm.frontend import RequestHead, offload
+from raylm.params import SamplingParams
+
+LAST_EVENT_ID = "Last-Event-ID"
+MOST_CHOICES = 11  # more do not fit into MAX_ID
+MAX_ID = 80  # bytes
+_NONCE, _KEY, _FINGERPRINT, _BODY, _MAC = 8, 3, 3, 6, 7  # bytes of the head of an id, in this order
+_HEAD = _NONCE + _KEY + _FINGERPRINT + _BODY + _MAC
+_STATE = 3  # bytes of each choice behind the head
+_VARYING = "_varies"  # what a fingerprint ends with that promises nothing
+_BYTES_A_THING = 64  # which are hashed while Python walks through one thing, at the least
+
+# How far a choice was told; from OPEN on, so many of its tokens more, with all that they come to. USAGE is a state of
+# the first choice, behind the ends of all.
+NOTHING, FIRST_OPENING, TEXT_TO_THE_END, FINISH, USAGE, OPEN = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A body as it was sent, the name of the key that it came with, and its Last-Event-ID, "" without one."""
+
+    content: bytes
+    key: str
+    last_event_id: str
+
+
+class StreamId:
+    """The id of a stream's events: a head that stays, and how far each choice ``was`` told when the stream began.
+
+    One without a head gives no ids: its stream cannot be gone on with.
+    """
+
+    def __init__(self, head: bytes, seed: bytes, was: Sequence[int]) -> None:
+        self._line = b"id: " + head if head else b""
+        self._seed = seed
+        self._was = tuple(was)
+        self._states = bytearray(b"".join(state.to_bytes(_STATE) for state in was))
+
+    def nth(self, place: int, head: RequestHead, params: SamplingParams) -> tuple[RequestHead, SamplingParams]:
+        """``head`` with what was told of prompt ``place``, and ``params`` with a seed that is always the same."""
+        if not self._line:
+            return head, params
+        states = self._was[place * params.n : (place + 1) * params.n]
+        told = [None if state in (TEXT_TO_THE_END, FINISH, USAGE) else max(state - OPEN, 0) for state in states]
+        if params.seed is None:
+            digest = hashlib.blake2b(self._seed, digest_size=8, salt=place.to_bytes(16)).digest()
+            params = replace(params, seed=int.from_bytes(digest) >> 1)
+        return replace(head, told=tuple(told) if told.count(0) < len(told) else ()), params
+
+    def openings_told(self, index: int, openings: int) -> int:
+        """How many of a choice's ``openings`` had been told."""
+        was = self._was[index] if self._was else NOTHING
+        return min(openings, 0 if was == NOTHING else 1 if was == FIRST_OPENING else openings)
+
+    def finish_told(self, index: int) -> bool:
+        return self._was[index] in (FINISH, USAGE)
+
+    def all_told(self, *, with_usage: bool) -> bool:
+        """Whether nothing was left to tell when the stream began."""
+        ends = bool(self._was) and all(self.finish_told(index) for index in range(len(self._was)))
+        return ends and (not with_usage or self._was[0] == USAGE)
+
+    def reach(self, index: int, state: int) -> None:
+        """The next event tells the choice up to there."""
+        if self._line:
+            self._states[_STATE * index : _STATE * (index + 1)] = state.to_bytes(_STATE)
+
+    def line(self) -> bytes:
+        """The line that the next event begins with, which says all that was reached."""
+        return self._line + binascii.b2a_base64(self._states) if self._line else b""
+
+
+UNRESUMABLE = StreamId(b"", b"", ())
+
+
+class StreamIds:
+    """Makes and reads ids; ``secret`` is the same in all ingresses of an application.
+
+    An id is base64 of a nonce, digests of key, fingerprint and body, a MAC of these, and a state of three bytes for
+    each choice. The states are not authenticated: who changes them leaves out or repeats a part of their own answer.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret or os.urandom(32)
+
+    async def open(self, posted: Posted, num_choices: int, fingerprint: str) -> StreamId:
+        """The id of a new stream, or of one that goes on; UNRESUMABLE if it has too many choices or tokens may vary.
+
+        Raises:
+            InvalidRequestError: the id that was sent was not made here, or is damaged.
+            NotFoundError: the stream belongs to another key.
+            ConflictError: the body is another one, or the engines would not give the same tokens any more.
+        """
+        promised = bool(fingerprint) and not fingerprint.endswith(_VARYING)
+        if not posted.last_event_id and (not promised or num_choices > MOST_CHOICES):
+            return UNRESUMABLE
+        work = partial(self._digest, b"body", _BODY, posted.content)
+        parts = [
+            self._digest(b"key", _KEY, posted.key.encode()),
+            self._digest(b"fingerprint", _FINGERPRINT, fingerprint.encode()),
+            await offload(work, len(posted.content) // _BYTES_A_THING),
+        ]
+        if posted.last_event_id:
+            nonce, was = self._read(posted.last_event_id, parts)
+            if len(was) != num_choices or not promised:
+                raise _not_from_here()
+        else:
+            nonce, was = os.urandom(_NONCE), [NOTHING] * num_choices
+        head = nonce + b"".join(parts)
+        seed = self._digest(b"seed", 32, nonce)
+        return StreamId(base64.b64encode(head + self._digest(b"mac", _MAC, head)), seed, was)
+
+    def _read(self, text: str, parts: list[bytes]) -> tuple[bytes, list[int]]:
+        """The nonce and the states of an id, which must hold ``parts``: the digests of key, fingerprint and body."""
+        try:
+            raw = base64.b64decode(text, validate=True) if len(text) <= MAX_ID else b""
+        except ValueError:
+            raw = b""
+        head, mac, states = raw[: _HEAD - _MAC], raw[_HEAD - _MAC : _HEAD], raw[_HEAD:]
+        if len(states) % _STATE or not states or not hmac.compare_digest(mac, self._digest(b"mac", _MAC, head)):
+            raise _not_from_here()
+        key, numbers, body = parts
+        at = _NONCE + _KEY
+        if head[_NONCE:at] != key:
+            raise NotFoundError(f"'{LAST_EVENT_ID}' names no stream of this API key.", param=LAST_EVENT_ID)
+        if head[at : at + _FINGERPRINT] != numbers:
+            message = "names a stream that cannot go on: the model, or what computes it, has changed since."
+            raise ConflictError(f"'{LAST_EVENT_ID}' {message}", param=LAST_EVENT_ID)
+        if head[at + _FINGERPRINT :] != body:
+            message = "names a stream of another body; send the very same bytes."
+            raise ConflictError(f"'{LAST_EVENT_ID}' {message}", param=LAST_EVENT_ID)
+        return head[:_NONCE], [int.from_bytes(states[at : at + _STATE]) for at in range(0, len(states), _STATE)]
+
+    def _digest(self, purpose: bytes, size: int, content: bytes) -> bytes:
+        return hashlib.blake2b(content, digest_size=size, key=self._secret, person=purpose).digest()
+
+
+def _not_from_here() -> InvalidRequestError:
+    message = f"'{LAST_EVENT_ID}' is not the id of an event of such a stream of this server; send the body without it."
+    return InvalidRequestError(message, param=LAST_EVENT_ID)

@@ -1,0 +1,216 @@
+"""Responses in the background: followed while they are made, made again when their maker is gone, never told twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from raylm.config import Config
+from raylm.frontend import AsyncLLM
+from raylm.ingress import build_asgi_app
+from raylm.ingress.responses.create import CreateResponse
+from raylm.ingress.responses.store import LEASE_S
+from tests.ingress.harness import client_of, typed_events
+from tests.ingress.openai.test_openai_schema import check
+from tests.ingress.refused import error_of
+from tests.ingress.writing_engine import SAID, WritingEngine
+
+PATH = "/v1/responses"
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+
+
+class PausingEngine(WritingEngine):
+    """Says ``quota`` messages and then nothing, as if its ingress had been killed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("e", Random(seed))
+        self.quota: int | None = None
+
+    async def outputs(self) -> Any:
+        async for said in super().outputs():
+            while self.quota == 0:  # noqa: ASYNC110 - until it is ended
+                await asyncio.sleep(0.01)
+            if self.quota is not None:
+                self.quota -= 1
+            yield said
+
+
+class Replica:
+    """An ingress on the store in a file."""
+
+    def __init__(self, path: Path, seed: int = 0) -> None:
+        config = Config.model_validate({"model": "embedded", "ingress": {"store": str(path)}})
+        self.llm, self.engine = AsyncLLM(config), PausingEngine(seed)
+        self.llm.add_engine(self.engine)
+        app = build_asgi_app(self.llm, config)
+        (take_over,) = app.state.jobs
+        self.responses: CreateResponse = take_over.__self__
+        self.client = client_of(app)
+
+    async def create(self, **fields: Any) -> httpx.Response:
+        body = {"model": "embedded", "input": "Hi", "background": True} | fields
+        return await self.client.post(PATH, json=body, timeout=20)
+
+    async def follow(self, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
+        query = "stream=true" + ("" if after is None else f"&starting_after={after}")
+        answer = await self.client.get(f"{PATH}/{response_id}?{query}", timeout=20)
+        assert answer.status_code == 200, answer.text
+        text = answer.text.replace(": waiting\n\n", "")
+        return typed_events(text) if text else []
+
+    async def end(self) -> None:
+        """As kill -9: nothing is put in order."""
+        for task in self.responses._background:
+            task.cancel()
+        self.responses._store._thread.shutdown()
+        await self.client.aclose()
+        await self.llm.stop()
+
+
+@asynccontextmanager
+async def replica(path: Path, seed: int = 0) -> AsyncIterator[Replica]:
+    found = Replica(path, seed)
+    yield found
+    await found.end()
+
+
+async def status(client: httpx.AsyncClient, response_id: str) -> dict[str, Any]:
+    """The response, when it has ended."""
+    async with asyncio.timeout(20):
+        while True:
+            found: dict[str, Any] = (await client.get(f"{PATH}/{response_id}")).json()
+            if found["status"] not in ("queued", "in_progress"):
+                check(found, "Response")
+                return found
+            await asyncio.sleep(0.01)
+
+
+def texts(events: list[dict[str, Any]]) -> dict[tuple[int, str], str]:
+    """What the deltas of each item come to."""
+    found: dict[tuple[int, str], str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            place = event["output_index"], event["type"]
+            found[place] = found.get(place, "") + event["delta"]
+    return found
+
+
+async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
+    async with replica(tmp_path / "store") as one:
+        answer = await one.create(stream=True, seed=7, tools=TOOLS, top_logprobs=1)
+        events = typed_events(answer.text.replace(": waiting\n\n", ""))
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        for event in events:
+            check(event, "ResponseStreamEvent")
+        response_id = events[0]["response"]["id"]
+        assert events[-1]["response"] == await status(one.client, response_id)
+        for after in (None, 0, 3, len(events) - 2):
+            assert await one.follow(response_id, after) == events[0 if after is None else after + 1 :]
+        assert (await one.client.get(f"{PATH}/{response_id}?stream=true&starting_after={len(events)}")).text == ""
+        unstreamed = (await one.create()).json()["id"]
+        await status(one.client, unstreamed)
+        assert error_of(await one.client.get(f"{PATH}/{unstreamed}?stream=true"))["param"] == "stream"
+        for query in ("starting_after=x", "starting_after=-2", "starting_after=", "include_obfuscation=true"):
+            error = error_of(await one.client.get(f"{PATH}/{response_id}?stream=true&{query}"))
+            assert error["param"] == query.split("=")[0]
+
+
+@pytest.mark.parametrize("quota", [0, 1, 4, 9])
+@pytest.mark.parametrize("seed", [1, 7])
+@pytest.mark.uses("tool_parsers")
+async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, seed: int) -> None:
+    # Log-probabilities are those of a text's tokens, and which deltas merge decides what counts as such beside calls.
+    fields: dict[str, Any] = {"stream": True, "seed": seed} | ({"tools": TOOLS} if seed == 7 else {"top_logprobs": 1})
+    async with replica(tmp_path / "whole") as calm:
+        answer = await calm.create(**fields)
+        undisturbed = typed_events(answer.text.replace(": waiting\n\n", ""))
+        whole = await status(calm.client, undisturbed[0]["response"]["id"])
+    path, heard = tmp_path / "store", list[dict[str, Any]]()
+    first = Replica(path, seed=1)
+    first.engine.quota = quota
+    asking = asyncio.create_task(first.create(**fields))
+    store = first.responses._store
+    async with asyncio.timeout(20):
+        while first.engine.quota and not asking.done():  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.01)
+        while not (found := store._database.execute("SELECT id FROM responses").fetchall()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+    ((response_id,),) = found
+    told = await store.follow("", response_id, -1) if quota else None
+    if told is not None:
+        for batch in told[0]:
+            heard += httpx.Response(200, content=batch).json()
+    asking.cancel()
+    await first.end()
+    async with replica(path, seed=5) as second:
+        await second.responses.take_over_once()
+        assert not second.engine.added  # the lease has not run out
+        second.responses._store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,))
+        await second.responses.take_over_once()
+        ended = await status(second.client, response_id)
+        heard += await second.follow(response_id, heard[-1]["sequence_number"] if heard else None)
+    assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
+    assert [heard[0]["type"], heard[-1]["type"]] == ["response.created", "response.completed"]
+    assert texts(heard) == texts(undisturbed)
+    assert heard[-1]["response"] == ended  # where it was done before, no one made it again
+    for item, other in zip(ended["output"], whole["output"], strict=True):
+        same = {"id", "call_id"}
+        assert {k: v for k, v in item.items() if k not in same} == {k: v for k, v in other.items() if k not in same}
+    ids = {event["item"]["id"] for event in heard if event["type"] == "response.output_item.done"}
+    assert ids == {item["id"] for item in ended["output"]} == {e["item_id"] for e in heard if "item_id" in e}
+    assert ended["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+async def test_what_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    first = Replica(path)
+    first.engine.quota = 0
+    response_id = (await first.create(seed=1)).json()["id"]
+    database = first.responses._store._database
+    job = database.execute("SELECT job FROM responses").fetchone()[0].replace(b'"embedded"', b'"other"')
+    database.execute("UPDATE responses SET job = ?, lease = 0", (job,))
+    database.commit()
+    await first.end()
+    async with replica(path) as second:
+        await second.responses.take_over_once()
+        found = await status(second.client, response_id)
+        assert found["status"] == "failed"
+        assert "other" in found["error"]["message"]
+
+
+async def test_an_ingress_that_ends_leaves_its_responses_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    first = Replica(path)
+    first.engine.quota = 1
+    response_id = (await first.create(seed=0)).json()["id"]
+    async with replica(path) as second:
+        await asyncio.sleep(0.1)
+        await first.responses._lifecycle.drain(0.0)
+        while not second.engine.added:
+            await second.responses.take_over_once()
+        found = await status(second.client, response_id)
+        assert found["output"][0]["content"][0]["text"] == SAID[0]
+    await first.end()
+
+
+async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    async with replica(path) as first:
+        one = (await first.create(background=False, seed=0)).json()
+        two = (await first.create(background=False, seed=0, previous_response_id=one["id"])).json()
+    async with replica(path) as second:
+        assert (await second.client.get(f"{PATH}/{two['id']}")).json() == two
+        answer = await second.create(background=False, seed=0, previous_response_id=two["id"])
+        assert answer.status_code == 200
+        assert len(second.engine.added[-1].prompt_token_ids) > len(first.engine.added[-1].prompt_token_ids)
+        await second.client.delete(f"{PATH}/{one['id']}")
+        again = await second.create(background=False, seed=0, previous_response_id=two["id"])
+        assert again.json()["output"][0]["content"] == answer.json()["output"][0]["content"]

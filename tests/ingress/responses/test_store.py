@@ -1,0 +1,194 @@
+"""ResponseStore: what is kept, for whom and how long, what a restart finds, and who makes what is not done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import orjson
+import pytest
+
+from raylm.ingress.responses.store import LEASE_S, MOST_MAKERS, ResponseStore, ToldEvents, store_path
+
+
+class Clock:
+    """Goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def record(text: str = "", status: str = "completed") -> bytes:
+    return orjson.dumps({"response": {"status": status, "output": []}, "input": [], "text": text})
+
+
+async def kept(store: ResponseStore, names: str, owner: str = "") -> str:
+    """Which of the responses are there; looking at them does not make them used."""
+    return "".join([name for name in names if store._row(owner, name, "id") is not None])
+
+
+async def test_a_conversation_is_kept_once() -> None:
+    store = ResponseStore(max_bytes=2**20)
+    text = "x" * 1500
+    for number in range(399):
+        before = str(number - 1) if number else None
+        await store.put("", str(number), record(f"{number} {text}"), before)
+    history = await store.history("", "398")
+    assert history is not None
+    assert [orjson.loads(one)["text"].split()[0] for one in history] == [str(number) for number in range(399)]
+    assert await store.history("", "399") is None
+    assert await store.history("other", "398") is None
+    (size,) = store._one("SELECT SUM(size) FROM responses")
+    assert size < 399 * 2200
+
+
+async def test_what_was_deleted_stays_for_what_was_built_on_it() -> None:
+    store = ResponseStore()
+    for name, before in (("a", None), ("b", "a"), ("c", "b"), ("d", "b")):
+        await store.put("", name, record(name), before)
+    for name in "ab":
+        assert await store.delete("", name)
+        assert not await store.delete("", name)
+        assert await store.get("", name) is None
+        assert await store.history("", name) is None
+    history = await store.history("", "c")
+    assert history is not None
+    assert [orjson.loads(one)["text"] for one in history] == ["a", "b", "c"]
+    await store.delete("", "c")
+    assert store._one("SELECT COUNT(*) FROM responses") == (3,)
+    await store.delete("", "d")
+    assert store._one("SELECT COUNT(*) FROM responses") == (0,)
+
+
+async def test_the_least_recently_used_goes_and_of_a_conversation_its_end() -> None:
+    size = len(record("x" * 400)) + 512
+    store = ResponseStore(max_bytes=3 * size, clock=Clock())
+    for name in "abc":
+        await store.put("", name, record("x" * 400))
+    await store.get("", "a")
+    await store.put("", "d", record("x" * 400))
+    assert await kept(store, "abcd") == "acd"
+    await store.put("", "e", record("x" * 400), "d")  # so that d is used too
+    assert await kept(store, "abcde") == "ade"
+    await store.put("", "f", record("x" * 400))
+    assert await kept(store, "abcdef") == "def"
+    await store.put("", "g", record("x" * 400))
+    assert await kept(store, "abcdefg") == "dfg"  # e, which is built on d, went before it
+    for name, before in zip("hij", "ghi", strict=True):
+        await store.put("", name, record("x" * 400), before)
+    assert await kept(store, "abcdefghij") == "hij"
+    assert await store.history("", "j") is None  # it has lost its beginning
+
+
+async def test_an_owner_who_stores_much_loses_their_own() -> None:
+    store = ResponseStore(max_bytes=10_000, clock=Clock())
+    await store.put("quiet", "first", record())
+    for number in range(40):
+        await store.put("busy", str(number), record("x" * 1000))
+    assert await store.get("quiet", "first") == record()
+    assert await store.get("busy", "39") is not None
+    assert await store.get("busy", "0") is None
+    (size,) = store._one("SELECT SUM(size) FROM responses WHERE owner = 'busy'")
+    assert 8_000 < size <= 10_000
+
+
+async def test_the_old_goes() -> None:
+    clock = Clock()
+    store = ResponseStore(max_age_s=100, clock=clock)
+    for name, before in (("a", None), ("b", None), ("c", "b")):
+        await store.put("", name, record(), before)
+    clock.now += 90
+    await store.get("", "b")
+    clock.now += 90
+    await store.put("", "d", record())
+    assert await kept(store, "abcd") == "bd"
+
+
+async def test_any_history_of_puts_and_deletes_against_a_plain_model() -> None:
+    luck, store = Random(3), ResponseStore()
+    chains: dict[str, list[str]] = {}  # what is there, by what leads to it
+    for number in range(300):
+        name, before = str(number), luck.choice([None, *chains])
+        await store.put("", name, record(name), before)
+        chains[name] = [*(chains[before] if before else []), name]
+        if luck.random() < 0.4:
+            gone = luck.choice([*chains])
+            assert await store.delete("", gone)
+            del chains[gone]
+        if number % 20 == 0:
+            for name, chain in chains.items():
+                found = await store.history("", name)
+                assert found is not None
+                assert [orjson.loads(one)["text"] for one in found] == chain
+    for name in list(chains):
+        await store.delete("", name)
+    assert store._one("SELECT COUNT(*) FROM responses") == (0,)
+
+
+def told(last: int, tokens: int) -> ToldEvents:
+    return ToldEvents(last, tokens, orjson.dumps([{"sequence_number": last}]))
+
+
+async def test_jobs_survive_their_makers(tmp_path: Path) -> None:
+    path, clock = str(tmp_path / "store.sqlite"), Clock()
+    store = ResponseStore(path, clock=clock)
+    await store.put("me", "a", record("a", "queued"), None, b"job", "first")
+    await store.put("me", "a", record("b", "in_progress"), None, None, "first", told(4, 3))
+    await store.append("a", "first", told(6, 5))
+    assert await store.renew("second", 9) == []
+    clock.now += LEASE_S - 1
+    assert await store.renew("first", 9) == []
+    clock.now += LEASE_S - 1
+    store = ResponseStore(path, clock=clock)  # after the end of all processes
+    assert await store.renew("second", 9) == []
+    clock.now += LEASE_S
+    assert await store.renew("second", 0) == []
+    (lost,) = await store.renew("second", 9)
+    assert (lost.owner, lost.response_id, lost.job, lost.last, lost.tokens) == ("me", "a", b"job", 6, 5)
+    assert await store.renew("third", 9) == []
+    await store.append("a", "first", told(8, 7))  # who has been replaced is not heard
+    await store.put("me", "a", record("stale"), None, None, "first", told(9, 9))
+    found = await store.follow("me", "a", -1)
+    assert found is not None
+    assert [orjson.loads(batch)[0]["sequence_number"] for batch in found[0]] == [4, 6]
+    await store.put("me", "a", record("done"), None, None, "second", told(9, 9))
+    assert await store.get("me", "a") == record("done")
+    clock.now += 2 * LEASE_S
+    assert await store.renew("third", 9) == []
+    found = await store.follow("me", "a", 6)
+    assert found is not None
+    assert ([orjson.loads(batch)[0]["sequence_number"] for batch in found[0]], found[1]) == ([9], "completed")
+    assert await store.follow("other", "a", 6) is None
+
+
+async def test_who_brings_down_its_makers_fails() -> None:
+    clock = Clock()
+    store = ResponseStore(clock=clock)
+    await store.put("", "a", record("", "queued"), None, b"job", "0")
+    for number in range(1, MOST_MAKERS):
+        clock.now += 2 * LEASE_S
+        assert len(await store.renew(str(number), 9)) == 1
+    clock.now += 2 * LEASE_S
+    assert await store.renew("last", 9) == []
+    found = await store.get("", "a")
+    assert found is not None
+    response = orjson.loads(found)["response"]
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    await store.put("", "b", record("", "queued"), None, b"job", "0")
+    for number in range(2 * MOST_MAKERS):  # who ends in order brings nothing down
+        await store.release("b")
+        assert len(await store.renew(str(number), 9)) == 1
+
+
+def test_where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store_path(None, "") == store_path(":memory:", "app") == ":memory:"
+    assert store_path(None, "a/b") == str(tmp_path / ".local/state/raylm/a%2Fb.sqlite")
+    assert (tmp_path / ".local/state/raylm").stat().st_mode & 0o777 == 0o700
+    named: Any = tmp_path / "there" / "x.db"
+    assert store_path(str(named), "app") == str(named)
