@@ -55,6 +55,13 @@ class AuthenticationError(InvalidRequestError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(InvalidRequestError):
+    """The API key is valid, and not for this."""
+
+    status = 403
+    code = "permission_denied"
+
+
 class NotFoundError(InvalidRequestError):
     status = 404
     code = "not_found"
@@ -129,6 +136,14 @@ class EngineCrashedError(EngineDiedError):
 
 class PeerLostError(EngineDiedError):
     """A rank waited in vain for another one, whose end is the cause to report instead."""
+
+
+class CancelledRequestError(RayLMError):
+    """Somebody ended it by DELETE /v1/requests/{id}."""
+
+    status = 499
+    type = "cancelled"
+    code = "cancelled"
 
 
 class ShuttingDownError(EngineUnavailableError):

@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.fleet.loads import Load, Turn
 from benchmarks.rows import Report, parser
 from raylm.engine.block_hashes import ChainedHasher, pack_keys
+from raylm.errors import EngineDiedError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.router import Route, RoutedEngine, Router
 from raylm.messages import (
@@ -31,6 +32,7 @@ from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
+    EngineSnapshot,
     EngineStats,
     LoRAAdapter,
     OtherClients,
@@ -66,6 +68,9 @@ class ToyClient(EngineClient):
 
     async def unload_adapter(self, name: str) -> None:
         """There are none."""
+
+    async def snapshot(self) -> EngineSnapshot:
+        raise EngineDiedError("Nothing is held here.")
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         await asyncio.Event().wait()

@@ -20,7 +20,7 @@ from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
-from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, EngineStats, LoRAAdapter
+from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, EngineSnapshot, EngineStats, LoRAAdapter
 
 logger = logging.getLogger("raylm.engine")
 
@@ -75,6 +75,9 @@ class EngineCoreActor:
     async def load(self) -> tuple[EngineStats, int]:
         """What it does now, and the requests that it holds, or held when it was lost."""
         return self._core.scheduler.stats(), self._core.held_requests
+
+    async def snapshot(self) -> EngineSnapshot:
+        return self._core.scheduler.snapshot()
 
     async def _follow_leases(self) -> None:
         """What a client has open ends when it is gone, whether or not Ray closes its stream."""

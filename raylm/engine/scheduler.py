@@ -18,11 +18,13 @@ from raylm.engine.queues import WaitingQueue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
+from raylm.engine.timelines.observer import Observer
 from raylm.errors import InvalidRequestError, RayLMError
 from raylm.messages import (
     Counters,
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineSnapshot,
     EngineStats,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -45,8 +47,11 @@ class Scheduler:
     sequence has some; alone it always fits, as ``max_model_len`` is at most the pool.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int, observer: Observer | None = None
+    ) -> None:
         self.kv = kv
+        self._observer = observer or Observer()
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(config.policy)
@@ -65,6 +70,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were drawn up."""
+        return self._step
 
     # ---------------------------------------------------------------- requests
 
@@ -103,6 +113,22 @@ class Scheduler:
         """(client, key) of the open requests that use a LoRA adapter."""
         return [name for name, state in self._requests.items() if state.adapter == adapter]
 
+    def snapshot(self) -> EngineSnapshot:
+        """All that is held now; takes time in proportion to the pool."""
+        sequences = list(self._sequences.values())
+        return EngineSnapshot(
+            stats=self.stats(),
+            num_blocks=self.kv.pool.num_blocks,
+            block_size=self.kv.block_size,
+            request_ids=[seq.state.request.request_id for seq in sequences],
+            indexes=[seq.index for seq in sequences],
+            statuses=[seq.status.value for seq in sequences],
+            num_tokens=[len(seq.token_ids) for seq in sequences],
+            num_computed=[seq.num_computed for seq in sequences],
+            block_ids=[self.kv.held_blocks(seq) for seq in sequences],
+            cached=self.kv.pool.cached(),
+        )
+
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
@@ -139,7 +165,10 @@ class Scheduler:
             seq.num_cached = cached
             self.counters.prefix_queries += len(seq.token_ids)
             self.counters.prefix_hits += cached
+        else:
+            seq.next_check = len(seq.token_ids) + 1  # that it has caught up is told
         seq.status = Status.RUNNING
+        self._observer.scheduled(seq, self._step + 1, cached)
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs = []
         seq.num_computed = cached
@@ -155,7 +184,9 @@ class Scheduler:
         while (blocks := self.kv.extend(seq, num_tokens)) is None:
             if place + 1 == len(self.running):
                 return False
-            self._preempt(min(self.running[place + 1 :], key=self._cost_of_preemption))
+            victim = min(self.running[place + 1 :], key=self._cost_of_preemption)
+            self._observer.preempted(victim, seq, self._step + 1)
+            self._preempt(victim)
             plan.close()
         plan.grow(blocks)
         return True
@@ -261,6 +292,7 @@ class Scheduler:
 
     def _check_token(self, seq: Sequence, token: int, outputs: ClientOutputs) -> None:
         """The token just appended is the first or the last one, or might end the sequence."""
+        self._observer.drew(seq, self._seen)
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
             self._complete_prompt(seq, outputs)
         seq.next_check = seq.limit
@@ -324,6 +356,7 @@ class Scheduler:
             self.waiting.remove(seq)
             self.kv.forget(seq)
         seq.status = Status.FINISHED
+        self._observer.ended(seq, self._seen)
         seq.state.open.remove(seq)
         del self._sequences[seq.id]
         self.loads.leave(seq)

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
     from raylm.frontend.threads import LARGE as LARGE
     from raylm.frontend.threads import offload as offload
+    from raylm.frontend.timelines.describe import timeline as timeline
+    from raylm.frontend.timelines.describe import trace as trace
+    from raylm.frontend.timelines.record import Record as Record
+    from raylm.frontend.timelines.ring import Filter as Filter
+    from raylm.frontend.timelines.ring import Timelines as Timelines
     from raylm.frontend.types import ChatRequest as ChatRequest
     from raylm.frontend.types import NamedTool as NamedTool
     from raylm.frontend.types import RequestHead as RequestHead
@@ -36,6 +41,9 @@ _MODULES = {
     "engines.engine_client": ("LocalEngineClient",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "threads": ("LARGE", "offload"),
+    "timelines.describe": ("timeline", "trace"),
+    "timelines.record": ("Record",),
+    "timelines.ring": ("Filter", "Timelines"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }
 

@@ -80,7 +80,17 @@ def build_asgi_app(
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
         endpoint = JSONEndpoint(
-            body, handler, incoming.prepare, lifecycle, throttle, queue, bodies, max_body_bytes, keep_alive, by_key
+            body,
+            handler,
+            incoming.prepare,
+            lifecycle,
+            throttle,
+            queue,
+            bodies,
+            max_body_bytes,
+            keep_alive,
+            async_llm.timelines,
+            by_key,
         )
         return Route(path, endpoint, methods=["POST"])
 

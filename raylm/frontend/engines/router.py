@@ -18,6 +18,7 @@ from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
 from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine, Speed
 from raylm.frontend.input_processor import Limits
+from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 logger = logging.getLogger("raylm.frontend")
@@ -26,22 +27,28 @@ ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
 GUESS = Speed(step_s=0.01, token_s=1e-4)  # before any engine knows its speed
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
+OnSent = Callable[[int, str, tuple[Score, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds."""
+    """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds.
+
+    ``scores`` are those of all engines that were compared, none where there was no choice.
+    """
 
     engine: RoutedEngine
     uncached_tokens: int
     blocks: tuple[int, ...] = ()
+    scores: tuple[Score, ...] = ()
 
 
 class Router:
     """``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests with an error.
 
     A request whose engine is lost goes on on another one: ``resume`` gives it with the tokens it has. Where there is
-    none it waits for one, at most ``recovery_timeout_s``.
+    none it waits for one, at most ``recovery_timeout_s``. ``on_sent`` is told which engine got a request, and what
+    all of them scored.
     """
 
     def __init__(
@@ -51,7 +58,9 @@ class Router:
         resume: Resume,
         recovery_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.time,
+        on_sent: OnSent = lambda key, engine_id, scores: None,
     ) -> None:
+        self._on_sent = on_sent
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
@@ -78,6 +87,11 @@ class Router:
         if len(found) < 2:
             return "".join(found)
         return f"fp_{hashlib.sha256(' '.join(found).encode()).hexdigest()[:16]}_varies"
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Those of the ready engines."""
+        return [engine.client for engine in self._engines.values()]
 
     def stats(self) -> dict[str, EngineStats]:
         return {engine_id: engine.stats for engine_id, engine in self._engines.items()}
@@ -109,6 +123,7 @@ class Router:
         engine, uncached = route.engine, route.uncached_tokens
         engine.begin(request.key, OpenRequest(request.params.n, uncached, route.blocks, self._clock()))
         self._engine_of[request.key] = engine
+        self._on_sent(request.key, engine.client.info.engine_id, route.scores)
         engine.client.add(replace(request, uncached_tokens=uncached) if route.blocks else request)
 
     def leave(self, key: int, *, abort: bool) -> None:
@@ -140,7 +155,9 @@ class Router:
             for route, speed in zip(routes, speeds, strict=True)
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)
-        return random.choice([route for route, cost in zip(routes, costs, strict=True) if cost <= most])
+        picked = random.choice([route for route, cost in zip(routes, costs, strict=True) if cost <= most])
+        scores = tuple(_score(route, cost, now) for route, cost in zip(routes, costs, strict=True))
+        return replace(picked, scores=scores)
 
     def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
         """The engines that can serve a request; at least one, or an error."""
@@ -247,6 +264,13 @@ class Router:
     def _check_ready(self) -> None:
         if not self._engines:
             raise EngineUnavailableError("No engine is ready; try again shortly.")
+
+
+def _score(route: Route, cost: float, now: float) -> Score:
+    engine = route.engine
+    told_s_ago = max(0.0, now - engine.told_at)
+    told = (engine.queued_tokens + engine.stats.others.queued_tokens, engine.sequences, engine.stats.waiting)
+    return (engine.client.info.engine_id, cost, route.uncached_tokens, *told, told_s_ago)
 
 
 def _speeds(engines: list[RoutedEngine]) -> list[Speed]:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError
-from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Throttle
+from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Record, Throttle, Timelines
 from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
@@ -52,20 +52,36 @@ class JSONEndpoint:
     bodies: BodyReader
     max_body_bytes: int
     keep_alive: bytes
+    timelines: Timelines
     by_key: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key, path = scope.get("raylm.key", ""), str(scope["path"])
+        with suppress(ClientDisconnectedError), self.timelines.request(scope["raylm.request_id"], key, path) as record:
+            await self._answer(scope, receive, record.sending(send), record)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
         await self.throttle.enter()
         headers = Headers(scope=scope)
-        with suppress(ClientDisconnectedError), self.lifecycle.admit() as ongoing:
+        with self.lifecycle.admit() as ongoing:
+            record.cancel = ongoing.interrupt
+            record.mark("body")
             self.admission.check(check_head(headers, self.max_body_bytes))
             with _deadline(headers, ongoing) as on_begin:
                 with self.lifecycle.receiving(), ongoing:
                     content = await self.bodies.read(receive, ongoing)
-                await self._serve(content, ongoing, on_begin, scope, receive, send)
+                record.mark("parse")
+                await self._serve(content, ongoing, on_begin, scope, receive, send, record)
 
     async def _serve(
-        self, content: bytes, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
+        self,
+        content: bytes,
+        ongoing: OngoingRequest,
+        on_begin: _Callback,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        record: Record,
     ) -> None:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
@@ -74,6 +90,8 @@ class JSONEndpoint:
                     data = await read_json_object(content)
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = await self.body.read(data)
+                    record.model = getattr(body, "model", None) or ""
+                    record.is_stream = bool(getattr(body, "stream", None))
                     key = (scope.get("raylm.key", ""),) if self.by_key else ()
                     answer = await self.handler(body, scope["raylm.request_id"], *key)
                 if isinstance(answer, (bytes, list)):
