@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray._private.worker", "_global_node"),
         ("ray._private.node", "Node.dead_processes"),
         ("ray._common.utils", "import_attr"),
+        ("ray._private.state", "actors"),
         ("ray._private.state", "jobs"),
         ("ray.serve._private.api", "call_user_app_builder_with_args_if_necessary"),
         ("ray.serve._private.client", "ServeControllerClient.get_serve_details"),

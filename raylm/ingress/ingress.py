@@ -17,9 +17,10 @@ from raylm.engine import engine_core_prefix
 from raylm.errors import ConfigError
 from raylm.frontend import Lifecycle
 from raylm.ingress.callers import Callers
+from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import stop_flag
+from raylm.ray_private import raylm_actors, stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Ingress:
     _llm: AsyncLLM
     _lifecycle: Lifecycle
     _calls: HandleCalls
+    _desk: Desk
     _tasks: tuple[object, ...]
 
     def __init__(self, config: Config, engine: DeploymentHandle, **shared_actors: DeploymentHandle) -> None:
@@ -65,8 +67,9 @@ class Ingress:
             report("error", "chat", f"{app_name}: {error.message}")
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
-        app = build_asgi_app(self._llm, self._config, self._shared_actors)
-        self._lifecycle = app.state.lifecycle
+        self._llm.timelines.ingress = serve.get_replica_context().replica_id.unique_id
+        app = build_asgi_app(self._llm, self._config, self._shared_actors, self._peers, raylm_actors)
+        self._lifecycle, self._desk = app.state.lifecycle, app.state.desk
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
@@ -126,6 +129,16 @@ class Ingress:
 
     async def detokenize(self, token_ids: list[int]) -> str:
         return await self._calls.detokenize(token_ids)
+
+    def _peers(self, desk: Desk) -> Peers:
+        if self._config.ingress.replicas == 1:
+            return Alone(desk)
+        context = serve.get_replica_context()
+        return ServePeers(desk, serve.get_deployment_handle(context.deployment, context.app_name))
+
+    async def desk(self, method: str, *args: Any) -> tuple[str, Any]:
+        """What another replica asks for an operator, behind the name of this one."""
+        return self._desk.ask(method, *args)
 
     async def stream_to(
         self, caller: list[ObjectRef], method: Literal["generate", "chat"], /, *args: Any, **fields: Any

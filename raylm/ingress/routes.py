@@ -14,6 +14,10 @@ from raylm.config import Config
 from raylm.frontend import Admission, Lifecycle, Throttle
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import PING, CountTokens, CreateMessage
+from raylm.ingress.console.cluster import ListActors, cluster_routes
+from raylm.ingress.console.pages import PAGES, console_routes
+from raylm.ingress.console.peers import Alone, Desk, Peers
+from raylm.ingress.console.requests import request_routes
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys, read_keys
 from raylm.ingress.http.body import BodyReader
 from raylm.ingress.http.docs import docs_route
@@ -54,11 +58,18 @@ class _App(Starlette):
 
 
 def build_asgi_app(
-    async_llm: AsyncLLM, config: Config, shared_actors: Mapping[str, DeploymentHandle] | None = None
+    async_llm: AsyncLLM,
+    config: Config,
+    shared_actors: Mapping[str, DeploymentHandle] | None = None,
+    create_peers: Callable[[Desk], Peers] = Alone,
+    actors: ListActors = list,
 ) -> Starlette:
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
 
-    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas.
+    Its ``state.desk`` answers what other replicas ask for operators.
+
+    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas, which ``create_peers`` knows how to
+    ask. ``actors`` lists those of Ray.
     """
     http_metrics = HTTPMetrics(async_llm)
     lifecycle = Lifecycle(config.ingress.max_ongoing_requests)
@@ -66,6 +77,8 @@ def build_asgi_app(
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
     chat, adapters = ChatCompletions(async_llm, config), Adapters(async_llm)
     store = open_store(shared_actors or {})
+    desk = Desk(async_llm, lifecycle)
+    peers = create_peers(desk)
     max_body_bytes = int(config.ingress.max_body_mib * 2**20)
     bodies = BodyReader(max_body_bytes, config.ingress.max_ongoing_requests, config.ingress.body_timeout_s)
 
@@ -110,6 +123,9 @@ def build_asgi_app(
         post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued),
         *model_routes(async_llm, config, lifecycle),
         *ops_routes(async_llm, lifecycle, http_metrics),
+        *request_routes(peers),
+        *cluster_routes(async_llm, peers, actors),
+        *console_routes(),
         openapi_route(),
         docs_route(),
     ]
@@ -117,8 +133,12 @@ def build_asgi_app(
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))  # outermost
     if (keys := read_keys(config.ingress)) is not None:
-        middleware.append(Middleware(APIKeyMiddleware, APIKeys(keys), frozenset(config.ingress.open_paths)))
+        open_paths = set(config.ingress.open_paths)
+        if "/console" in open_paths:
+            open_paths |= PAGES.keys()
+        middleware.append(Middleware(APIKeyMiddleware, APIKeys(keys), frozenset(open_paths)))
     app = _App(routes=routes, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
+    app.state.desk = desk
     return app

@@ -148,6 +148,10 @@ class Timelines:
                     found.append((ended.ended, ended.summary))
         return found[: wanted.limit]
 
+    def part_ids(self, wanted: Filter) -> list[str]:
+        """The ids that the engines know requests in flight by."""
+        return [part.request_id for record in self._in_flight if _matches(record, wanted) for part in record.parts]
+
     def find(self, request_id: str, owner: str | None) -> bytes | None:
         """All that is known of the newest request of that id, as JSON; None where ``owner`` has none."""
         for record in reversed(self._in_flight):
