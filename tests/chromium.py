@@ -37,7 +37,7 @@ class Page:
         self._reader = asyncio.create_task(self._read())
 
     async def open(self, width: int, height: int) -> None:
-        target = await self.call("Target.createTarget", url="about:blank", width=width, height=height)
+        target = await self.call("Target.createTarget", url="about:blank")
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

@@ -64,6 +64,8 @@ class FakeAsyncLLM:
     calls: list[Call] = field(default_factory=list)
     rendered: list[ChatRequest] = field(default_factory=list)
     timelines: Timelines = field(default_factory=Timelines)
+    engines: tuple[()] = ()
+    engine_stats: dict[str, Any] = field(default_factory=dict)
 
     def metrics_text(self) -> bytes:
         return b"# HELP vllm:num_requests_running x\nvllm:num_requests_running 0\n"
