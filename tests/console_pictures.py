@@ -27,7 +27,7 @@ async def one(api: httpx.AsyncClient, luck: random.Random, number: int) -> None:
         "messages": [
             {"role": "system", "content": TEMPLATE * luck.randint(0, 2)}, {"role": "user", "content": question},
         ],
-        "max_tokens": luck.choice((40, 80, 160, 320)), "min_tokens": 30, "stream": True, "temperature": 0.8,
+        "max_tokens": luck.choice((60, 120, 200, 300)), "min_tokens": 60, "stream": True, "temperature": 0.8,
     }  # fmt: skip
     await asyncio.sleep(luck.random() * 24)
     headers = {"x-request-id": f"{luck.choice(('chat', 'agent', 'batch'))}-{number:03}"}
@@ -53,11 +53,12 @@ async def view(page: Page, url: str, name: str, ready: str) -> None:
 
 
 async def main() -> None:
-    config = {"cache": {"num_blocks": 256}, "scheduler": {"max_num_seqs": 12}, "max_model_len": 2048}
+    # A pool that is small enough for some to lose their blocks.
+    config = {"cache": {"num_blocks": 88}, "scheduler": {"max_num_seqs": 12}, "max_model_len": 640}
     with EmbeddedServer(**config) as url:
         async with httpx.AsyncClient(base_url=url, timeout=300) as api, chromium(1280, 860) as page:
             luck = random.Random(7)
-            load = [asyncio.create_task(one(api, luck, number)) for number in range(110)]
+            load = [asyncio.create_task(one(api, luck, number)) for number in range(70)]
             await view(page, url, "overview", "document.querySelectorAll('.chart').length > 5")
             await asyncio.sleep(16)
             await shot(page, "overview")
@@ -69,7 +70,10 @@ async def main() -> None:
             listed = (await api.get("/v1/requests", params={"limit": 500})).json()["data"]
             worst = max(listed, key=lambda line: (line["preemptions"], line["seconds"]))
             await view(page, url, f"requests/{worst['id']}", "!!document.querySelector('#waterfall')")
+            await page.size(1280, 980)
+            await page.call("Runtime.evaluate", expression="document.querySelector('main').scrollTop = 0")
             await shot(page, "waterfall")
+            await page.size(1280, 860)
             await page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
             await view(page, url, "chat", "!!document.querySelector('#set-model option')")
             await page.type("#prompt", QUESTIONS[0])

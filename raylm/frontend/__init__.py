@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from raylm.frontend.timelines.describe import timeline as timeline
     from raylm.frontend.timelines.describe import trace as trace
     from raylm.frontend.timelines.record import Record as Record
+    from raylm.frontend.timelines.record import note_body as note_body
     from raylm.frontend.timelines.ring import Filter as Filter
     from raylm.frontend.timelines.ring import Timelines as Timelines
     from raylm.frontend.types import ChatRequest as ChatRequest
@@ -42,7 +43,7 @@ _MODULES = {
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),
-    "timelines.record": ("Record",),
+    "timelines.record": ("Record", "note_body"),
     "timelines.ring": ("Filter", "Timelines"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }

@@ -169,3 +169,9 @@ def mark(phase: str) -> None:
     """As ``Record.mark``, for the request that this task serves, if there is one."""
     if (record := CURRENT.get()) is not None:
         record.mark(phase)
+
+
+def note_body(model: str | None, stream: bool | None) -> None:
+    """What the body of the request that this task serves asks for."""
+    if (record := CURRENT.get()) is not None:
+        record.model, record.is_stream = model or "", bool(stream)

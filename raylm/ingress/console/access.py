@@ -19,7 +19,8 @@ def owner_of(request: Request) -> str | None:
     """
     scope = request.scope
     if (key := scope.get("raylm.key")) is not None:
-        return None if scope.get("raylm.admin") else str(key)
+        is_admin = getattr(scope.get("raylm.api_key"), "admin", False)
+        return None if is_admin else str(key)
     if not _is_local(request):
         raise PermissionDeniedError(_ADVICE)
     return None

@@ -12,7 +12,16 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError
-from raylm.frontend import Admission, ClientDisconnectedError, Lifecycle, OngoingRequest, Record, Throttle, Timelines
+from raylm.frontend import (
+    Admission,
+    ClientDisconnectedError,
+    Lifecycle,
+    OngoingRequest,
+    Record,
+    Throttle,
+    Timelines,
+    note_body,
+)
 from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
@@ -71,17 +80,10 @@ class JSONEndpoint:
                 with self.lifecycle.receiving(), ongoing:
                     content = await self.bodies.read(receive, ongoing)
                 record.mark("parse")
-                await self._serve(content, ongoing, on_begin, scope, receive, send, record)
+                await self._serve(content, ongoing, on_begin, scope, receive, send)
 
     async def _serve(
-        self,
-        content: bytes,
-        ongoing: OngoingRequest,
-        on_begin: _Callback,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        record: Record,
+        self, content: bytes, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
     ) -> None:
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
@@ -90,8 +92,7 @@ class JSONEndpoint:
                     data = await read_json_object(content)
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = await self.body.read(data)
-                    record.model = getattr(body, "model", None) or ""
-                    record.is_stream = bool(getattr(body, "stream", None))
+                    note_body(getattr(body, "model", None), getattr(body, "stream", None))
                     key = (scope.get("raylm.key", ""),) if self.by_key else ()
                     answer = await self.handler(body, scope["raylm.request_id"], *key)
                 if isinstance(answer, (bytes, list)):

@@ -168,17 +168,17 @@ async function poll() {
 
 // ------------------------------------------------------------------ overview
 
-function chart(title, series, { format, dots = [], labels = [] }) {
-  const now = cluster ? cluster.now : Date.now() / 1000, width = 600, height = 120;
+function chart(title, span, series, { format, dots = [], labels = [] }) {
+  const now = cluster.now, width = 600, height = 120;
   const points = series.flat(), highest = Math.max(1e-9, ...points.map(p => p[1]), ...dots.map(p => p[1]));
-  const x = at => width * (1 - (now - at) / HISTORY_S), y = value => height - 4 - (height - 10) * value / highest;
+  const x = at => width * (1 - (now - at) / span), y = value => height - 4 - (height - 10) * value / highest;
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": title });
   picture.append(svg("line", { class: "axis", x1: 0, x2: width, y1: height - 3, y2: height - 3 }));
   for (const [at, value] of dots) {
-    if (at > now - HISTORY_S) picture.append(svg("ellipse", { class: "dot", cx: x(at), cy: y(value), rx: 2.6, ry: 2.6 }));
+    if (at > now - span) picture.append(svg("path", { class: "dot", d: `M${x(at).toFixed(1)} ${y(value).toFixed(1)}h0` }));
   }
   series.forEach((one, place) => {
-    const shown = one.filter(point => point[0] > now - HISTORY_S);
+    const shown = one.filter(point => point[0] > now - span);
     if (!shown.length) return;
     const path = shown.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
     if (place === 0 && !dots.length) {
@@ -190,9 +190,9 @@ function chart(title, series, { format, dots = [], labels = [] }) {
   const keys = labels.map((label, place) => make("span", { class: "key" }, make("i", { class: place ? "b" : "" }), label));
   return make("section", { class: "panel chart" },
     make("div", { class: "top" }, make("h2", { text: title }),
-      keys.length ? make("span", { class: "row" }, ...keys) : make("span", { class: "muted", text: points.length + dots.length ? `up to ${format(highest)}` : "nothing yet" })),
+      keys.length ? make("span", { class: "row" }, ...keys) : make("span", { class: "muted most", text: points.length + dots.length ? `up to ${format(highest)}` : "nothing yet" })),
     picture,
-    make("div", { class: "foot" }, make("span", { text: "10 min ago" }), make("span", { text: "now" })));
+    make("div", { class: "foot" }, make("span", { text: `${span / 60} min ago` }), make("span", { text: "now" })));
 }
 
 function rates(now) {
@@ -231,11 +231,12 @@ function showOverview(main) {
     const itl = recent.filter(line => line.completion_tokens > 1 && line.ended && line.decode_s).map(line => line.decode_s / (line.completion_tokens - 1));
     const asked = sum(recent.map(line => line.prompt_tokens)), cached = sum(recent.map(line => line.cached_tokens));
     const tile = (value, label) => make("div", { class: "tile" }, make("b", { text: value }), make("span", { text: label }));
-    const tokens = rates(now);
+    const first = Math.min(now, samples[0].at, ...recent.map(line => line.received));
+    const span = [60, 120, 300].find(seconds => now - first < seconds) || HISTORY_S, tokens = rates(now).filter(point => point[0] > now - span);
     const usage = Math.max(0, ...cluster.engines.map(one => one.kv_usage));
     view.replaceChildren(
       make("div", { class: "head" }, make("h1", { text: "Overview" }),
-        make("span", { class: "muted", text: `the last ten minutes · ${recent.length} requests` })),
+        make("span", { class: "muted", text: `${number(recent.length)} requests in the last ten minutes` })),
       make("div", { class: "tiles" },
         tile(number(Math.max(0, perSecond)), "tokens generated a second"),
         tile(duration(median(begun.map(line => line.ttft_s))), "time to first token, median"),
@@ -244,12 +245,12 @@ function showOverview(main) {
         tile(percent(usage), "of KV blocks held"),
         tile(asked ? percent(cached / asked) : "–", "of prompt tokens were cached")),
       make("div", { class: "charts" },
-        chart("Tokens a second", [tokens], { format: number }),
-        chart("Time to first token", [], { format: duration, dots: begun.slice(-1500).map(line => [line.received + line.ttft_s, line.ttft_s]) }),
-        chart("Between two tokens", [], { format: duration, dots: recent.filter(line => line.ended && line.completion_tokens > 1).slice(-1500).map(line => [line.ended, line.decode_s / (line.completion_tokens - 1)]) }),
-        chart("Sequences", [samples.map(one => [one.at, one.running]), samples.map(one => [one.at, one.waiting])], { format: number, labels: ["running", "waiting"] }),
-        chart("KV blocks held", [samples.map(one => [one.at, 100 * one.usage])], { format: value => `${value.toFixed(0)} %` }),
-        chart("Prompt tokens from the cache", [], { format: value => `${value.toFixed(0)} %`, dots: recent.filter(line => line.ended && line.prompt_tokens).slice(-1500).map(line => [line.ended, 100 * line.cached_tokens / line.prompt_tokens]) })),
+        chart("Tokens a second", span, [tokens], { format: number }),
+        chart("Time to first token", span, [], { format: duration, dots: begun.slice(-1500).map(line => [line.received + line.ttft_s, line.ttft_s]) }),
+        chart("Between two tokens", span, [], { format: duration, dots: recent.filter(line => line.ended && line.completion_tokens > 1).slice(-1500).map(line => [line.ended, line.decode_s / (line.completion_tokens - 1)]) }),
+        chart("Sequences", span, [samples.map(one => [one.at, one.running]), samples.map(one => [one.at, one.waiting])], { format: number, labels: ["running", "waiting"] }),
+        chart("KV blocks held", span, [samples.map(one => [one.at, 100 * one.usage])], { format: value => `${value.toFixed(0)} %` }),
+        chart("Cached prompt tokens", span, [], { format: value => `${value.toFixed(0)} %`, dots: recent.filter(line => line.ended && line.prompt_tokens).slice(-1500).map(line => [line.ended, 100 * line.cached_tokens / line.prompt_tokens]) })),
       slowest(recent));
   };
 }
@@ -558,11 +559,12 @@ function pool(told) {
   };
   const swatch = (color, text, opacity = 1) => { const dot = make("i"); dot.style.background = color; dot.style.opacity = opacity; return make("span", {}, dot, make("span", { class: "clip", text })); };
   const dark = document.documentElement.dataset.theme === "dark";
-  const listed = [...byRequest.entries()].sort((a, b) => b[1].blocks - a[1].blocks);
+  const all = [...byRequest.entries()].sort((a, b) => b[1].blocks - a[1].blocks), listed = all.filter(one => one[1].blocks);
+  const waiting = all.length - listed.length;
   const free = told.blocks - held.size - cachedCount;
   return make("section", { class: "panel" },
     make("div", { class: "head" }, make("h2", { text: told.engine }), make("span", { class: "muted", text: `${number(told.blocks)} blocks of ${told.block_size} tokens` })),
-    make("div", { class: "legend" }, swatch("var(--accent)", `${number(held.size)} held by ${listed.length} requests`), swatch("var(--muted)", `${number(cachedCount)} cached, the darker the longer they stay`, 0.6), swatch("var(--line)", `${number(free)} free`)),
+    make("div", { class: "legend" }, swatch("var(--accent)", `${number(held.size)} held by ${listed.length} requests`), swatch("var(--muted)", `${number(cachedCount)} cached, the darker the longer they stay`, 0.6), swatch("var(--line)", `${number(free)} free`), waiting ? make("span", { class: "muted", text: `${number(waiting)} requests wait for blocks` }) : null),
     canvas,
     make("div", { class: "legend" }, ...listed.slice(0, 24).map(([name, one]) => swatch(`hsl(${hue(name)} 52% ${dark ? 62 : 52}%)`, `${name} · ${one.blocks} blocks${one.status === "preempted" ? " · preempted" : ""}`))));
 }
@@ -588,7 +590,7 @@ function showActors(main) {
     const order = { Ingress: 0, Engine: 1, EngineCore: 2, Worker: 3 };
     const actors = [...cluster.actors].sort((a, b) => order[a.kind] - order[b.kind] || b.began - a.began).slice(0, 200).map(one => make("tr", {}, make("td", { text: one.kind }), make("td", {}, state(one.state, kindOf(one.state))), make("td", { text: one.node }), make("td", { class: "num", text: one.pid }),
       make("td", { class: "num", text: one.restarts }), make("td", { text: one.began ? clock(one.began) : "–" }), make("td", { class: "clip mono muted", text: one.name || "", title: one.name || "" })));
-    view.replaceChildren(make("div", { class: "head" }, make("h1", { text: "Actors" }), make("span", { class: "muted", text: `RayLM ${cluster.version} · ${cluster.fingerprint || "no engine"}` })),
+    view.replaceChildren(make("div", { class: "head" }, make("h1", { text: "Actors" }), make("span", { class: "muted", text: `RayLM ${cluster.version} · ${cluster.fingerprint}` })),
       panelOf("Ingresses", ["Replica", "State", "Node", ["Process"], ["Requests"], ["Queued tokens"], "Up for"], ingresses),
       panelOf("Engines", ["Engine", "Computes on", ["Restarts"], ["Running"], ["Waiting"], "KV cache", ["Steps"], ["A step"], ["Preempted"]], engines),
       actors.length ? panelOf("Processes, as Ray knows them", ["Kind", "State", "Node", ["Process"], ["Restarts"], "Since", "Name"], actors) : make("p", { class: "muted", text: cluster.sees === "all" ? "Ray does not run here." : "Processes are shown to the admin's key." }));
