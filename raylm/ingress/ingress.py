@@ -134,7 +134,7 @@ class Ingress:
         if self._config.ingress.replicas == 1:
             return Alone(desk)
         context = serve.get_replica_context()
-        return ServePeers(desk, serve.get_deployment_handle(context.deployment, context.app_name))
+        return ServePeers(desk, DeploymentHandle(context.deployment, context.app_name))
 
     async def desk(self, method: str, *args: Any) -> tuple[str, Any]:
         """What another replica asks for an operator, behind the name of this one."""
