@@ -500,7 +500,12 @@ export function save(name, text, type = "application/json") {
 
 // ------------------------------------------------------------------ KV cache
 
-const hue = text => { let value = 7; for (const char of text) value = (value * 31 + char.codePointAt(0)) >>> 0; return (value * 137) % 360; };
+const hues = new Map();  // by request, in the order in which they were seen: neighbours are far apart
+
+function hue(name) {
+  if (!hues.has(name)) hues.set(name, (hues.size * 137.5 + 200) % 360);
+  return hues.get(name);
+}
 
 function showMemory(main) {
   const view = make("div", { class: "view" });
