@@ -157,7 +157,7 @@ class IngressConfig(Frozen):
     changes."""
     api_keys_env: str | None = Field(None, min_length=1)
     """Environment variable that holds API keys, as the file does."""
-    open_paths: tuple[str, ...] = ("/health", "/ready", "/ping", "/docs")
+    open_paths: tuple[str, ...] = ("/health", "/ready", "/ping", "/docs", "/console")
     """Paths that need no API key; [] closes these too. `/metrics` has the names of the keys."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """refuse: an unknown or unserved field is a 400; warn: it is left out, and told in the log and a header."""

@@ -151,6 +151,14 @@ class PeerLostError(EngineDiedError):
     """A rank waited in vain for another one, whose end is the cause to report instead."""
 
 
+class CancelledRequestError(RayLMError):
+    """Somebody ended it by DELETE /v1/requests/{id}."""
+
+    status = 499
+    type = "cancelled"
+    code = "cancelled"
+
+
 class ShuttingDownError(EngineUnavailableError):
     """This replica is about to end; another one may serve the request."""
 

@@ -20,6 +20,14 @@ from raylm.metrics import STEP_TOKENS_BUCKETS
 from raylm.params import PoolingParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+SequenceEventKind = Literal["taken_in", "compiled", "scheduled", "token", "preempted", "ended"]
+SequenceEvent = tuple[int, int, SequenceEventKind, float, int, int, str]
+"""(key, index, what happened, seconds since the epoch, the step, tokens, the id of the request that caused it or "").
+
+The tokens are those that wait there before it (taken_in: sequences, not tokens), that it finds computed (scheduled),
+that it has with the one just drawn (token: its first one, or the first after a preemption), that it had computed and
+gives up (preempted), that it has in the end (ended).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +297,7 @@ class EngineCoreOutputs:
     ``pooled``: (key, vector as float32 bytes), the request is over too.
     ``adapters`` are all that the engine has, None where they have not changed; ``blocks`` are for clients that watch.
     ``created`` is the time of the newest entry in seconds since the epoch. ``draining`` says that the engine is about
-    to end; entries that follow do not repeat it.
+    to end; entries that follow do not repeat it. ``events`` are the few turns in the life of a sequence, no tokens.
     """
 
     keys: list[int]
@@ -308,6 +316,27 @@ class EngineCoreOutputs:
     blocks: BlockChanges | None = None
     created: float = 0.0
     draining: bool = False
+    events: list[SequenceEvent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What an engine holds at a moment; asked for by who looks, never on the path of a token.
+
+    Columns over the open sequences: ``request_ids``, ``indexes``, ``statuses``, ``num_tokens``, ``num_computed`` and
+    ``block_ids``. ``cached`` are the free blocks that can still be found, those that are evicted first before others.
+    """
+
+    stats: EngineStats
+    num_blocks: int
+    block_size: int
+    request_ids: list[str]
+    indexes: list[int]
+    statuses: list[str]
+    num_tokens: list[int]
+    num_computed: list[int]
+    block_ids: list[list[int]]
+    cached: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,3 +112,23 @@ def delete_applications(names: list[str]) -> None:
 def job_has_ended(job_id: str) -> bool:
     """Whether the driver of this job is gone, as Ray's control plane sees it."""
     return any(job["JobID"] == job_id and job["IsDead"] for job in ray._private.state.jobs())
+
+
+def raylm_actors() -> list[dict[str, Any]]:
+    """RayLM's actors in the whole cluster, as Ray's control plane knows them; the dead ones of late are among them."""
+    found = []
+    for actor in ray._private.state.actors().values():
+        name = actor["ActorClassName"]
+        is_replica = name.startswith("ServeReplica:") and name.rpartition(":")[2] in ("Ingress", "Engine")
+        if not is_replica and name not in ("EngineCoreActor", "WorkerActor"):
+            continue
+        found.append({
+            "kind": name.rpartition(":")[2].removesuffix("Actor"),
+            "name": actor["Name"],
+            "state": actor["State"].lower(),
+            "node": actor["Address"]["IPAddress"],
+            "pid": actor["Pid"],
+            "restarts": actor["NumRestarts"],
+            "began": actor["StartTime"] / 1000,
+        })  # fmt: skip
+    return found

@@ -23,7 +23,7 @@ FLOOR = {
 }  # fmt: skip
 PURE_CORE = {f"engine/{name}.py" for name in (
     "engine_core", "scheduler", "queues/base", "queues/fair", "sequence", "kv_cache_manager", "block_pool", "outbox",
-    "step_plan", "step_budget", "adapter_table", "client_loads", "block_hashes",
+    "step_plan", "step_budget", "adapter_table", "client_loads", "block_hashes", "timelines/observer",
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
@@ -43,6 +43,7 @@ BESIDE_THE_CORE = {
     "Responses API": ("ingress/responses/",),
     "API description": ("ingress/http/openapi.py", "ingress/http/docs.py"),
     "tokenize endpoints": ("ingress/openai/tokenize.py",),
+    "timelines and console": ("engine/timelines/", "frontend/timelines/", "ingress/console/"),
     "pooling": (
         "ingress/openai/embeddings.py", "ingress/openai/scores.py", "ingress/openai/pooling", "frontend/pooling.py",
         "worker/pooler.py",
@@ -255,7 +256,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     share = 100 * len(short) / len(modules)
     yield "files under 40 lines", f"{share:.1f} % {'; '.join(short)}", "at most 10 %", share <= 10
     yield _at_most("modules in a folder", *_flip(figures.folders.most_common(1)[0]), bound=20)
-    yield _at_most("attributes of the widest class", *max(figures.attributes), bound=16)
+    yield _at_most("attributes of the widest class", *max(figures.attributes), bound=18)
     yield "fields of the widest body of the API", "{} {}".format(*max(figures.bodies)), "no bound", True
     yield _at_most("deepest nesting", *max(figures.nesting), bound=4)
     yield _at_most("knobs", len(list(knobs())), bound=50)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray.experimental.internal_kv", "_internal_kv_put"),
         ("ray.experimental.internal_kv", "_internal_kv_get"),
         ("ray._common.utils", "import_attr"),
+        ("ray._private.state", "actors"),
         ("ray._private.state", "jobs"),
         ("ray.serve._private.api", "call_user_app_builder_with_args_if_necessary"),
         ("ray.serve._private.client", "ServeControllerClient.get_serve_details"),

@@ -28,6 +28,8 @@ ANSWER = {
     "raylm.frontend.outputs",
     "raylm.frontend.output_processor",
     "raylm.frontend.text.detokenizer",
+    "raylm.frontend.timelines.record",
+    "raylm.frontend.timelines.ring",
     "raylm.frontend.engines.routed_engine",
 }
 BODY = {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}

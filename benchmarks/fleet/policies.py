@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raylm.frontend import RoutedEngine, Router
+from raylm.frontend.engines.router import Choice
 from raylm.messages import EngineCoreRequest
 
 BLOCK = 64  # tokens that the policies below count as one
@@ -18,18 +19,18 @@ class RoundRobin(Router):
 
     turn = 0
 
-    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         self.turn += 1
-        return self.turn % len(engines)
+        return self.turn % len(engines), [0.0] * len(engines)
 
 
 class _Scored(Router):
     """The least score wins; among equals any."""
 
-    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         tokens = len(request.prompt_token_ids)
         scores = [self.score(engine, one, tokens) for engine, one in zip(engines, uncached, strict=True)]
-        return self._rng.choice([place for place, score in enumerate(scores) if score == min(scores)])
+        return self._rng.choice([place for place, score in enumerate(scores) if score == min(scores)]), scores
 
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
         raise NotImplementedError
@@ -71,7 +72,7 @@ class DynamoLmetric(_Scored):
 class LlmD(_Scored):
     """llm-d's weights with precise prefixes: twice the share that is cached, KV headroom, and the queue."""
 
-    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         self._most = max(1, *map(_open, engines))
         return super().choose(request, engines, uncached)
 
@@ -83,7 +84,7 @@ class LlmD(_Scored):
 class Smg(_Scored):
     """SGLang's gateway by events: the longest prefix, unless own requests are out of balance by 10 and half as many."""
 
-    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         own = [engine.sequences for engine in engines]
         self._by_load = max(own) - min(own) > 10 and max(own) > 1.5 * min(own)
         return super().choose(request, engines, uncached)

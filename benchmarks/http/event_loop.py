@@ -28,6 +28,7 @@ from benchmarks.http.event_loop_cases import Body, chosen
 from benchmarks.rows import Report, parser
 from raylm.checkpoint import resolve
 from raylm.config import Config
+from raylm.errors import EngineDiedError
 from raylm.frontend import AsyncLLM
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.ingress import build_asgi_app
@@ -35,6 +36,7 @@ from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
+    EngineSnapshot,
     EngineStats,
     Logprobs,
     LoRAAdapter,
@@ -81,6 +83,9 @@ class InstantEngine(EngineClient):
 
     async def unload_adapter(self, name: str) -> None:
         """There is no model."""
+
+    async def snapshot(self) -> EngineSnapshot:
+        raise EngineDiedError("Nothing is held here.")
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         while True:

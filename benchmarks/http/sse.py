@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from benchmarks.rows import Report, parser
 from raylm.config import Config
-from raylm.frontend import Admission, ChatPrompt, ChatRequest, CompletionDelta, RequestHead, RequestOutput
+from raylm.frontend import Admission, ChatPrompt, ChatRequest, CompletionDelta, RequestHead, RequestOutput, Timelines
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http.sse import ChunkTemplate
@@ -43,7 +43,7 @@ class ReadyLLM:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self.admission, self.adapters = Admission(), AdapterDirectory()
+        self.admission, self.adapters, self.timelines = Admission(), AdapterDirectory(), Timelines()
 
     def token_bytes(self, token_id: int) -> bytes:
         """Not asked for here."""

@@ -21,7 +21,7 @@ from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
-from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, EngineStats, LoRAAdapter
+from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, EngineSnapshot, EngineStats, LoRAAdapter
 
 logger = logging.getLogger("raylm.engine")
 
@@ -72,6 +72,9 @@ class EngineCoreActor:
         """What it does now, for all clients as ``others``, and the requests that it holds or held when it was lost."""
         scheduler = self._core.scheduler
         return replace(scheduler.stats(), others=scheduler.loads.others("")), self._core.held_requests
+
+    async def snapshot(self) -> EngineSnapshot:
+        return self._core.scheduler.snapshot()
 
     async def _follow_leases(self) -> None:
         """What a client has open ends when it is gone, whether or not Ray closes its stream."""

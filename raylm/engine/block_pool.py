@@ -72,6 +72,10 @@ class BlockPool:
     def find(self, block_hash: bytes) -> int | None:
         return self._by_hash.get(block_hash)
 
+    def cached(self) -> list[int]:
+        """The free blocks that can be found, in the order in which they would be evicted."""
+        return [block for block in self._free if self._hash_of[block] is not None]
+
     def watch(self) -> list[bytes]:
         """Note changes from now on; returns the hashes that can be found now, with those noted before."""
         if self._changes is None:

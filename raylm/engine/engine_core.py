@@ -17,6 +17,7 @@ from raylm.engine.outbox import Outbox
 from raylm.engine.recording import create_scheduler
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.step_budget import StepLimit
+from raylm.engine.timelines.observer import EventRecorder
 from raylm.errors import (
     DeadlineExceededError,
     EngineCrashedError,
@@ -31,6 +32,8 @@ from raylm.messages import (
     LoRAAdapter,
     ModelRunnerOutput,
     SchedulerOutput,
+    SequenceEvent,
+    SequenceEventKind,
     WorkerInfo,
 )
 
@@ -60,7 +63,8 @@ class EngineCore:
         self._draining = False
         self._leavers: deque[tuple[str, int]] = deque()
         self._limit = StepLimit(config.engine.step_timeout_s)
-        self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit, self._refuse)
+        self._observer = EventRecorder(self._note_event)
+        self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit_prepared, self._refuse)
 
     async def start(self) -> WorkerInfo:
         """Start the workers and make the scheduler for what they found.
@@ -72,7 +76,7 @@ class EngineCore:
         if self._config.max_model_len is not None:
             longest = min(longest, self._config.max_model_len)
         kv = KVCacheManager(info.num_blocks, info.block_size, self._config.cache.prefix_caching)
-        self.scheduler = create_scheduler(self._config, kv, longest, self._clock)
+        self.scheduler = create_scheduler(self._config, kv, longest, self._clock, self._observer)
         return replace(info, max_model_len=longest)
 
     # ---------------------------------------------------------------- clients
@@ -116,8 +120,21 @@ class EngineCore:
         if client_id not in self._outboxes:
             return
         for request in requests:
+            self._observe(client_id, request, "taken_in")
             if not self._grammars.holds_back(client_id, request):
                 self._admit(client_id, request)
+
+    def _admit_prepared(self, client_id: str, request: EngineCoreRequest) -> None:
+        self._observe(client_id, request, "compiled")
+        self._admit(client_id, request)
+
+    def _observe(self, client_id: str, request: EngineCoreRequest, kind: SequenceEventKind) -> None:
+        scheduler = self.scheduler
+        self._observer.request(client_id, request.key, kind, scheduler.num_steps, len(scheduler.waiting))
+
+    def _note_event(self, client_id: str, event: SequenceEvent) -> None:
+        if (outbox := self._outboxes.get(client_id)) is not None:
+            outbox.note_event(event)
 
     def _admit(self, client_id: str, request: EngineCoreRequest) -> None:
         try:

@@ -48,6 +48,10 @@ class KVCacheManager:
         """Not to be changed."""
         return self._tables[seq.id].block_ids
 
+    def held_blocks(self, seq: Sequence) -> list[int]:
+        """A copy; empty where it has none."""
+        return list(self._tables[seq.id].block_ids) if seq.id in self._tables else []
+
     def capacity(self, seq: Sequence) -> int:
         """In tokens."""
         return len(self._tables[seq.id].block_ids) * self.block_size

@@ -18,6 +18,7 @@ from raylm.messages import (
     FinishReason,
     Logprobs,
     ModelRunnerOutput,
+    SequenceEvent,
 )
 
 
@@ -77,7 +78,8 @@ _NOTHING = EngineCoreOutputs([], [], [], [], [], [], [], EngineStats())
 class Outbox:
     """What one client has not taken yet, in one message; ``put`` never waits, so a slow client stalls nothing.
 
-    Changes of the prefix cache are held as their sum, and go with the next message; they are none of their own.
+    Changes of the prefix cache are held as their sum, and go with the next message, as events do; they are none of
+    their own.
     """
 
     def __init__(self) -> None:
@@ -86,6 +88,7 @@ class Outbox:
         self._changes: dict[bytes, bool] = {}
         self._number: int | None = None  # of the next message about blocks; None while the client does not watch
         self._closed_by: RayLMError | None = None
+        self._events: list[SequenceEvent] = []
         self._ready = asyncio.Event()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
@@ -119,6 +122,9 @@ class Outbox:
         for block_hash, found in changes.items():
             note(self._changes, block_hash, found)
 
+    def note_event(self, event: SequenceEvent) -> None:
+        self._events.append(event)
+
     def close(self, error: RayLMError) -> None:
         """Let ``get`` raise ``error`` once the rest is taken."""
         self._closed_by = error
@@ -133,6 +139,8 @@ class Outbox:
             raise self._closed_by
         if self._closed_by is None:
             self._ready.clear()
+        if self._events:
+            held, self._events = replace(held, events=self._events), []
         return held if self._number is None else self._with_blocks(held, self._number)
 
     def _with_blocks(self, held: EngineCoreOutputs, number: int) -> EngineCoreOutputs:

@@ -18,11 +18,13 @@ from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
+from raylm.engine.timelines.observer import Observer
 from raylm.errors import InvalidRequestError, RayLMError
 from raylm.messages import (
     Counters,
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineSnapshot,
     EngineStats,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -53,15 +55,16 @@ class Scheduler:
         kv: KVCacheManager,
         max_model_len: int,
         clock: Callable[[], float] = time.time,
+        observer: Observer | None = None,
     ) -> None:
         self.kv = kv
+        self._observer = observer or Observer()
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.running: list[Sequence] = []
-        self.clock: Callable[[], float] = time.time
+        self.clock = clock
         self.waiting = create_queue(config, self)
         self.counters = Counters()
         self.loads = ClientLoads()
-        self._clock = clock
         self._budget = create_budget(config)
         self._lookahead = Lookahead(kv, config.speculative_tokens)
         self._requests: dict[str, dict[int, RequestState]] = {}  # by client and key
@@ -75,6 +78,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were drawn up."""
+        return self._step
 
     # ---------------------------------------------------------------- requests
 
@@ -139,6 +147,22 @@ class Scheduler:
         tokens = len(seq.token_ids) - self.kv.num_cached_blocks(seq) * self.kv.block_size
         return self._budget.first_token_s(tokens)
 
+    def snapshot(self) -> EngineSnapshot:
+        """All that is held now; takes time in proportion to the pool."""
+        sequences = list(self._sequences.values())
+        return EngineSnapshot(
+            stats=self.stats(),
+            num_blocks=self.kv.pool.num_blocks,
+            block_size=self.kv.block_size,
+            request_ids=[seq.state.request.request_id for seq in sequences],
+            indexes=[seq.index for seq in sequences],
+            statuses=[seq.status.value for seq in sequences],
+            num_tokens=[len(seq.token_ids) for seq in sequences],
+            num_computed=[seq.num_computed for seq in sequences],
+            block_ids=[self.kv.held_blocks(seq) for seq in sequences],
+            cached=self.kv.pool.cached(),
+        )
+
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
@@ -187,7 +211,10 @@ class Scheduler:
             seq.num_cached = cached
             self.counters.prefix_queries += len(seq.token_ids)
             self.counters.prefix_hits += cached
+        else:
+            seq.next_check = len(seq.token_ids) + 1  # that it has caught up is told
         seq.status = Status.RUNNING
+        self._observer.scheduled(seq, self._step + 1, cached)
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs = []
         seq.num_computed = cached
@@ -205,6 +232,7 @@ class Scheduler:
             victim = self._victim(seq, place)
             if victim is None:
                 return False
+            self._observer.preempted(victim, seq, self._step + 1)
             self._preempt(victim)
             plan.close()
         plan.grow(blocks)
@@ -261,7 +289,7 @@ class Scheduler:
         self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
         self._count_step(plan.num_tokens + result.drafted_tokens)
-        stats, now = self.stats(), self._clock()
+        stats, now = self.stats(), self.clock()
         return {
             client_id: entry.columns(result, replace(stats, others=self.loads.others(client_id)), now)
             for client_id, entry in outputs.items()
@@ -321,6 +349,7 @@ class Scheduler:
 
     def _check_token(self, seq: Sequence, token: int, outputs: ClientOutputs) -> None:
         """The token just appended is the first or the last one, or might end the sequence."""
+        self._observer.drew(seq, self._seen)
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
             self._complete_prompt(seq, outputs)
         seq.next_check = seq.limit
@@ -389,6 +418,7 @@ class Scheduler:
             self.waiting.remove(seq)
             self.kv.forget(seq)
         seq.status = Status.FINISHED
+        self._observer.ended(seq, self._seen)
         seq.state.open.remove(seq)
         del self._sequences[seq.id]
         self.loads.leave(seq)

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from raylm.frontend.state.messages import KeyLimits as KeyLimits
     from raylm.frontend.threads import LARGE as LARGE
     from raylm.frontend.threads import offload as offload
+    from raylm.frontend.timelines.describe import timeline as timeline
+    from raylm.frontend.timelines.describe import trace as trace
+    from raylm.frontend.timelines.record import Record as Record
+    from raylm.frontend.timelines.record import note_body as note_body
+    from raylm.frontend.timelines.ring import Filter as Filter
+    from raylm.frontend.timelines.ring import Timelines as Timelines
     from raylm.frontend.types import ChatRequest as ChatRequest
     from raylm.frontend.types import NamedTool as NamedTool
     from raylm.frontend.types import RequestHead as RequestHead
@@ -52,6 +58,9 @@ _MODULES = {
     "state.client": ("StateClient",),
     "state.messages": ("KeyLimits",),
     "threads": ("LARGE", "offload"),
+    "timelines.describe": ("timeline", "trace"),
+    "timelines.record": ("Record", "note_body"),
+    "timelines.ring": ("Filter", "Timelines"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from raylm.checkpoint import resolve
 from raylm.config import Config
-from raylm.errors import UnsupportedFieldError
+from raylm.errors import RayLMError, UnsupportedFieldError
 from raylm.frontend.admission.place import Place
 from raylm.frontend.admission.queue import Admission, Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat
@@ -23,8 +23,10 @@ from raylm.frontend.state.client import Hold
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.timelines.record import Part
+from raylm.frontend.timelines.ring import Timelines
 from raylm.frontend.types import ChatRequest, RequestHead
-from raylm.messages import EngineCoreRequest
+from raylm.messages import EngineCoreRequest, EngineStats, Thinking
 from raylm.params import PoolingParams, SamplingParams
 
 Prompt = str | list[int]
@@ -63,8 +65,9 @@ class AsyncLLM:
         self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
+        outputs, self.timelines = self._outputs, Timelines()
         self._router = Router(
-            self._outputs.process, self._outputs.fail, self._outputs.resumed, recovery_timeout_s, wake=wake
+            outputs.process, outputs.fail, outputs.resumed, recovery_timeout_s, wake=wake, on_sent=outputs.sent
         )
         self._starts_engines = wake is not None
         self.adapters = self._router.adapters
@@ -97,6 +100,16 @@ class AsyncLLM:
         return self._longest
 
     @property
+    def engines(self) -> list[EngineClient]:
+        """Lines to the ready engines."""
+        return self._router.clients
+
+    @property
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """The newest of each ready engine."""
+        return self._router.stats()
+
+    @property
     def fingerprint(self) -> str:
         """Of what all ready engines compute with, as OpenAI's ``system_fingerprint``; "" without any."""
         return self._router.fingerprint
@@ -119,40 +132,60 @@ class AsyncLLM:
             OverloadedError: too many wait already.
             EngineUnavailableError: no engine is ready; EngineDiedError if it was lost meanwhile.
         """
+        with self._part(head) as part:
+            thinking = answer_format.thinking if answer_format else None
+            request = await self._request(prompt, params, head, thinking, part)
+            hold = None if head.place is None else await head.place.claim_tokens(request)
+            with self._sent(request, head, hold, part, answer_format) as opened:
+                while True:
+                    output = await opened.get()
+                    yield output
+                    if output.finished:
+                        return
+
+    async def _request(
+        self, prompt: Prompt, params: SamplingParams, head: RequestHead, thinking: Thinking | None, part: Part
+    ) -> EngineCoreRequest:
         await self._router.until_engine()
-        limits = self._router.limits
-        spec, thinking = params.structured_outputs, answer_format.thinking if answer_format else None
+        limits, spec = self._router.limits, params.structured_outputs
         if params.thinking_token_budget is not None and thinking is None:
             message = "'thinking_token_budget' needs a conversation with a model that thinks before it answers."
             raise UnsupportedFieldError(message, param="thinking_token_budget")
-        grammar = await self._grammars.compile(spec) if spec is not None else None
+        grammar = None
+        if spec is not None:
+            part.mark("compile")
+            grammar = await self._grammars.compile(spec)
+        part.mark("tokenize")
         token_ids = await self._token_ids(prompt, limits, head)
         bad_words = await self._input.bad_words(params.bad_words, limits)
         request = self._input.build(
             token_ids, params, limits, head, bad_words=bad_words, grammar=grammar, thinking=thinking
         )
-        if head.place is not None:
-            request = head.place.bounded(request, params.max_tokens)
-        hold = None if head.place is None else await head.place.claim_tokens(request)
-        with self._sent(request, head, hold, answer_format) as opened:
-            while True:
-                output = await opened.get()
-                yield output
-                if output.finished:
-                    return
+        return request if head.place is None else head.place.bounded(request, params.max_tokens)
 
     async def embed(
         self, prompt: Prompt, params: PoolingParams, head: RequestHead
     ) -> AsyncGenerator[RequestOutput, None]:
         """Compute one prompt and pool its hidden states; the only output holds the vector. Else as ``generate``."""
-        await self._router.until_engine()
-        limits = self._router.limits
-        self.pooling_defaults.check(params)
-        token_ids = await self._token_ids(prompt, limits, head)
-        request = self._input.build_pooling(token_ids, params, limits, head)
-        hold = None if head.place is None else await head.place.claim_tokens(request)
-        with self._sent(request, head, hold) as opened:
-            yield await opened.get()
+        with self._part(head) as part:
+            await self._router.until_engine()
+            limits = self._router.limits
+            self.pooling_defaults.check(params)
+            part.mark("tokenize")
+            token_ids = await self._token_ids(prompt, limits, head)
+            request = self._input.build_pooling(token_ids, params, limits, head)
+            hold = None if head.place is None else await head.place.claim_tokens(request)
+            with self._sent(request, head, hold, part) as opened:
+                yield await opened.get()
+
+    def _part(self, head: RequestHead) -> AbstractContextManager[Part]:
+        def cancel(error: RayLMError) -> None:
+            keys = self._outputs.keys_of(head.request_id)
+            self._outputs.fail(keys, error)
+            for key in keys:
+                self._router.leave(key, abort=True)
+
+        return self.timelines.part(head.request_id, head.adapter or self.model_name, cancel)
 
     async def _token_ids(self, prompt: Prompt, limits: Limits, head: RequestHead) -> list[int]:
         if isinstance(prompt, list):
@@ -164,15 +197,21 @@ class AsyncLLM:
 
     @contextmanager
     def _sent(
-        self, request: EngineCoreRequest, head: RequestHead, hold: Hold | None, form: AnswerFormat | None = None
+        self,
+        request: EngineCoreRequest,
+        head: RequestHead,
+        hold: Hold | None,
+        part: Part,
+        form: AnswerFormat | None = None,
     ) -> Iterator[OpenRequest]:
         """Send ``request`` to an engine, and abort it there unless it has ended by then; ``hold`` ends in any case."""
         served = 0
+        part.mark("route")
         try:
             route = self._router.pick(request)
             tokens, waiting = len(request.prompt_token_ids), head.place.reservation if head.place is not None else None
             reservation = self.admission.prompt(tokens, request.params.n, waiting)
-            opened = self._outputs.open(request, form, reservation, head.told)
+            opened = self._outputs.open(request, form, reservation, head.told, part)
             self._router.send(request, route)
             try:
                 yield opened

@@ -18,6 +18,7 @@ from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
+from raylm.frontend.timelines.record import Part, Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
 
 logger = logging.getLogger("raylm.frontend")
@@ -39,14 +40,17 @@ class OpenRequest:
         form: AnswerFormat | None = None,
         reservation: Reservation | None = None,
         told: Sequence[int | None] = (),
+        part: Part | None = None,
     ) -> None:
         self.request = request
+        self.part = part or Part(request.request_id)
         self._reservation = reservation
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
         self.readers: list[AnswerReader] | None = None if form is None else [AnswerReader(form) for _ in self.texts]
         self.last_token_times = [0.0] * request.params.n
         self.drawn: list[list[int]] = [[] for _ in self.texts]
         self.told = {index: count for index, count in enumerate(told) if count != 0}
+        self.part.on_open(request, self.drawn)
         self.num_cached_tokens = 0
         self.unread_logprobs: Logprobs | None = None  # of the prompt, until the caller takes them
         self._num_finished = 0
@@ -145,10 +149,23 @@ class OutputProcessor:
         form: AnswerFormat | None = None,
         reservation: Reservation | None = None,
         told: Sequence[int | None] = (),
+        part: Part | None = None,
     ) -> OpenRequest:
-        """Expect outputs of ``request``, to be read as ``form`` describes; the caller was ``told`` some before."""
-        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form, reservation, told)
+        """Expect outputs of ``request``, to be read as ``form`` describes; the caller was ``told`` some before.
+
+        What happens to it is noted in ``part``.
+        """
+        opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form, reservation, told, part)
         return opened
+
+    def sent(self, key: int, engine_id: str, scores: tuple[Score, ...]) -> None:
+        """A request is on its way to an engine, for the first time or after another one was lost."""
+        if (opened := self._open.get(key)) is not None:
+            opened.part.on_sent(engine_id, scores)
+
+    def keys_of(self, request_id: str) -> list[int]:
+        """Of the open requests of that id."""
+        return [key for key, opened in self._open.items() if opened.request.request_id == request_id]
 
     def close(self, key: int) -> bool:
         """The caller wants no more; returns whether the engine may still be at work on it."""
@@ -162,6 +179,7 @@ class OutputProcessor:
         opened = self._open.get(key)
         if opened is None:
             return None
+        opened.part.mark("replay")
         pairs = zip(opened.texts, opened.drawn, strict=True)
         return replace(opened.request, drawn=tuple(None if text.finished else tuple(ids) for text, ids in pairs))
 
@@ -184,6 +202,9 @@ class OutputProcessor:
         """
         now = time.time()
         stops: list[tuple[int, int]] = []
+        for event in outputs.events:
+            if (told := self._open.get(event[0])) is not None:
+                told.part.note(event)
         for key, columns in outputs.prompt_logprobs:
             if key in self._open:
                 self._open[key].unread_logprobs = columns
@@ -200,14 +221,18 @@ class OutputProcessor:
                 delta.stop_reason = outputs.stop_reasons[entry]
                 if index == 0:  # the others find the prompt that this one has computed
                     opened.num_cached_tokens = max(opened.num_cached_tokens, outputs.cached_tokens[entry])
+                    opened.part.cached_tokens = opened.num_cached_tokens
                 ended = self._advance(opened, delta, outputs.finish_reasons[entry], now)
                 stops += [(key, index) for index in ended]
                 if opened.finished:
+                    opened.part.last_token = now
                     del self._open[key]
             start = end
         for key, vector in outputs.pooled:
             if (pooled := self._open.pop(key, None)) is not None:
                 self._telemetry.finished("stop", now - pooled.request.arrival_time)
+                pooled.part.first_token = pooled.part.last_token = now
+                pooled.part.finish_reasons[0] = "vector"
                 pooled.finish(vector)
         for key, error in outputs.errors:
             self.fail([key], error)
@@ -253,5 +278,8 @@ class OutputProcessor:
         if delta.token_ids:
             self._telemetry.tokens(len(delta.token_ids), now - (last or arrival), first=not last)
             opened.last_token_times[delta.index] = now
+            if not last and opened.part.first_token is None:
+                opened.part.first_token = now
         if delta.finish_reason is not None:
+            opened.part.finish_reasons[delta.index] = delta.finish_reason
             self._telemetry.finished(delta.finish_reason, now - arrival)

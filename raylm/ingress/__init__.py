@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raylm.ingress.http.middleware import serve_middlewares as serve_middlewares
     from raylm.ingress.ingress import SHARED_ACTORS as SHARED_ACTORS
     from raylm.ingress.ingress import Ingress as Ingress
+    from raylm.ingress.routes import Surroundings as Surroundings
     from raylm.ingress.routes import build_asgi_app as build_asgi_app
 
 _MODULES = {
@@ -19,7 +20,7 @@ _MODULES = {
     "http.haproxy": ("configure_controller",),
     "http.middleware": ("serve_middlewares",),
     "ingress": ("SHARED_ACTORS", "Ingress"),
-    "routes": ("build_asgi_app",),
+    "routes": ("Surroundings", "build_asgi_app"),
 }
 
 __getattr__ = front_door(__name__, _MODULES)

@@ -18,9 +18,10 @@ from raylm.engine import engine_digest
 from raylm.errors import ConfigError
 from raylm.frontend import Lifecycle
 from raylm.ingress.callers import Callers
+from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import routed_for_s, shared_secret, stop_flag
+from raylm.ray_private import raylm_actors, routed_for_s, shared_secret, stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Ingress:
     _lifecycle: Lifecycle
     _state: StateClient
     _calls: HandleCalls
+    _desk: Desk
     _tasks: tuple[object, ...]
 
     def __init__(self, config: Config, engine: DeploymentHandle, **shared_actors: DeploymentHandle) -> None:
@@ -67,7 +69,7 @@ class Ingress:
         """
         from raylm.frontend import Admission, AsyncLLM, Discovery, RemoteState, StateClient  # building need not wait
         from raylm.ingress.handle_calls import HandleCalls
-        from raylm.ingress.routes import build_asgi_app
+        from raylm.ingress.routes import Surroundings, build_asgi_app
 
         bounds, app_name = self._config.ingress, serve.get_replica_context().app_name
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
@@ -79,11 +81,23 @@ class Ingress:
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
         link = RemoteState(app_name) if _is_shared(self._config) else None
-        self._state = StateClient(link, serve.get_replica_context().replica_tag)
-        secret = shared_secret(f"raylm streams {app_name}")
-        app = build_asgi_app(self._llm, self._config, self._shared_actors, self._state, secret, app_name)
+        context = serve.get_replica_context()
+        self._state = StateClient(link, context.replica_tag)
+        self._llm.timelines.ingress = context.replica_id.unique_id
+        app = build_asgi_app(
+            self._llm,
+            self._config,
+            self._shared_actors,
+            Surroundings(
+                state=self._state,
+                secret=shared_secret(f"raylm streams {app_name}"),
+                application=app_name,
+                create_peers=self._peers,
+                actors=raylm_actors,
+            ),
+        )
         self._state.start()
-        self._lifecycle = app.state.lifecycle
+        self._lifecycle, self._desk = app.state.lifecycle, app.state.desk
         self._calls = HandleCalls(self._llm, self._config, self._lifecycle)
         gc.collect()
         gc.freeze()  # libraries and tokenizer: walking through them would stop the loop for tens of milliseconds
@@ -151,6 +165,16 @@ class Ingress:
 
     async def detokenize(self, token_ids: list[int]) -> str:
         return await self._calls.detokenize(token_ids)
+
+    def _peers(self, desk: Desk) -> Peers:
+        if self._config.ingress.replicas == 1:
+            return Alone(desk)
+        context = serve.get_replica_context()
+        return ServePeers(desk, DeploymentHandle(context.deployment, context.app_name))
+
+    async def desk(self, method: str, *args: Any) -> tuple[str, Any]:
+        """What another replica asks for an operator, behind the name of this one."""
+        return self._desk.ask(method, *args)
 
     async def stream_to(
         self, caller: list[ObjectRef], method: Literal["generate", "chat"], /, *args: Any, **fields: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.applications import Starlette
@@ -14,6 +15,10 @@ from raylm.config import Config
 from raylm.frontend import Admission, FairShares, StateClient
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import PING, CountTokens, CreateMessage
+from raylm.ingress.console.cluster import ListActors, cluster_routes
+from raylm.ingress.console.pages import PAGES, console_routes
+from raylm.ingress.console.peers import Alone, Desk, Peers
+from raylm.ingress.console.requests import request_routes
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys
 from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Answer, JSONEndpoint
@@ -54,29 +59,44 @@ class _App(Starlette):
         return app
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What an app in a replica has beside its engines, and one that is alone does not need.
+
+    ``state`` is its line to what all replicas share, without which it has one of its own; with ``secret`` all of them
+    sign the ids of streams. ``application`` is the name that Serve has for it. ``create_peers`` knows how to ask the
+    other replicas, ``actors`` lists those of Ray.
+    """
+
+    state: StateClient | None = None
+    secret: bytes | None = None
+    application: str = ""
+    create_peers: Callable[[Desk], Peers] = Alone
+    actors: ListActors = list
+
+
 def build_asgi_app(
     async_llm: AsyncLLM,
     config: Config,
     shared_actors: Mapping[str, DeploymentHandle] | None = None,
-    state: StateClient | None = None,
-    secret: bytes | None = None,
-    application: str = "",
+    surroundings: Surroundings = Surroundings(),
 ) -> Starlette:
     """Make the app; its ``state.lifecycle`` is a Lifecycle, whose ``drain`` the owner calls at shutdown.
 
-    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas; ``state`` is this replica's line to
-    what all of them share, without which it has one of its own; with ``secret`` all of them sign the ids of streams.
-    ``application`` is the name that Serve has for it. The functions of ``state.jobs`` run beside it.
+    ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas. The app's ``state.desk`` answers
+    what other replicas ask for operators; the functions of ``state.jobs`` run beside it.
     """
-    http_metrics, state = HTTPMetrics(async_llm), state or StateClient()
+    http_metrics, state = HTTPMetrics(async_llm), surroundings.state or StateClient()
     state.share(lambda: async_llm.metrics_text() + http_metrics.text(), async_llm.adapters)
     unqueued, gate = Admission(), Gate(config.ingress, state)
     lifecycle = gate.lifecycle
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)
-    stream_ids = StreamIds(secret)
+    stream_ids = StreamIds(surroundings.secret)
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
-    store = open_store(shared_actors or {}, config.ingress.store, application)
+    store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
     responses = CreateResponse(async_llm, chat, store, lifecycle)
+    desk = Desk(async_llm, lifecycle)
+    peers = surroundings.create_peers(desk)
 
     def post(
         path: str,
@@ -92,7 +112,9 @@ def build_asgi_app(
         resumable: bool = False,
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
-        endpoint = JSONEndpoint(body, handler, incoming.prepare, gate, queue, keep_alive, by_key, for_admins, resumable)
+        endpoint = JSONEndpoint(
+            body, handler, incoming.prepare, gate, queue, keep_alive, async_llm.timelines, by_key, for_admins, resumable
+        )
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
@@ -111,6 +133,9 @@ def build_asgi_app(
         post("/v1/unload_lora_adapter", UnloadAdapterRequest, adapters.unload, unqueued, for_admins=True),
         *model_routes(async_llm, config, lifecycle),
         *ops_routes(async_llm, lifecycle, state),
+        *request_routes(peers),
+        *cluster_routes(async_llm, peers, surroundings.actors),
+        *console_routes(),
         openapi_route(),
         docs_route(),
     ]
@@ -118,12 +143,14 @@ def build_asgi_app(
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))  # outermost
     if config.ingress.has_keys:
-        keys = APIKeys(config.ingress)
+        keys, open_paths = APIKeys(config.ingress), set(config.ingress.open_paths)
+        if "/console" in open_paths:
+            open_paths |= PAGES.keys()
         async_llm.admission.policy = FairShares(lambda: len(keys))
-        middleware.append(Middleware(APIKeyMiddleware, keys, frozenset(config.ingress.open_paths), state))
+        middleware.append(Middleware(APIKeyMiddleware, keys, frozenset(open_paths), state))
     app = _App(routes=routes, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
-    app.state.jobs = []
-    app.state.jobs.append(responses.take_over)
+    app.state.desk = desk
+    app.state.jobs = [responses.take_over]
     return app

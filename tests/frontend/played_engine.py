@@ -12,6 +12,7 @@ from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
+    EngineSnapshot,
     EngineStats,
     FinishReason,
     LoRAAdapter,
@@ -77,6 +78,9 @@ class PlayedEngine(EngineClient):
 
     async def unload_adapter(self, name: str) -> None:
         self.loaded = [adapter for adapter in self.loaded if adapter.name != name]
+
+    async def snapshot(self) -> EngineSnapshot:
+        raise EngineDiedError("Nothing is held here.")
 
     def say(self, *entries: Entry, **columns: Any) -> None:
         """Send one message."""

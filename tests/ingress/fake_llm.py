@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
-from raylm.frontend import Admission, ChatPrompt, ChatRequest, RequestHead
+from raylm.frontend import Admission, ChatPrompt, ChatRequest, RequestHead, Timelines
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS
@@ -63,6 +63,9 @@ class FakeAsyncLLM:
     adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     calls: list[Call] = field(default_factory=list)
     rendered: list[ChatRequest] = field(default_factory=list)
+    timelines: Timelines = field(default_factory=Timelines)
+    engines: tuple[()] = ()
+    engine_stats: dict[str, Any] = field(default_factory=dict)
 
     def metrics_text(self) -> bytes:
         return b"# HELP vllm:num_requests_running x\nvllm:num_requests_running 0\n"

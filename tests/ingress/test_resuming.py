@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raylm.config import Config
 from raylm.frontend import AsyncLLM
-from raylm.ingress import build_asgi_app
+from raylm.ingress import Surroundings, build_asgi_app
 from tests.ingress.harness import client_of, until
 from tests.ingress.refused import error_of
 from tests.ingress.writing_engine import WritingEngine
@@ -39,7 +39,9 @@ class Stack:
             config = Config(model="embedded")
             self.llms.append(AsyncLLM(config))
             self.llms[-1].add_engine(WritingEngine(name, self.random))
-            self.clients.append(client_of(build_asgi_app(self.llms[-1], config, secret=SECRET)))
+            self.clients.append(
+                client_of(build_asgi_app(self.llms[-1], config, surroundings=Surroundings(secret=SECRET)))
+            )
 
     def events(self, path: str, body: dict[str, Any], event_id: str = "") -> list[tuple[str, Any]]:
         """(id, data) of each event of the answer of one ingress or the other."""
@@ -200,7 +202,7 @@ async def test_whose_stream_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, body = AsyncLLM(config), {"model": "embedded", "stream": True, "messages": MESSAGES}
     first = WritingEngine("a", Random(0))
     llm.add_engine(first)
-    async with client_of(build_asgi_app(llm, config, secret=SECRET)) as client:
+    async with client_of(build_asgi_app(llm, config, surroundings=Surroundings(secret=SECRET))) as client:
 
         async def post(key: str, event_id: str = "") -> httpx.Response:
             headers = {"x-api-key": key} | ({"last-event-id": event_id} if event_id else {})

@@ -19,6 +19,7 @@ from raylm.config import Config
 from raylm.engine.block_hashes import ChainedHasher
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
+from raylm.engine.timelines.observer import Observer
 from raylm.errors import ConfigError
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 
@@ -26,21 +27,23 @@ Write = Callable[[dict[str, Any]], None]
 _KEY_BYTES = 8
 
 
-def create_scheduler(config: Config, kv: KVCacheManager, max_model_len: int, clock: Callable[[], float]) -> Scheduler:
+def create_scheduler(
+    config: Config, kv: KVCacheManager, max_model_len: int, clock: Callable[[], float], observer: Observer | None = None
+) -> Scheduler:
     """As configured; a recorded one writes to a file of its own in ``engine.record_dir``.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     if config.engine.record_dir is None:
-        return Scheduler(config.scheduler, kv, max_model_len, clock)
+        return Scheduler(config.scheduler, kv, max_model_len, clock, observer)
     path = Path(config.engine.record_dir).expanduser() / f"engine-{uuid.uuid4().hex[:12]}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise ConfigError(f"engine.record_dir: {path} cannot be written: {error.strerror}") from None
-    return RecordedScheduler(config, kv, max_model_len, clock, lambda line: _write(file, line))
+    return RecordedScheduler(config, kv, max_model_len, clock, lambda line: _write(file, line), observer)
 
 
 def _write(file: int, line: dict[str, Any]) -> None:
@@ -51,9 +54,15 @@ class RecordedScheduler(Scheduler):
     """Decides as any; times are by ``clock``, in seconds."""
 
     def __init__(
-        self, config: Config, kv: KVCacheManager, max_model_len: int, clock: Callable[[], float], write: Write
+        self,
+        config: Config,
+        kv: KVCacheManager,
+        max_model_len: int,
+        clock: Callable[[], float],
+        write: Write,
+        observer: Observer | None = None,
     ) -> None:
-        super().__init__(config.scheduler, kv, max_model_len, clock)
+        super().__init__(config.scheduler, kv, max_model_len, clock, observer)
         self._write = write
         self._hasher = ChainedHasher(kv.block_size)
         self._asked: dict[tuple[str, int], tuple[EngineCoreRequest, str]] = {}
@@ -70,10 +79,10 @@ class RecordedScheduler(Scheduler):
     def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0, adapter_digest: str = "") -> None:
         super().add(client_id, request, adapter, adapter_digest)
         self._asked[client_id, request.key] = request, adapter_digest
-        self._added[client_id, request.key] = self._clock()
+        self._added[client_id, request.key] = self.clock()
         params, plain = request.params, request.pooling is None and request.params.prompt_logprobs is None
         self._write(
-            {"kind": "add", "at": self._clock(), "client": client_id, "id": request.key}
+            {"kind": "add", "at": self.clock(), "client": client_id, "id": request.key}
             | {"prompt_tokens": len(request.prompt_token_ids), "max_tokens": params.max_tokens, "n": params.n}
             | {"priority": request.priority, "plain": plain and not request.drawn}
             | {"arrival": request.arrival_time, "service": asdict(request.service)}
@@ -82,26 +91,26 @@ class RecordedScheduler(Scheduler):
 
     def abort(self, client_id: str, key: int) -> None:
         super().abort(client_id, key)
-        self._write({"kind": "abort", "at": self._clock(), "client": client_id, "id": key})
+        self._write({"kind": "abort", "at": self.clock(), "client": client_id, "id": key})
         for client, of, index in [name for name in self._drawn if name[:2] == (client_id, key)]:
             self._end(client, of, index, "abort")
         self._drop_ended(client_id, key)
 
     def stop(self, client_id: str, key: int, index: int) -> None:
         super().stop(client_id, key, index)
-        self._write({"kind": "stop", "at": self._clock(), "client": client_id, "id": key, "index": index})
+        self._write({"kind": "stop", "at": self.clock(), "client": client_id, "id": key, "index": index})
         self._end(client_id, key, index, "stopped")
         self._drop_ended(client_id, key)
 
     def schedule(self) -> SchedulerOutput | None:
         plan = super().schedule()
         if plan is not None:
-            self._handed_over[plan.step] = self._clock()
+            self._handed_over[plan.step] = self.clock()
             self._write({"kind": "schedule", "at": self._handed_over[plan.step]} | columns(plan))
         return plan
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, EngineCoreOutputs]:
-        now, began = self._clock(), max(self._last_at, self._handed_over.pop(plan.step))
+        now, began = self.clock(), max(self._last_at, self._handed_over.pop(plan.step))
         self._last_at = now
         pairs = sum(map(int.__mul__, plan.num_scheduled, plan.num_computed)) / 1e6
         self._write(
@@ -133,7 +142,7 @@ class RecordedScheduler(Scheduler):
         if drawn and asked is not None:
             request, digest = asked
             self._write(
-                {"kind": "request", "arrival": request.arrival_time or self._clock(), "priority": request.priority}
+                {"kind": "request", "arrival": request.arrival_time or self.clock(), "priority": request.priority}
                 | {"prompt_tokens": len(request.prompt_token_ids), "output_tokens": len(drawn)}
                 | {"blocks": self._blocks(request, digest, request.prompt_token_ids + drawn)}
                 | {"block_size": self.kv.block_size, "sequence": f"{client_id}/{key}/{index}", "finish": reason}

@@ -14,6 +14,7 @@ from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, Reasonin
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS, detect_tool_parser
 from raylm.frontend.text.chat_template import ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
+from raylm.frontend.timelines.record import mark
 from raylm.frontend.types import ChatRequest
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
@@ -62,7 +63,9 @@ class ChatProcessor:
             raise _never_thinks("thinking_token_budget")
         shown = [_without_strict(tool) for tool in tools] if tools else None
         seen = replace(request, tools=shown, template_kwargs=self._template_kwargs(request))
+        mark("template")
         text = await self._template.render(seen)
+        mark("tokenize")
         special = request.add_special_tokens
         token_ids = await self._tokenizer.encode(text, add_special_tokens=special, param="messages")
         thinking = self._thinking(token_ids, request.add_generation_prompt)
@@ -71,6 +74,7 @@ class ChatProcessor:
             if not tools:
                 return ChatPrompt(token_ids, params, None)
         if tools and self._tool_parser is not None:
+            mark("compile")
             calls = await self._tool_parser.form_of(request, params, self._tokenizer, self._compiler)
             params = replace(params, structured_outputs=calls)
         form = AnswerFormat(

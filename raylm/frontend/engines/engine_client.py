@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raylm.errors import RayLMError
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineSnapshot, LoRAAdapter
 
 if TYPE_CHECKING:
     from raylm.engine import EngineCore
@@ -44,6 +44,14 @@ class EngineClient(ABC):
     @abstractmethod
     async def unload_adapter(self, name: str) -> None:
         """Let the engine take an adapter out of use; unknown ones are ignored."""
+
+    @abstractmethod
+    async def snapshot(self) -> EngineSnapshot:
+        """What the engine holds now.
+
+        Raises:
+            EngineDiedError: it is gone.
+        """
 
     @abstractmethod
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
@@ -85,6 +93,9 @@ class LocalEngineClient(EngineClient):
 
     async def unload_adapter(self, name: str) -> None:
         await self._core.unload_adapter(name)
+
+    async def snapshot(self) -> EngineSnapshot:
+        return self._core.scheduler.snapshot()
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         while True:

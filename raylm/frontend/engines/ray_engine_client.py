@@ -17,7 +17,14 @@ from ray.exceptions import RayActorError, RayError
 from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, RENEWAL_S, as_raylm_error
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.messages import ClientBatch, EngineCoreOutputs, EngineCoreRequest, EngineInfo, LoRAAdapter
+from raylm.messages import (
+    ClientBatch,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    EngineSnapshot,
+    LoRAAdapter,
+)
 
 logger = logging.getLogger("raylm.frontend")
 
@@ -96,6 +103,13 @@ class RayEngineClient(EngineClient):
 
     async def unload_adapter(self, name: str) -> None:
         await self._call("unload_adapter", name)
+
+    async def snapshot(self) -> EngineSnapshot:
+        try:
+            snapshot: EngineSnapshot = await self._core.snapshot.remote()
+        except RayError as error:
+            raise EngineDiedError(_LOST) from error
+        return snapshot
 
     async def _call(self, method: str, argument: object) -> None:
         result: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import repeat
 from statistics import median_low
 
 from raylm.engine import ChainedHasher, keys_of
@@ -19,6 +20,7 @@ from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
 from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
 from raylm.frontend.input_processor import Limits
+from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 logger = logging.getLogger("raylm.frontend")
@@ -28,15 +30,22 @@ ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
 GUESS_STEP_S, GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
+Choice = tuple[int, list[float]]
+"""The place of the best engine, and what each was judged by, the less the better."""
+OnSent = Callable[[int, str, tuple[Score, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds."""
+    """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds.
+
+    ``scores`` are those of all engines that were compared, none where there was no choice.
+    """
 
     engine: RoutedEngine
     uncached_tokens: int
     blocks: Sequence[int] = ()
+    scores: tuple[Score, ...] = ()
 
 
 class Router:
@@ -44,7 +53,8 @@ class Router:
 
     A request whose engine is lost goes on on another one: ``resume`` gives it with the tokens it has. Where there is
     none it waits for one, at most ``recovery_timeout_s``. ``wake`` is called, again and again, while requests wait for
-    an engine and there is none; without it new requests do not wait.
+    an engine and there is none; without it new requests do not wait. ``on_sent`` is told which engine got a request,
+    and what all of them scored.
     """
 
     def __init__(
@@ -56,7 +66,9 @@ class Router:
         clock: Callable[[], float] = time.time,
         wake: Callable[[], None] | None = None,
         rng: random.Random | None = None,
+        on_sent: OnSent = lambda key, engine_id, scores: None,
     ) -> None:
+        self._on_sent = on_sent
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
@@ -110,6 +122,11 @@ class Router:
             return "".join(found)
         return f"fp_{hashlib.sha256(' '.join(found).encode()).hexdigest()[:16]}_varies"
 
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Those of the ready engines."""
+        return [engine.client for engine in self._engines.values()]
+
     def stats(self) -> dict[str, EngineStats]:
         return {engine_id: engine.stats for engine_id, engine in self._engines.items()}
 
@@ -141,6 +158,7 @@ class Router:
         engine, uncached = route.engine, route.uncached_tokens
         engine.begin(request.key, OpenRequest(request.params.n, uncached, route.blocks, self._clock()))
         self._engine_of[request.key] = engine
+        self._on_sent(request.key, engine.client.info.engine_id, route.scores)
         engine.client.add(replace(request, uncached_tokens=uncached) if route.blocks else request)
 
     def leave(self, key: int, *, abort: bool) -> None:
@@ -169,19 +187,20 @@ class Router:
             return Route(engines[0], len(request.prompt_token_ids))
         prompt = _PromptBlocks(request)
         uncached = self._uncached(prompt, engines)
-        place = self.choose(request, engines, uncached)
-        engine = engines[place]
-        return Route(engine, uncached[place], () if engine.blocks.told is None else self._blocks(prompt, engine))
+        place, costs = self.choose(request, engines, uncached)
+        engine, now = engines[place], self._clock()
+        blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
+        return Route(engine, uncached[place], blocks, tuple(map(_score, engines, costs, uncached, repeat(now))))
 
-    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> int:
-        """The place of the best of two or more engines, of which each would have to compute so many tokens."""
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        """Of two or more engines, of which each would have to compute so many tokens."""
         now = self._clock()
         costs = [
             engine.predicted_s(tokens, *speed, now)
             for engine, tokens, speed in zip(engines, uncached, _speeds(engines), strict=True)
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)
-        return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most])
+        return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most]), costs
 
     def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
         """The engines that can serve a request; at least one, or an error."""
@@ -293,6 +312,12 @@ class Router:
     def _check_ready(self) -> None:
         if not self._engines:
             raise EngineUnavailableError("No engine is ready; try again shortly.")
+
+
+def _score(engine: RoutedEngine, cost: float, uncached_tokens: int, now: float) -> Score:
+    told_s_ago = max(0.0, now - engine.told_at)
+    told = (engine.queued_tokens + engine.stats.others.queued_tokens, engine.sequences, engine.stats.waiting)
+    return (engine.client.info.engine_id, cost, uncached_tokens, *told, told_s_ago)
 
 
 def _speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:

@@ -14,7 +14,16 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from raylm.errors import DeadlineExceededError, InvalidRequestError, PermissionDeniedError
-from raylm.frontend import Admission, ApiKey, ClientDisconnectedError, OngoingRequest, Place
+from raylm.frontend import (
+    Admission,
+    ApiKey,
+    ClientDisconnectedError,
+    OngoingRequest,
+    Place,
+    Record,
+    Timelines,
+    note_body,
+)
 from raylm.ingress.http.body import JSONObject, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
@@ -57,19 +66,28 @@ class JSONEndpoint:
     gate: Gate
     queue: Admission
     keep_alive: bytes
+    timelines: Timelines
     by_key: bool = False
     for_admins: bool = False
     resumable: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, key = Headers(scope=scope), scope.get("raylm.api_key")
+        key, path = scope.get("raylm.api_key"), str(scope["path"])
         if self.for_admins and key is not None and not key.admin:
             raise PermissionDeniedError("Only an API key of an admin may do this.")
-        with suppress(ClientDisconnectedError):
-            async with self.gate.admit(headers, key, self.queue) as place:
-                with _deadline(headers, place.ongoing) as on_begin:
-                    content = await self.gate.receive(place, receive)
-                    await self._serve(content, place, on_begin, scope, receive, send)
+        name = scope.get("raylm.key", "")
+        with suppress(ClientDisconnectedError), self.timelines.request(scope["raylm.request_id"], name, path) as record:
+            await self._answer(scope, receive, record.sending(send), record, key)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, key: ApiKey | None) -> None:
+        headers = Headers(scope=scope)
+        async with self.gate.admit(headers, key, self.queue) as place:
+            record.cancel = place.ongoing.interrupt
+            record.mark("body")
+            with _deadline(headers, place.ongoing) as on_begin:
+                content = await self.gate.receive(place, receive)
+                record.mark("parse")
+                await self._serve(content, place, on_begin, scope, receive, send)
 
     async def _serve(
         self, content: bytes, place: Place, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
@@ -83,6 +101,7 @@ class JSONEndpoint:
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = (await self.body.read(data)).at(place)
                     place.service = service_level(Headers(scope=scope), place.key, body)
+                    note_body(getattr(body, "model", None), getattr(body, "stream", None))
                     answer = await self.handler(body, scope["raylm.request_id"], *self._further(content, scope))
                 if isinstance(answer, (bytes, list)):
                     on_begin()

@@ -13,13 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from raylm.ingress.console.pages import PAGES
+from raylm.ingress.console.requests import QUERIES as REQUEST_QUERIES
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import JSONEndpoint
 from raylm.ingress.http.errors import error_format
 from raylm.version import VERSION
 
 _REFERENCE = "#/components/schemas/{model}"
-_MEDIA_TYPES = {"/metrics": "text/plain", "/docs": "text/html"}
+_MEDIA_TYPES = {"/metrics": "text/plain", "/docs": "text/html"} | dict.fromkeys(PAGES, "text/html")
 _LIST_QUERY: dict[str, JSONObject] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100},
     "order": {"type": "string", "enum": ["asc", "desc"]},
@@ -27,6 +29,7 @@ _LIST_QUERY: dict[str, JSONObject] = {
 }
 _QUERIES: dict[str, dict[str, JSONObject]] = {
     "/v1/responses/{response_id}/input_items": _LIST_QUERY,
+    **REQUEST_QUERIES,
 }
 
 

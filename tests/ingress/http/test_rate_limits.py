@@ -15,7 +15,7 @@ from raylm.errors import ConfigError
 from raylm.frontend import KeyLimits, StateClient
 from raylm.frontend.state.application_state import ApplicationState
 from raylm.frontend.state.client import LocalState
-from raylm.ingress import build_asgi_app, read_keys
+from raylm.ingress import Surroundings, build_asgi_app, read_keys
 from raylm.ingress.http import api_keys
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, until
@@ -28,7 +28,7 @@ def limited(tmp_path: Path, options: str, llm: FakeAsyncLLM, state: StateClient 
     path = tmp_path / "keys"
     path.write_text(f"alice: sk-alice {options}\nbob: sk-bob\n")
     config = Config.model_validate({"ingress": {"api_keys_file": str(path)}})
-    return client_of(build_asgi_app(llm, config, state=state))  # type: ignore[arg-type]
+    return client_of(build_asgi_app(llm, config, surroundings=Surroundings(state=state)))  # type: ignore[arg-type]
 
 
 async def test_requests_of_a_minute_over_two_replicas(tmp_path: Path) -> None:

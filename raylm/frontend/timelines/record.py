@@ -1,0 +1,177 @@
+"""Record: when what happened to one request of a caller; Part: the same of one prompt of it that an engine serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from raylm.errors import RayLMError
+from raylm.messages import EngineCoreRequest, SequenceEvent
+
+MAX_EVENTS = 1024  # of a part; a sequence that is preempted over and over again ends up there
+
+Clock = Callable[[], float]
+Message = MutableMapping[str, Any]
+Mark = tuple[str, float]
+Score = tuple[str, float, int, int, int, int, float]
+"""(engine, predicted seconds, tokens to compute, tokens queued there, sequences of this ingress there, sequences that
+wait there, seconds since the engine told)."""
+Routing = tuple[float, str, list[Score]]
+"""(time, the engine that was picked, the scores of all that could serve the request; none where there is one)."""
+
+
+class Part:
+    """One prompt on its way through an engine. ``marks`` are the phases that began here, ``events`` the engine's.
+
+    Owned by the event loop of its AsyncLLM. ``drawn`` are the token ids of each sequence, which OutputProcessor owns.
+    """
+
+    __slots__ = (
+        "adapter", "cached_tokens", "clock", "drawn", "dropped_events", "ended", "error", "events", "finish_reasons",
+        "first_token", "last_token", "marks", "max_tokens", "prompt_tokens", "request_id", "routings",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str = "", clock: Clock = time.time) -> None:
+        self.request_id = request_id
+        self.clock = clock
+        self.adapter: str | None = None
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.max_tokens: int | None = None
+        self.drawn: list[list[int]] = []
+        self.marks: list[Mark] = []
+        self.events: list[tuple[int, str, float, int, int, str]] = []
+        self.dropped_events = 0
+        self.routings: list[Routing] = []
+        self.finish_reasons: dict[int, str] = {}
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.ended: float | None = None
+        self.error = ""
+
+    def mark(self, phase: str) -> None:
+        """From now on this is what is done for the prompt."""
+        self.marks.append((phase, self.clock()))
+
+    def on_open(self, request: EngineCoreRequest, drawn: list[list[int]]) -> None:
+        """What is asked of the engine is known now; ``drawn`` grows while it is served."""
+        self.prompt_tokens, self.adapter, self.drawn = len(request.prompt_token_ids), request.adapter, drawn
+        self.max_tokens = request.params.max_tokens if request.pooling is None else None
+
+    def on_sent(self, engine_id: str, scores: tuple[Score, ...]) -> None:
+        """It is on its way to an engine, for the first time or after another one was lost."""
+        now = self.clock()
+        self.routings.append((now, engine_id, list(scores)))
+        self.marks.append(("replay" if len(self.routings) > 1 else "send", now))
+
+    def note(self, event: SequenceEvent) -> None:
+        """Take in what the engine tells."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(event[1:])
+        else:
+            self.dropped_events += 1
+
+    def raw(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "adapter": self.adapter,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "max_tokens": self.max_tokens,
+            "drawn_tokens": [len(ids) for ids in self.drawn],
+            "marks": self.marks,
+            "events": self.events,
+            "dropped_events": self.dropped_events,
+            "routings": self.routings,
+            "finish_reasons": [self.finish_reasons.get(index, "") for index in range(len(self.drawn))],
+            "first_token": self.first_token,
+            "last_token": self.last_token,
+            "ended": self.ended,
+            "error": self.error,
+        }
+
+
+class Record:
+    """One request of a caller, from its arrival to the last byte of its answer. Times are seconds since the epoch.
+
+    ``key`` is the name of its API key. ``blocked_s`` were spent waiting for the client, or the proxy before it, to
+    take what was written. ``cancel`` ends it with an error, None where nothing can.
+    """
+
+    __slots__ = (
+        "blocked_s", "cancel", "clock", "ended", "error", "first_byte", "id", "is_stream", "key", "last_byte", "marks",
+        "model", "parts", "path", "received", "status",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, key: str, path: str, clock: Clock) -> None:
+        self.id, self.key, self.path = request_id, key, path
+        self.clock = clock
+        self.model = ""
+        self.is_stream = False
+        self.received = clock()
+        self.ended: float | None = None
+        self.status: int | None = None
+        self.error = ""
+        self.first_byte: float | None = None
+        self.last_byte: float | None = None
+        self.blocked_s = 0.0
+        self.marks: list[Mark] = []
+        self.parts: list[Part] = []
+        self.cancel: Callable[[RayLMError], None] | None = None
+
+    def mark(self, phase: str) -> None:
+        """From now on this is what is done for the request."""
+        self.marks.append((phase, self.clock()))
+
+    def sending(self, send: Callable[[Message], Awaitable[None]]) -> Callable[[Message], Awaitable[None]]:
+        """An ASGI ``send`` that notes when the answer's bytes are taken."""
+
+        async def send_and_note(message: Message) -> None:
+            before = self.clock()
+            await send(message)
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                return
+            self.last_byte = now = self.clock()
+            self.blocked_s += now - before
+            if self.first_byte is None:
+                self.first_byte = now
+
+        return send_and_note
+
+    def raw(self, ingress: str) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {
+            "id": self.id,
+            "key": self.key,
+            "path": self.path,
+            "model": self.model,
+            "stream": self.is_stream,
+            "ingress": ingress,
+            "received": self.received,
+            "ended": self.ended,
+            "status": self.status,
+            "error": self.error,
+            "first_byte": self.first_byte,
+            "last_byte": self.last_byte,
+            "blocked_s": self.blocked_s,
+            "marks": self.marks,
+            "parts": [part.raw() for part in self.parts],
+        }
+
+
+CURRENT: ContextVar[Record | None] = ContextVar("current_record", default=None)
+
+
+def mark(phase: str) -> None:
+    """As ``Record.mark``, for the request that this task serves, if there is one."""
+    if (record := CURRENT.get()) is not None:
+        record.mark(phase)
+
+
+def note_body(model: str | None, stream: bool | None) -> None:
+    """What the body of the request that this task serves asks for."""
+    if (record := CURRENT.get()) is not None:
+        record.model, record.is_stream = model or "", bool(stream)

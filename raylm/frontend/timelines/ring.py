@@ -1,0 +1,195 @@
+"""Timelines: owns the records of one AsyncLLM: those of requests in flight, and a bounded number of ended ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import orjson
+
+from raylm.errors import RayLMError
+from raylm.frontend.timelines.describe import summary
+from raylm.frontend.timelines.record import CURRENT, Clock, Part, Record
+
+Cancel = Callable[[RayLMError], None]
+
+_BY_HANDLE = "handle"  # the path of requests that did not come over HTTP
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which requests are asked for. ``owner`` is the name of the key that asks, None for all.
+
+    ``text`` stands in the id, the path, the model or the key's name. ``since`` leaves out what ended before.
+    """
+
+    owner: str | None
+    state: str = "all"  # or in_flight, recent
+    text: str = ""
+    key: str | None = None
+    model: str | None = None
+    since: float = 0.0
+    limit: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """An ended request: what it is found by, its line in a list and all that is known of it, as JSON."""
+
+    id: str
+    key: str
+    model: str
+    path: str
+    ended: float
+    summary: bytes
+    raw: bytes
+
+
+class Timelines:
+    """Owned by one event loop, without locks. ``ingress`` is the name of this process in what it tells.
+
+    The last ``max_requests`` ended ones are kept, as JSON of at most ``max_bytes``; no text of any prompt or answer.
+    """
+
+    def __init__(self, max_requests: int = 10_000, max_bytes: int = 48 * 2**20, clock: Clock = time.time) -> None:
+        self.ingress = "ingress"
+        self.clock = clock
+        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._in_flight: dict[Record, None] = {}
+        self._ended: deque[_Ended] = deque()
+        self._size = 0
+
+    @contextmanager
+    def request(self, request_id: str, key: str, path: str) -> Iterator[Record]:
+        """The record of what is done in this block, for it and the tasks that it starts."""
+        record = self._open(request_id, key, path)
+        token = CURRENT.set(record)
+        try:
+            yield record
+        except BaseException as error:
+            self._fail(record, error)
+            raise
+        finally:
+            CURRENT.reset(token)
+            record.ended = self.clock()
+            self._close(record)
+
+    @contextmanager
+    def part(self, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
+        """A prompt of the current request; without one it is a request of its own, as those by handle are."""
+        current = CURRENT.get()
+        record = current or self._open(request_id, "", _BY_HANDLE)
+        record.model = record.model or model
+        if record.cancel is None:
+            record.cancel = cancel
+        part = Part(request_id, self.clock)
+        record.parts.append(part)
+        try:
+            yield part
+        except BaseException as error:
+            part.error = _name(error)
+            if current is None:
+                self._fail(record, error)
+            raise
+        finally:
+            part.ended = self.clock()
+            if current is None:
+                record.ended = part.ended
+            self._close(record)
+
+    def _open(self, request_id: str, key: str, path: str) -> Record:
+        record = Record(request_id, key, path, self.clock)
+        self._in_flight[record] = None
+        return record
+
+    def _fail(self, record: Record, error: BaseException) -> None:
+        record.error = _name(error)
+        if record.status is None and isinstance(error, Exception):
+            record.status = error.status if isinstance(error, RayLMError) else None
+
+    def _close(self, record: Record) -> None:
+        """Let go of a request once its answer is written and its prompts are done; a background one ends later."""
+        if record.ended is None or any(part.ended is None for part in record.parts) or record not in self._in_flight:
+            return
+        record.ended = max([record.ended, *(part.ended or 0.0 for part in record.parts)])
+        del self._in_flight[record]
+        raw = record.raw(self.ingress)
+        entry = _Ended(
+            id=record.id,
+            key=record.key,
+            model=record.model,
+            path=record.path,
+            ended=record.ended,
+            summary=orjson.dumps(summary(raw)),
+            raw=orjson.dumps(raw),
+        )
+        self._ended.append(entry)
+        self._size += _size(entry)
+        while len(self._ended) > self._max_requests or self._size > self._max_bytes:
+            self._size -= _size(self._ended.popleft())
+
+    # ---------------------------------------------------------------- what is asked
+
+    def listed(self, wanted: Filter) -> list[tuple[float, bytes]]:
+        """(time, line as JSON) of the newest requests that ``wanted`` describes, those in flight first."""
+        found: list[tuple[float, bytes]] = []
+        if wanted.state != "recent":
+            open_ones = (one for one in reversed(self._in_flight) if _matches(one, wanted))
+            found += [(one.received, orjson.dumps(summary(one.raw(self.ingress)))) for one in open_ones]
+        if wanted.state != "in_flight":
+            for ended in reversed(self._ended):
+                if len(found) >= wanted.limit or ended.ended < wanted.since:
+                    break
+                if _matches(ended, wanted):
+                    found.append((ended.ended, ended.summary))
+        return found[: wanted.limit]
+
+    def part_ids(self, wanted: Filter) -> list[str]:
+        """The ids that the engines know requests in flight by."""
+        return [part.request_id for record in self._in_flight if _matches(record, wanted) for part in record.parts]
+
+    def find(self, request_id: str, owner: str | None) -> bytes | None:
+        """All that is known of the newest request of that id, as JSON; None where ``owner`` has none."""
+        for record in reversed(self._in_flight):
+            if record.id == request_id and owner in (None, record.key):
+                return orjson.dumps(record.raw(self.ingress))
+        for ended in reversed(self._ended):
+            if ended.id == request_id and owner in (None, ended.key):
+                return ended.raw
+        return None
+
+    def end(self, request_id: str, owner: str | None, error: Callable[[], RayLMError]) -> bool:
+        """End the requests of that id with an error; whether there is one in flight."""
+        found = [one for one in self._in_flight if one.id == request_id and owner in (None, one.key) and one.cancel]
+        for record in found:
+            assert record.cancel is not None
+            record.cancel(error())
+        return bool(found)
+
+
+def _matches(entry: Record | _Ended, wanted: Filter) -> bool:
+    if wanted.owner is not None and entry.key != wanted.owner:
+        return False
+    if (wanted.key is not None and entry.key != wanted.key) or (
+        wanted.model is not None and entry.model != wanted.model
+    ):
+        return False
+    text = wanted.text.lower()
+    return not text or any(text in value.lower() for value in (entry.id, entry.path, entry.model, entry.key))
+
+
+def _size(entry: _Ended) -> int:
+    return len(entry.raw) + len(entry.summary) + 2 * len(entry.id) + 500  # the objects around them
+
+
+def _name(error: BaseException) -> str:
+    """What kind of error it is; its message may hold a part of a prompt."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "client_left"
+    if isinstance(error, RayLMError):
+        return error.code or error.type
+    return "client_left" if type(error).__name__ == "ClientDisconnectedError" else type(error).__name__

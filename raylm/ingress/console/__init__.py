@@ -1,0 +1,1 @@
+"""What operators look at: /v1/requests, /v1/cluster and the page at /console."""

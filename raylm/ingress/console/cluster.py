@@ -1,0 +1,135 @@
+"""GET /v1/cluster: the ingresses, engines and actors as they are now, and whose the blocks of the KV pools are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from raylm.errors import RayLMError
+from raylm.frontend import Filter
+from raylm.ingress.console.access import owner_of
+from raylm.ingress.console.peers import ANSWER_S, Peers
+from raylm.ingress.http.answer import json_response
+from raylm.messages import EngineSnapshot, EngineStats
+from raylm.version import VERSION
+
+if TYPE_CHECKING:
+    from raylm.frontend import AsyncLLM
+
+ListActors = Callable[[], list[dict[str, Any]]]
+
+
+def cluster_routes(llm: AsyncLLM, peers: Peers, actors: ListActors) -> list[Route]:
+    async def cluster(request: Request) -> Response:
+        owner = owner_of(request)
+        answers, found = await asyncio.gather(peers.ask("about"), asyncio.to_thread(actors))
+        return json_response({
+            "now": time.time(),
+            "model": llm.model_name,
+            "version": VERSION,
+            "fingerprint": llm.fingerprint,
+            "sees": "all" if owner is None else owner,
+            "ingresses": sorted(answers.found, key=lambda one: str(one["name"])),
+            "missing": answers.missing,
+            "engines": [_engine(client.info, llm.engine_stats) for client in llm.engines],
+            "actors": found if owner is None else [],
+        })  # fmt: skip
+
+    async def pools(request: Request) -> Response:
+        owner = owner_of(request)
+        own = None if owner is None else await _own_ids(peers, owner)
+        snapshots = await asyncio.gather(*(_snapshot(client) for client in llm.engines))
+        return json_response({
+            "now": time.time(),
+            "pools": [_pool(client.info.engine_id, snapshot, own)
+                      for client, snapshot in zip(llm.engines, snapshots, strict=False) if snapshot is not None],
+        })  # fmt: skip
+
+    return [Route("/v1/cluster", cluster), Route("/v1/cluster/kv", pools)]
+
+
+async def _own_ids(peers: Peers, owner: str) -> set[str]:
+    """The ids that a key's requests have in the engines."""
+    answers = await peers.ask("part_ids", Filter(owner=owner, state="in_flight", limit=10_000))
+    return {request_id for answer in answers.found for request_id in answer}
+
+
+def _engine(info: Any, stats: dict[str, EngineStats]) -> dict[str, Any]:
+    worker, now = info.worker, stats.get(info.engine_id, EngineStats())
+    counted = now.counters
+    return {
+        "id": info.engine_id,
+        "restarts": int(info.engine_id.rpartition(".")[2]) if info.engine_id.rpartition(".")[2].isdecimal() else 0,
+        "max_model_len": info.max_model_len,
+        "device": worker.device,
+        "dtype": worker.dtype,
+        "quantization": worker.quantization,
+        "attention": worker.attention_backend,
+        "threads": worker.threads,
+        "workers": worker.tensor_parallel_size,
+        "blocks": worker.num_blocks,
+        "block_size": worker.block_size,
+        "running": now.running,
+        "waiting": now.waiting,
+        "kv_usage": now.kv_usage,
+        "steps": now.steps,
+        "step_s": now.step_s,
+        "token_s": now.token_s,
+        "preemptions": counted.preemptions,
+        "prompt_tokens": counted.prompt_tokens,
+        "generation_tokens": counted.generation_tokens,
+        "prefix_queries": counted.prefix_queries,
+        "prefix_hits": counted.prefix_hits,
+        "drafted_tokens": counted.drafted_tokens,
+        "accepted_tokens": counted.accepted_tokens,
+    }
+
+
+async def _snapshot(client: Any) -> EngineSnapshot | None:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            snapshot: EngineSnapshot = await client.snapshot()
+    except (RayLMError, TimeoutError):
+        return None
+    return snapshot
+
+
+def _pool(engine_id: str, held: EngineSnapshot, own: set[str] | None) -> dict[str, Any]:
+    """``cached`` blocks begin with those that are evicted first; runs are [first block, how many]."""
+    columns = zip(
+        held.request_ids, held.indexes, held.statuses, held.num_tokens, held.num_computed, held.block_ids, strict=True
+    )
+    return {
+        "engine": engine_id,
+        "blocks": held.num_blocks,
+        "block_size": held.block_size,
+        "sequences": [
+            {
+                "request_id": request_id if own is None or request_id in own else "",
+                "sequence": index,
+                "status": status,
+                "tokens": tokens,
+                "computed": computed,
+                "runs": runs(blocks),
+            }
+            for request_id, index, status, tokens, computed, blocks in columns
+        ],
+        "cached": runs(held.cached),
+    }
+
+
+def runs(blocks: Iterable[int]) -> list[list[int]]:
+    """Consecutive numbers as [first, how many], in the order given."""
+    found: list[list[int]] = []
+    for block in blocks:
+        if found and found[-1][0] + found[-1][1] == block:
+            found[-1][1] += 1
+        else:
+            found.append([block, 1])
+    return found

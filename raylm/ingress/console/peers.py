@@ -1,0 +1,118 @@
+"""Desk: what one ingress replica tells operators of itself; Peers: the same asked of all replicas at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raylm.errors import CancelledRequestError
+from raylm.frontend import Filter
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+    from raylm.frontend import AsyncLLM, Lifecycle
+
+ANSWER_S = 2.0  # a replica that takes longer is named as missing
+
+_ENDED = "The request was ended by an operator."
+
+
+class Desk:
+    """Answers in this process; every answer is plain values, with the name of the replica in front."""
+
+    def __init__(self, llm: AsyncLLM, lifecycle: Lifecycle) -> None:
+        self._llm, self._lifecycle = llm, lifecycle
+        self._began = time.time()
+
+    @property
+    def name(self) -> str:
+        return self._llm.timelines.ingress
+
+    def listed(self, wanted: Filter) -> list[tuple[float, bytes]]:
+        return self._llm.timelines.listed(wanted)
+
+    def find(self, request_id: str, owner: str | None) -> bytes | None:
+        return self._llm.timelines.find(request_id, owner)
+
+    def end(self, request_id: str, owner: str | None) -> bool:
+        return self._llm.timelines.end(request_id, owner, lambda: CancelledRequestError(_ENDED))
+
+    def part_ids(self, wanted: Filter) -> list[str]:
+        """The ids that requests in flight have in the engines."""
+        return self._llm.timelines.part_ids(wanted)
+
+    def about(self) -> dict[str, Any]:
+        """This process, and what waits in it."""
+        queue = self._llm.admission
+        return {
+            "name": self.name,
+            "node": platform.node(),
+            "pid": os.getpid(),
+            "state": "draining" if self._lifecycle.shutting_down else "ready" if self._llm.is_ready else "starting",
+            "began": self._began,
+            "ongoing": self._lifecycle.num_ongoing,
+            "queued_requests": queue.requests,
+            "queued_tokens": queue.tokens,
+            "engines": len(self._llm.engines),
+        }
+
+    def ask(self, method: str, *args: Any) -> tuple[str, Any]:
+        """What ``method`` answers, behind the name of this replica."""
+        return self.name, getattr(self, method)(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the replicas answered; ``missing`` are those that did not in time."""
+
+    found: list[Any]
+    missing: list[str]
+
+
+class Peers(ABC):
+    """All ingress replicas of the application."""
+
+    @abstractmethod
+    async def ask(self, method: str, *args: Any) -> Answers:
+        """Call a method of every Desk."""
+
+
+class Alone(Peers):
+    """The only replica."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def ask(self, method: str, *args: Any) -> Answers:
+        return Answers([self._desk.ask(method, *args)[1]], [])
+
+
+class ServePeers(Peers):
+    """Every replica of the deployment, by its handle; this one is asked in place.
+
+    ``known`` are the replicas that have answered once, by which those that do not any more can be named.
+    """
+
+    def __init__(self, desk: Desk, handle: DeploymentHandle) -> None:
+        self._desk, self._handle = desk, handle
+        self._known: set[str] = set()
+
+    async def ask(self, method: str, *args: Any) -> Answers:
+        found = dict([self._desk.ask(method, *args)])
+        late = 0
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                results = await self._handle.broadcast("desk", method, *args).results_async(return_exceptions=True)
+        except Exception:  # whatever Serve fails with, what is known here is told
+            results, late = [], 1
+        late += sum(isinstance(result, BaseException) for result in results)
+        found.update(result for result in results if not isinstance(result, BaseException))
+        missing = sorted(self._known - found.keys()) if late else []
+        self._known = (self._known | found.keys()) if late else set(found)
+        return Answers(list(found.values()), missing or ["another ingress replica"] * bool(late))

@@ -1,0 +1,127 @@
+"""What is kept of ended requests is bounded in number and bytes; a request ends with the last of its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+import orjson
+import pytest
+
+from raylm.errors import OverloadedError, RayLMError
+from raylm.frontend.timelines.describe import timeline
+from raylm.frontend.timelines.record import MAX_EVENTS, Part
+from raylm.frontend.timelines.ring import Filter, Timelines
+
+ALL = Filter(owner=None, limit=100_000)
+
+
+def never(error: RayLMError) -> None:
+    raise AssertionError("nothing is to be ended")
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that goes on by one with each look."""
+    return map(float, count()).__next__
+
+
+def ids(timelines: Timelines, wanted: Filter = ALL) -> list[str]:
+    return [orjson.loads(line)["id"] for _, line in timelines.listed(wanted)]
+
+
+def test_the_newest_are_kept() -> None:
+    timelines = Timelines(max_requests=3)
+    for number in range(5):
+        with timelines.request(str(number), "", "/v1/completions"):
+            assert ids(timelines)[0] == str(number)
+    assert ids(timelines) == ["4", "3", "2"]
+    assert timelines.find("1", None) is None
+
+
+def test_the_bytes_are_bounded() -> None:
+    timelines = Timelines(max_bytes=100_000)
+    for number in range(1000):
+        with timelines.request(str(number), "", "/"), timelines.part("p", "m", never) as part:
+            for _ in range(10):
+                part.note((1, 0, "preempted", 1.0, 1, 1, "x" * 100))
+    kept = [timelines.find(name, None) for name in ids(timelines)]
+    assert 10 < len(kept) < 1000
+    assert sum(len(raw) for raw in kept if raw) < 100_000
+
+
+def test_events_of_a_part_are_bounded() -> None:
+    part = Part()
+    for _ in range(MAX_EVENTS + 5):
+        part.note((1, 0, "scheduled", 1.0, 1, 1, ""))
+    assert (len(part.events), part.dropped_events) == (MAX_EVENTS, 5)
+
+
+def test_a_request_lasts_as_long_as_its_prompts() -> None:
+    timelines = Timelines(clock=ticking())
+    with timelines.request("a", "", "/"):
+        running = timelines.part("p", "m", never)
+        running.__enter__()
+    assert ids(timelines, Filter(owner=None, state="in_flight")) == ["a"]
+    running.__exit__(None, None, None)
+    assert ids(timelines, Filter(owner=None, state="in_flight")) == []
+    assert ids(timelines, Filter(owner=None, state="recent")) == ["a"]
+
+
+def test_without_a_request_a_prompt_is_one() -> None:
+    timelines = Timelines()
+
+    def refused() -> None:
+        with timelines.part("p", "m", never):
+            assert ids(timelines) == ["p"]
+            raise OverloadedError("full")
+
+    with pytest.raises(OverloadedError):
+        refused()
+    (line,) = [orjson.loads(line) for _, line in timelines.listed(ALL)]
+    assert (line["path"], line["model"], line["outcome"], line["status"]) == ("handle", "m", "overloaded", 429)
+
+
+async def test_tasks_of_a_request_belong_to_it() -> None:
+    timelines = Timelines()
+
+    async def work(name: str) -> None:
+        with timelines.part(name, "m", never):
+            await asyncio.sleep(0)
+
+    with timelines.request("a", "", "/"):
+        await asyncio.gather(work("one"), work("two"))
+    with timelines.request("b", "", "/"):
+        await work("three")
+    found = [orjson.loads(timelines.find(name, None) or b"{}") for name in "ab"]
+    assert [[part["request_id"] for part in one["parts"]] for one in found] == [["one", "two"], ["three"]]
+
+
+def test_an_owner_sees_its_own() -> None:
+    timelines = Timelines()
+    for key in ("alice", "bob"):
+        with timelines.request(f"of-{key}", key, "/"):
+            pass
+    assert ids(timelines, Filter(owner="alice")) == ["of-alice"]
+    assert timelines.find("of-bob", "alice") is None
+    assert timelines.find("of-bob", None) is not None
+
+
+def test_phases_add_up_by_a_clock_that_ticks() -> None:
+    """Each look at the clock takes one second, so the sum is exact."""
+    clock = ticking()
+    timelines = Timelines(clock=clock)
+    with timelines.request("a", "", "/") as record:
+        for phase in ("body", "parse", "template"):
+            record.mark(phase)
+        with timelines.part("p", "m", never) as part:
+            for phase in ("tokenize", "route", "send"):
+                part.mark(phase)
+            # The engine's clock is late by far: what it says happened between sending and the first token.
+            part.events = [(0, "taken_in", 1e9, 1, 0, ""), (0, "scheduled", 1e9, 1, 0, "")]
+            part.first_token, part.last_token = clock(), clock()
+    raw = orjson.loads(timelines.find("a", None) or b"")
+    found = timeline(raw, 0.0)
+    assert found["wall_s"] == sum(phase["seconds"] for phase in found["phases"])
+    names = [phase["phase"] for phase in found["phases"]]
+    assert names == ["admission", "body", "parse", "template", "tokenize", "route", "send", "decode", "write"]

@@ -1,0 +1,393 @@
+"""GET /v1/requests over the whole stack without a model: lives and their phases, who may see them, how one is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from raylm.config import Config
+from raylm.engine import EngineCore
+from raylm.frontend import AsyncLLM, LocalEngineClient
+from raylm.ingress import build_asgi_app
+from raylm.messages import EngineInfo
+from tests.fakes import FakeExecutor, FakeWorker
+from tests.ingress.harness import events, until
+from tests.ingress.refused import error_of
+from tests.ingress.test_real_llm import MODEL, PROMPT, TEXT, ids_of
+
+LOCAL = "http://localhost"
+SMALL = {
+    "model": "embedded", "cache": {"num_blocks": 12, "block_size": 16}, "max_model_len": 160,
+    "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
+}  # fmt: skip
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"type": "object", "properties": {}}}}
+
+
+class Stack:
+    """The app over engines without a model, each of whose steps takes ``delay_s``."""
+
+    def __init__(self, num_engines: int = 1, delay_s: float = 0.0, **config: Any) -> None:
+        self.config = Config.model_validate(SMALL | config)
+        executors = [FakeExecutor(FakeWorker(model=MODEL), delay_s) for _ in range(num_engines)]
+        self.cores = [EngineCore(self.config, executor) for executor in executors]
+        for executor in executors:
+            executor.worker.num_blocks = self.config.cache.num_blocks or 0
+        self.llm = AsyncLLM(self.config)
+        self.app: Starlette = build_asgi_app(self.llm, self.config)
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Stack:
+        for number, core in enumerate(self.cores):
+            info = await core.start()
+            self._loops.append(asyncio.create_task(core.run()))
+            self.llm.add_engine(LocalEngineClient(core, EngineInfo(f"e{number}", info.max_model_len, info)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.llm.stop()
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+
+    def client(self, host: str = "127.0.0.1", base_url: str = LOCAL, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app, client=(host, 9)), base_url=base_url, timeout=60, **options
+        )
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with Stack() as stack:
+        yield stack
+
+
+@pytest.fixture
+async def api(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with stack.client() as client:
+        yield client
+
+
+async def life_of(client: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
+    answer = await client.get(f"/v1/requests/{request_id}")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def seconds_of(life: dict[str, Any], *names: str) -> float:
+    return sum(phase["seconds"] for phase in life["phases"] if phase["phase"] in names)
+
+
+def check_adds_up(life: dict[str, Any]) -> None:
+    total = sum(phase["seconds"] for phase in life["phases"])
+    assert total == pytest.approx(life["wall_s"], rel=0.01, abs=1e-3)
+    at = 0.0
+    for phase in life["phases"]:
+        assert phase["start_s"] == pytest.approx(at, abs=1e-4)
+        at += phase["seconds"]
+
+
+async def test_a_life_has_all_its_phases_and_they_add_up(api: httpx.AsyncClient) -> None:
+    began = time.time()
+    answer = await api.post("/v1/chat/completions", headers={"x-request-id": "mine"}, json={
+        "model": "embedded", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 7,
+        "stream": True,
+    })  # fmt: skip
+    ended = time.time()
+    assert answer.status_code == 200
+    life = await life_of(api, "mine")
+    check_adds_up(life)
+    assert began <= life["received"] <= life["ended"] <= ended
+    assert {"body", "parse", "template", "tokenize", "prefill", "decode"} <= {one["phase"] for one in life["phases"]}
+    assert (life["state"], life["status"], life["outcome"]) == ("ended", 200, "length")
+    assert (life["path"], life["model"], life["stream"]) == ("/v1/chat/completions", "embedded", True)
+    (part,) = life["parts"]
+    assert part["completion_tokens"] == [12]
+    assert part["max_tokens"] == 12
+    assert [one["event"] for one in part["events"]] == ["taken_in", "scheduled", "token", "ended"]
+    assert 0 < life["ttft_s"] <= part["last_token_s"] <= life["last_byte_s"] <= life["wall_s"]
+    prefill, decode = part["steps"]
+    assert (prefill["doing"], decode["doing"]) == ("prefill", "decode")
+    assert prefill["tokens"] == part["prompt_tokens"]
+    assert decode["tokens"] == 11
+    assert prefill["last_step"] + 1 == decode["first_step"]
+    assert decode["last_step"] - decode["first_step"] + 1 == 11
+    assert PROMPT not in (await api.get("/v1/requests/mine")).text
+
+
+async def test_several_prompts_and_sequences_are_parts_of_one_request(api: httpx.AsyncClient) -> None:
+    body = TEXT | {"prompt": [PROMPT, "Blocks"], "n": 2}
+    await api.post("/v1/completions", json=body, headers={"x-request-id": "many"})
+    life = await life_of(api, "many")
+    check_adds_up(life)
+    assert [part["completion_tokens"] for part in life["parts"]] == [[24, 24], [24, 24]]
+    for part in life["parts"]:
+        assert {one["sequence"] for one in part["steps"]} == {0, 1}
+
+
+async def test_what_is_refused_is_told_with_its_status(api: httpx.AsyncClient) -> None:
+    headers = {"x-request-id": "long"}
+    answer = await api.post("/v1/completions", json=TEXT | {"prompt": PROMPT * 40}, headers=headers)
+    assert answer.status_code == 400
+    life = await life_of(api, "long")
+    assert (life["status"], life["outcome"]) == (400, "context_length_exceeded")
+    check_adds_up(life)
+
+
+async def test_requests_are_listed_filtered_and_bounded(api: httpx.AsyncClient) -> None:
+    for number in range(4):
+        await api.post("/v1/completions", json=TEXT | {"max_tokens": 1}, headers={"x-request-id": f"id-{number}"})
+    listed = (await api.get("/v1/requests")).json()
+    assert listed["object"] == "list"
+    assert listed["missing"] == []
+    assert [one["id"] for one in listed["data"]] == ["id-3", "id-2", "id-1", "id-0"]
+    found = (await api.get("/v1/requests", params={"q": "ID-2"})).json()["data"]
+    assert [one["id"] for one in found] == ["id-2"]
+    assert len((await api.get("/v1/requests", params={"limit": 2})).json()["data"]) == 2
+    assert (await api.get("/v1/requests", params={"model": "other"})).json()["data"] == []
+    newest = listed["data"][0]["ended"]
+    newer = (await api.get("/v1/requests", params={"since": newest})).json()["data"]
+    assert [one["id"] for one in newer] == ["id-3"]
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"limit": "0"}, "limit"), ({"limit": "x"}, "limit"), ({"state": "open"}, "state"), ({"since": "now"}, "since"),
+        ({"q": "x" * 257}, "q"), ({"page": "1"}, "page"),
+    ],
+)  # fmt: skip
+async def test_a_wrong_query_is_refused_by_name(api: httpx.AsyncClient, params: dict[str, str], param: str) -> None:
+    assert error_of(await api.get("/v1/requests", params=params), 400)["param"] == param
+
+
+async def test_one_in_flight_is_seen_and_ended() -> None:
+    async with Stack(delay_s=0.02) as stack, stack.client() as api:
+        body = TEXT | {"max_tokens": 90, "stream": True}
+        running = asyncio.create_task(api.post("/v1/completions", json=body, headers={"x-request-id": "slow"}))
+        await until(lambda: bool(stack.cores[0].scheduler.running))
+        (line,) = (await api.get("/v1/requests", params={"state": "in_flight"})).json()["data"]
+        assert (line["id"], line["ended"]) == ("slow", None)
+        check_adds_up(await life_of(api, "slow"))
+        ended = (await api.delete("/v1/requests/slow")).json()
+        assert ended == {"id": "slow", "object": "request", "ended": True}
+        answer = await running
+        *_, last = [one for one in events(answer.text) if one != "[DONE]"] if answer.status_code == 200 else [{}]
+        assert answer.status_code == 499 or last["error"]["code"] == "cancelled"
+        await until(lambda: not stack.cores[0].scheduler.has_work)
+        life = await life_of(api, "slow")
+        assert life["outcome"] == "cancelled"
+        assert error_of(await api.delete("/v1/requests/slow"), 404)["param"] == "request_id"
+        assert error_of(await api.get("/v1/requests/nobody"), 404)["param"] == "request_id"
+
+
+async def test_a_trace_has_the_phases_as_slices(api: httpx.AsyncClient) -> None:
+    await api.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
+    trace = (await api.get("/v1/requests/mine", params={"format": "trace"})).json()
+    life = await life_of(api, "mine")
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    row = [event for event in slices if event["tid"] == 0]
+    assert [event["name"] for event in row] == [phase["phase"] for phase in life["phases"]]
+    for event, later in pairwise(row):
+        assert event["ts"] + event["dur"] == pytest.approx(later["ts"], abs=2)
+    assert {event["name"] for event in slices if event["tid"] == 1} == {"prefill", "decode"}
+    assert error_of(await api.get("/v1/requests/mine", params={"format": "xml"}), 400)["param"] == "format"
+
+
+# ---------------------------------------------------------------- who may see what
+
+
+@pytest.mark.parametrize("path", ["/v1/requests", "/v1/requests/mine", "/v1/cluster", "/v1/cluster/kv"])
+@pytest.mark.parametrize(
+    ("host", "base_url", "headers"),
+    [
+        ("10.0.0.7", LOCAL, {}),
+        ("127.0.0.1", LOCAL, {"x-forwarded-for": "127.0.0.1, 10.0.0.7"}),
+        ("127.0.0.1", "http://example.com", {}),
+        ("::ffff:10.0.0.7", LOCAL, {}),
+    ],
+)
+async def test_without_keys_only_this_machine_is_answered(
+    stack: Stack, path: str, host: str, base_url: str, headers: dict[str, str]
+) -> None:
+    async with stack.client(host, base_url, headers=headers) as client:
+        assert error_of(await client.get(path), 403)["code"] == "permission_denied"
+        assert error_of(await client.delete("/v1/requests/mine"), 403)["code"] == "permission_denied"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+async def test_this_machine_has_several_names(stack: Stack, host: str) -> None:
+    async with stack.client(host, headers={"x-forwarded-for": "10.0.0.7, 127.0.0.1"}) as client:
+        assert (await client.get("/v1/requests")).status_code == 200
+
+
+async def test_a_key_sees_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "alice: sk-a,bob: sk-b")
+    async with Stack(ingress={"api_keys_env": "KEYS"}, delay_s=0.005) as stack, stack.client("10.0.0.7") as api:
+        alice, bob = {"authorization": "Bearer sk-a"}, {"authorization": "Bearer sk-b"}
+        headers = alice | {"x-request-id": "hers"}
+        running = asyncio.create_task(api.post("/v1/completions", json=TEXT | {"max_tokens": 90}, headers=headers))
+        await until(lambda: bool(stack.cores[0].scheduler.running))
+        assert error_of(await api.delete("/v1/requests/hers", headers=bob), 404)
+        pools = [(await api.get("/v1/cluster/kv", headers=key)).json()["pools"] for key in (alice, bob)]
+        hers, his = [pool[0]["sequences"][0]["request_id"] for pool in pools]
+        assert hers.startswith("cmpl-hers")
+        assert his == ""
+        assert (await running).status_code == 200
+        assert [one["key"] for one in (await api.get("/v1/requests", headers=alice)).json()["data"]] == ["alice"]
+        assert (await api.get("/v1/requests", headers=bob)).json()["data"] == []
+        assert error_of(await api.get("/v1/requests/hers", headers=bob), 404)
+        assert (await api.get("/v1/requests/hers", headers=alice)).status_code == 200
+        assert error_of(await api.get("/v1/requests"), 401)
+        for path in ("/console", "/console/console.js", "/console/console.css", "/console/playground.js"):
+            page = await api.get(path)
+            assert page.status_code == 200
+            assert "unsafe-inline" not in page.headers["content-security-policy"]
+
+
+# ---------------------------------------------------------------- five causes
+
+
+async def test_a_long_queue_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = SMALL["scheduler"] | {"max_num_seqs": 1}  # type: ignore[operator]
+    async with Stack(scheduler=scheduler, delay_s=0.002) as stack, stack.client() as api:
+        before = [asyncio.create_task(api.post("/v1/completions", json=TEXT | {"max_tokens": 60})) for _ in range(3)]
+        await until(lambda: len(stack.cores[0].scheduler.waiting) == 2)
+        await api.post("/v1/completions", json=TEXT | {"max_tokens": 2}, headers={"x-request-id": "last"})
+        await asyncio.gather(*before)
+        life = await life_of(api, "last")
+        check_adds_up(life)
+        assert life["causes"][0]["cause"] == "queue"
+        assert "behind 2 waiting" in life["causes"][0]["explanation"]
+
+
+async def test_a_preemption_is_named_with_who_caused_it() -> None:
+    async with Stack(delay_s=0.002) as stack, stack.client() as api:
+        prompts = {"first": ids_of(PROMPT * 3)[:40], "second": ids_of("Blocks " * 60)[:40]}
+        first, second = [
+            asyncio.create_task(
+                api.post(
+                    "/v1/completions",
+                    json=TEXT | {"prompt": prompt, "max_tokens": 110},
+                    headers={"x-request-id": name},
+                )
+            )
+            for name, prompt in prompts.items()
+        ]
+        assert {(await first).status_code, (await second).status_code} == {200}
+        lives = [await life_of(api, name) for name in prompts]
+        (victim,) = [life for life in lives if life["preemptions"]]
+        check_adds_up(victim)
+        part = victim["parts"][0]
+        kinds = [one["event"] for one in part["events"]]
+        assert kinds == ["taken_in", "scheduled", "token", "preempted", "scheduled", "token", "ended"]
+        (taken,) = [one for one in part["events"] if one["event"] == "preempted"]
+        (other,) = [life for life in lives if not life["preemptions"]]
+        assert taken["by"] == other["parts"][0]["request_id"]
+        # The prompt's computation draws the first token, the second one that of what was lost another one.
+        assert [one["doing"] for one in part["steps"]] == ["prefill", "decode", "recompute", "decode"]
+        assert sum(one["tokens"] for one in part["steps"] if one["doing"] == "decode") == 110 - 2
+        assert "preemption" in [cause["cause"] for cause in victim["causes"][:2]]
+        explanation = next(one["explanation"] for one in victim["causes"] if one["cause"] == "preemption")
+        assert taken["by"] in explanation
+
+
+async def test_a_cold_cache_beside_a_warm_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 8}
+    async with Stack(2, delay_s=0.01, scheduler=chunks) as stack, stack.client() as api:
+        prompt = ids_of(PROMPT * 10)[:120]
+        body = TEXT | {"prompt": prompt, "max_tokens": 1}
+        await api.post("/v1/completions", json=body, headers={"x-request-id": "warm"})
+        warm = (await life_of(api, "warm"))["engine"]
+        router = stack.llm._router
+        busy = router._engines[warm]
+        await until(lambda: any(engine.blocks.told for engine in router._engines.values()))
+        busy.queued_tokens += 10**6  # so busy that computing the prompt elsewhere is quicker
+        await api.post("/v1/completions", json=body, headers={"x-request-id": "cold"})
+        busy.queued_tokens -= 10**6
+        life = await life_of(api, "cold")
+        check_adds_up(life)
+        assert life["engine"] != warm
+        assert life["causes"][0]["cause"] == "cold_cache"
+        considered = life["parts"][0]["routes"][0]["considered"]
+        assert [one["engine"] for one in considered] == [life["engine"], warm]
+        assert considered[1]["tokens_to_compute"] < considered[0]["tokens_to_compute"] == 120
+        assert considered[0]["predicted_s"] < considered[1]["predicted_s"]
+
+
+async def test_a_slow_client_is_named(stack: Stack, api: httpx.AsyncClient) -> None:
+    taken: list[dict[str, Any]] = []
+    body = b'{"model":"embedded","prompt":"Hi","max_tokens":40,"stream":true}'
+    sent = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        taken.append(message)
+        await asyncio.sleep(0.05)
+
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", b"slow")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "root_path": "", "query_string": b"",
+        "headers": headers, "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+    await stack.app(scope, receive, send)  # type: ignore[arg-type]
+    life = await life_of(api, "slow")
+    check_adds_up(life)
+    assert life["causes"][0]["cause"] == "slow_client"
+    assert life["blocked_s"] >= 0.05 * (len(taken) - 1)
+
+
+async def test_a_compilation_is_named(stack: Stack, api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_now = stack.llm._grammars.compile
+
+    async def compile_slowly(spec: Any) -> str:
+        await asyncio.sleep(0.3)
+        return await compile_now(spec)
+
+    monkeypatch.setattr(stack.llm._grammars, "compile", compile_slowly)
+    body = TEXT | {"response_format": SCHEMA, "max_tokens": 2}
+    answer = await api.post("/v1/completions", json=body, headers={"x-request-id": "formed"})
+    assert answer.status_code == 200, answer.text
+    life = await life_of(api, "formed")
+    check_adds_up(life)
+    assert life["causes"][0]["cause"] == "compile"
+
+
+# ---------------------------------------------------------------- the cluster
+
+
+async def test_the_cluster_and_its_pools_are_told() -> None:
+    async with Stack(delay_s=0.01) as stack, stack.client() as api:
+        body = TEXT | {"max_tokens": 90}
+        running = asyncio.create_task(api.post("/v1/completions", json=body, headers={"x-request-id": "held"}))
+        await until(lambda: bool(stack.cores[0].scheduler.running))
+        (pool,) = (await api.get("/v1/cluster/kv")).json()["pools"]
+        (sequence,) = pool["sequences"]
+        assert sequence["status"] == "running"
+        assert sequence["request_id"].startswith("cmpl-held")
+        held = {first + place for first, count in sequence["runs"] for place in range(count)}
+        refs = stack.cores[0].scheduler.kv.pool.refs
+        assert held <= {block for block, count in enumerate(refs) if count}
+        await running
+        await until(lambda: not stack.cores[0].scheduler.has_work)
+        (pool,) = (await api.get("/v1/cluster/kv")).json()["pools"]
+        assert pool["sequences"] == []
+        assert sum(count for _, count in pool["cached"]) > 0
+        cluster = (await api.get("/v1/cluster")).json()
+        (engine,) = cluster["engines"]
+        assert (engine["id"], engine["blocks"], engine["generation_tokens"]) == ("e0", 12, 90)
+        (ingress,) = cluster["ingresses"]
+        assert (ingress["state"], cluster["missing"]) == ("ready", [])
