@@ -27,7 +27,8 @@ PURE_CORE = {f"engine/{name}.py" for name in (
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
-    "xformers": ("worker/",),
+    "xformers": ("worker/gpu/",),
+    "triton": ("models/gpu/",),
     "safetensors": ("models/",),
     "starlette": ("ingress/",),
     "ray": ("app.py", "handles.py", "ray_private.py", "cli/", "engine/", "frontend/", "ingress/"),
@@ -58,7 +59,7 @@ BESIDE_THE_CORE = {
         "ingress/openai/structured_outputs.py",
     ),
     "speculation": ("worker/speculation/",),
-    "GPU": ("worker/gpu/", "worker/attention/xformers", "worker/attention/split_k", "worker/attention/batch_buckets"),
+    "GPU": ("worker/gpu/", "models/gpu/"),
     "tensor parallelism": (
         "engine/tensor_parallel_executor.py", "worker/distributed/", "models/tensor_parallel.py", "models/ranks.py",
     ),
@@ -239,7 +240,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 24,500", total <= 24_500
+    yield "lines of Python", f"{total:,}", "at most 25,100", total <= 25_100
     yield "lines of the core", f"{core:,}", "at most 15,500", core <= 15_500
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]

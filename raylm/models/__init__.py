@@ -2,6 +2,7 @@
 
 from raylm.models.causal_lm import AttentionSpec as AttentionSpec
 from raylm.models.causal_lm import CausalLM as CausalLM
+from raylm.models.elementwise import KVPlaces as KVPlaces
 from raylm.models.loader import load_model as load_model
 from raylm.models.loader import resolve_dtype as resolve_dtype
 from raylm.models.lora import LowRank as LowRank

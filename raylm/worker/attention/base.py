@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raylm.models import AttentionSpec
+from raylm.models import AttentionSpec, KVPlaces
 
 PlanT = TypeVar("PlanT")
 
@@ -83,6 +83,14 @@ class AttentionBackend(ABC, Generic[PlanT]):
         ``q`` (tokens, num_heads, head_dim) -> as ``q``. Never reads a slot that no token of the sequence was
         written to: what lies there may be another sequence's, or not a number.
         """
+
+    def places(self, kv: Tensor, plan: PlanT) -> KVPlaces | None:
+        """Where in ``kv`` the layer itself may write the step's keys and values, and then call ``attend``."""
+        return None
+
+    def attend(self, q: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
+        """As ``forward``, behind keys and values that have been written to their ``places``."""
+        raise AssertionError("it writes keys and values itself")
 
 
 class PagedBackend(AttentionBackend[PlanT]):

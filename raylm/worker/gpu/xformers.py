@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.models import AttentionSpec
+from raylm.models import AttentionSpec, KVPlaces
 from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, write_kv
 from raylm.worker.gpu.batch_buckets import bucket, table_width
 from raylm.worker.gpu.probe import probe
@@ -83,8 +83,16 @@ class XformersBackend(PagedBackend[XformersPlan]):
         lengths = F.pad(metadata.seq_lens[:count], (0, bucket(count) - count))
         return XformersPlan(metadata, Pages(metadata.block_tables[:count, :width], lengths, 1))
 
+    def places(self, kv: Tensor, plan: XformersPlan) -> KVPlaces:
+        keys, values = kv.flatten(1, 2).unbind(0)
+        return KVPlaces(keys, values, plan.metadata.slot_mapping)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: XformersPlan, layer: AttentionSpec) -> Tensor:
-        keys, values = write_kv(kv, k, v, plan.metadata)
+        write_kv(kv, k, v, plan.metadata)
+        return self.attend(q, kv, plan, layer)
+
+    def attend(self, q: Tensor, kv: Tensor, plan: XformersPlan, layer: AttentionSpec) -> Tensor:
+        keys, values = kv.flatten(1, 2).unbind(0)
         parts = []
         if plan.decodes is not None:
             rows = _padded(q, len(plan.decodes.lengths))
