@@ -1,4 +1,4 @@
-"""Greedy decoding that goes on from tokens which the host has not seen yet."""
+"""Decoding that goes on from tokens which the host has not seen yet."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from raylm.worker.arrays import Ints
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import AsyncDecode, Pending
 from raylm.worker.forward import Forward
+from raylm.worker.gpu.device_sampler import SamplingUploads, draw
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
 from raylm.worker.sampling.sampler import NOT_FINITE
@@ -53,7 +54,7 @@ class AsyncStep:
 
 
 class GPUAsyncDecode(AsyncDecode):
-    """Steps in which every sequence decodes greedily, and none needs its logits on the host.
+    """Steps in which every sequence decodes, and none needs its logits on the host.
 
     Each row's last token stays on the device, where the next step finds it. The host learns of it by a copy into
     pinned memory, which is awaited when the step's output is, while the next step is launched already. All memory that
@@ -64,6 +65,7 @@ class GPUAsyncDecode(AsyncDecode):
         self._buffers = InputBuffers(limits, device), InputBuffers(limits, device)
         self._device, max_num_seqs = device, limits.max_num_seqs
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._sampling = [SamplingUploads(max_num_seqs, device) for _ in self._buffers]
         self._rows = [Column((2, max_num_seqs), torch.int64, device) for _ in self._buffers]
         pinned = device.type == "cuda"
         self._tokens = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in self._buffers]
@@ -81,7 +83,7 @@ class GPUAsyncDecode(AsyncDecode):
         if not (step.counts == 1).all() or not (step.draws == 1).all():
             return False
         sampling = batch.sampling[step.rows]
-        if (sampling["temperature"] != 0).any() or (sampling["logprobs"] != NO_LOGPROBS).any():
+        if (sampling["logprobs"] != NO_LOGPROBS).any():
             return False
         return not any(processor.states and processor.owned(step.rows).size for processor in batch.processors)
 
@@ -93,7 +95,7 @@ class GPUAsyncDecode(AsyncDecode):
         rows, on_device = self._upload_rows(step.rows)
         inputs.input_ids.copy_(torch.where(on_device, self._last[rows], inputs.input_ids))
         logits = forward.logits(forward.hidden(inputs))
-        drawn, peaks = logits.argmax(dim=1), logits.amax(dim=1)
+        drawn, peaks = self._draw(logits, step, batch), logits.amax(dim=1)
         self._last[rows] = drawn
         count = len(step.rows)
         token_ids, maxima = self._tokens[self._turn][:count], self._peaks[self._turn][:count]
@@ -110,6 +112,13 @@ class GPUAsyncDecode(AsyncDecode):
         self._newest[step.rows] = number
         self._under_way.append(started)
         return started.output
+
+    def _draw(self, logits: Tensor, step: StepBatch, batch: InputBatch) -> Tensor:
+        sampling = batch.sampling[step.rows]
+        if not (sampling["temperature"] > 0).any():
+            return logits.argmax(dim=1)
+        columns = self._sampling[self._turn].upload(sampling, batch.num_tokens[step.rows], batch.vocab_size)
+        return draw(logits, columns)
 
     def settle(self, batch: InputBatch) -> None:
         while self._under_way:
