@@ -40,6 +40,9 @@ class Forward(ABC):
     def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter | PackedAdapter:
         """An adapter, by the names of its modules, in the form that ``hidden`` reads; may be called beside a step."""
 
+    def compile_at_start(self) -> None:  # noqa: B027  # most have nothing to compile
+        """Compile what steps may need beyond those of the profile run."""
+
     def capture_at_start(self) -> None:  # noqa: B027  # most have nothing to capture
         """Capture what the first steps will need."""
 
@@ -83,6 +86,10 @@ class ModuleForward(Forward):
             self._low_rank.runs = inputs.adapters
         attend = StepAttention(self._backend, self._kv_caches, self._backend.prepare(inputs.metadata))
         return self._model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
+
+    def compile_at_start(self) -> None:
+        specs = self._model.attention_specs
+        self._backend.compile_all([(spec, self._kv_caches[spec.layer]) for spec in specs])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)

@@ -102,6 +102,9 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         longest = loaded.checkpoint.max_position_embeddings
         pool = size_pool(config, loaded.block_size, bytes_each, free, default, longest)
         runner = _runner(config, loaded, pool)
+    if device.type == "cuda":
+        with stage("compile kernels"):
+            runner.forward.compile_at_start()
     if runner.forward.captures:
         with stage("capture CUDA graphs"):
             runner.forward.capture_at_start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -71,6 +72,9 @@ class AttentionBackend(ABC, Generic[PlanT]):
     @abstractmethod
     def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
         """The shape of one layer's pool."""
+
+    def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]]) -> None:
+        """Compile what any step within the limits may need, for these layers and their pools; called once, at start."""
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> PlanT:

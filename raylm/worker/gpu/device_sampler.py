@@ -7,7 +7,7 @@ that a token may differ from the host's only where two are within rounding of ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,8 +47,8 @@ class SamplingColumns:
     by_min_p: bool
 
     def take(self, part: slice) -> SamplingColumns:
-        columns = self.temperature, self.top_p, self.min_p, self.top_k, self.states
-        return SamplingColumns(*(column[part] for column in columns), self.by_top_k, self.by_top_p, self.by_min_p)
+        names = "temperature", "top_p", "min_p", "top_k", "states"
+        return replace(self, **{name: getattr(self, name)[part] for name in names})
 
 
 class SamplingUploads:
@@ -87,7 +87,7 @@ def _draw(logits: Tensor, columns: SamplingColumns) -> Tensor:
     if columns.by_min_p or columns.by_top_k or columns.by_top_p:
         weights = truncate(logits, weights, columns)
     missing = -weights.shape[1] % GROUP
-    grouped = functional.pad(weights, (0, missing)).unflatten(1, (-1, GROUP))
+    grouped = functional.pad(weights, (0, missing)).view(len(logits), -1, GROUP)
     indexes = torch.arange(grouped.shape[1], device=logits.device) + GROUP_INDEX
     group = (grouped.sum(dim=2).double() / exponentials(columns.states, indexes)).argmax(dim=1)[:, None]
     ids = group * GROUP + torch.arange(GROUP, device=logits.device)

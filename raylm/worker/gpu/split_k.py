@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -87,10 +87,16 @@ class SplitK:
         return out.reshape(q.shape)
 
     def _operator(self, pages: Pages, spec: AttentionSpec, device: torch.device) -> Any:
-        rows = pages.queries * (spec.num_heads // spec.num_kv_heads)
+        return operator(*self.choice(len(pages.lengths), pages.block_tables.shape[1], pages.queries, spec, device))
+
+    def choice(
+        self, count: int, width: int, queries: int, spec: AttentionSpec, device: torch.device
+    ) -> tuple[int, Tile]:
+        """Splits and tile for ``count`` sequences whose tables are ``width`` blocks wide."""
+        rows = queries * (spec.num_heads // spec.num_kv_heads)
         tile = tile_of(rows, spec.head_dim, self._block_size, torch.cuda.get_device_capability(device)[0])
-        programs = len(pages.lengths) * spec.num_kv_heads * -(-rows // tile.rows)
-        return operator(num_splits(programs, pages.block_tables.shape[1] * self._block_size, processors(device)), tile)
+        programs = count * spec.num_kv_heads * -(-rows // tile.rows)
+        return num_splits(programs, width * self._block_size, processors(device)), tile
 
 
 def tile_of(rows: int, head_dim: int, block_size: int, major: int) -> Tile:
@@ -108,6 +114,19 @@ def tile_of(rows: int, head_dim: int, block_size: int, major: int) -> Tile:
     return Tile(held, min(32 if crowded else 64, block_size), {16: 2, _ROWS: 8}.get(held, 4))
 
 
+class SharedKernel:
+    """xformers' kernel for any number of sequences: it is compiled for each, but uses none of these numbers."""
+
+    _UNUSED: ClassVar[dict[str, int]] = {"Z": 1, "N_CTX_K": 1, "kv_cache_blocks_per_row": 1}
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        launch = self._kernel[grid]
+        return lambda **arguments: launch(**(arguments | self._UNUSED))
+
+
 @lru_cache
 def operator(splits: int, tile: Tile) -> Any:
     """xformers' operator with our tile; its own choice, of 128 rows for head_dim 128, spills registers."""
@@ -115,8 +134,14 @@ def operator(splits: int, tile: Tile) -> Any:
 
     chosen = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
 
+    kernel = SharedKernel(FwOp.get_kernel())
+
     class Operator(FwOp):  # type: ignore[misc]  # xformers has no types
         SPLIT_K = splits
+
+        @classmethod
+        def get_kernel(cls) -> SharedKernel:
+            return kernel
 
         @classmethod
         def get_extra_args(cls, **shapes: Any) -> dict[str, int]:

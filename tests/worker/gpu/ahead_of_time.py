@@ -87,6 +87,27 @@ def compiling(capability: tuple[int, int], folder: Path) -> Iterator[list[Compil
         yield found
 
 
+@contextlib.contextmanager
+def asking(capability: tuple[int, int]) -> Iterator[set[tuple[str, str]]]:
+    """Whatever is launched meanwhile is not even compiled; gathers what would be: kernels, and what they are for."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found: set[tuple[str, str]] = set()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        *_, binder = self.device_caches[driver.active.get_current_device()]
+        options |= {"debug": False, "instrumentation_mode": ""}
+        _, specialization, rest = binder(*args, **options)
+        found.add((self.fn.__name__, f"{specialization} {rest}"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(driver, "_active", Driver(capability))
+        yield found
+
+
 def _compiled(name: str, kernel: Any, report: str) -> Compiled:
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     registers = re.search(r"Used (\d+) registers", report)

@@ -6,15 +6,19 @@ A process of its own, for xformers asks whether there is triton when it is impor
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from raylm.models import AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
+from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
-from tests.worker.gpu.ahead_of_time import SHARED, Compiled, compiling
+from raylm.worker.gpu.xformers import XformersBackend
+from tests.worker.gpu.ahead_of_time import SHARED, Compiled, asking, compiling
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",  # xformers' kernel is older than the triton that torch asks for
@@ -81,6 +85,48 @@ def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> Non
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
         assert "ld.global.v" in kernel.ptx, f"{kernel.name} loads one number at a time"
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])
+def test_after_the_start_no_step_compiles(heads: tuple[int, int], blocks: int) -> None:
+    """Of steps with any number of sequences, of any length, decoding or with prompts."""
+    spec, size = AttentionSpec(0, *heads, 128, 0.25), 64
+    limits = StepLimits(2000, 40, blocks, size)
+    backend = XformersBackend(limits)
+    kv = torch.zeros(XformersBackend.kv_cache_shape(4, size, spec), dtype=torch.bfloat16)
+    random = np.random.default_rng(0)
+    with asking((9, 0)) as found:
+        backend.compile_all([(spec, kv)])
+        at_start = set(found)
+        found.clear()
+        for _ in range(150):
+            decodes = random.integers(0, 1 + random.choice([1, 4, limits.max_num_seqs]))
+            prompts = random.integers(decodes == 0, 1 + min(3, limits.max_num_seqs - decodes))
+            new = np.concatenate([np.ones(decodes, np.int64), random.integers(2, random.choice([20, 600]), prompts)])
+            past = random.integers(0, random.choice([200, 3000, 18_000]), len(new))
+            ends = np.minimum(new + past, limits.max_blocks * size)
+            step(backend, spec, kv, limits, decodes, new.astype(np.int32), ends.astype(np.int32))
+    assert len(found) > 10
+    assert found <= at_start
+    assert len(at_start) < 120
+
+
+def step(
+    backend: XformersBackend,
+    spec: AttentionSpec,
+    kv: torch.Tensor,
+    limits: StepLimits,
+    decodes: int,
+    new: Any,
+    ends: Any,
+) -> None:
+    """Attention of one step over a pool that it does not look at."""
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    tokens = int(starts[-1])
+    tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32)[: len(new)]
+    columns = torch.zeros(tokens, dtype=torch.int64), tables, torch.from_numpy(ends), torch.from_numpy(starts)
+    plan = backend.prepare(AttentionMetadata(int(decodes), *columns, ends, starts))
+    backend.attend(torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=kv.dtype), kv, plan, spec)
 
 
 @pytest.mark.long

@@ -182,10 +182,18 @@ def test_sequences_come_and_go(machine: Gpu, path: Path, events: dict[int, list[
     assert machine.replays > 15
 
 
+STEADY: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {3: 5.0}, "min_tokens": 30},
+]
+
+
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("wish", [{"temperature": 0.0}, {}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}], ids=str)
+@pytest.mark.parametrize("wish", STEADY, ids=str)
 def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path, wish: dict[str, Any], graphs: bool) -> None:
-    """Greedy, sampled, and sampled from the most likely tokens."""
+    """Greedy, sampled, sampled from the most likely tokens, and with what changes logits but does not ask the host."""
     life = Life(start(path, engine={"cuda_graphs": graphs}), 2)
     for seq_id in range(3):
         life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id), SamplingParams(**wish))

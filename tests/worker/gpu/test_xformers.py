@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from raylm.models import AttentionSpec
 from raylm.worker.attention import StepLimits, select_backend
 from raylm.worker.gpu import split_k, xformers
-from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width
+from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
 from raylm.worker.gpu.split_k import Tile, num_splits, processors, queries_per_tile, tile_of
 from raylm.worker.gpu.xformers import XformersBackend
 
@@ -141,6 +141,9 @@ def test_widths_of_tables() -> None:
     limits = StepLimits(1, 1, max_blocks=10_000, block_size=16)
     assert [table_width(tokens, limits) for tokens in (1, 1024, 1025, 4096, 4097)] == [64, 64, 256, 256, 1024]
     assert table_width(5000, replace(limits, max_blocks=313)) == 313
+    assert table_widths(limits) == [64, 256, 1024, 4096, 10_000]
+    assert table_widths(replace(limits, max_blocks=256)) == [64, 256]
+    assert table_widths(replace(limits, max_blocks=3)) == [3]
 
 
 @given(programs=st.integers(1, 4096), tokens=st.integers(16, 200_000))
