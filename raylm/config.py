@@ -31,8 +31,8 @@ class Frozen(BaseModel):
 class CacheConfig(Frozen):
     """The KV cache: a pool of fixed blocks."""
 
-    block_size: Literal[16, 32, 64] = 16
-    """Tokens per KV block."""
+    block_size: Literal[16, 32, 64] | None = None
+    """Tokens per KV block; by default 16 on CPUs and 64, a tile of the attention kernel, on GPUs."""
     memory_gib: float | None = Field(None, gt=0)
     """GiB of each worker for the KV pool; by default what `max_num_seqs` of the longest sequences and 16 in the prefix
     cache can use, at most a share of what is free after a profile run."""

@@ -78,10 +78,11 @@ EXTRAS = {
         lines={"raylm/worker/startup.py": ('"ngram": "raylm.worker.speculation',)},
     ),
     "gpu": Extra(
-        paths=("raylm/worker/gpu", "tests/worker/gpu"),
+        paths=("raylm/worker/gpu", "tests/worker/gpu", "raylm/models/gpu", "tests/models/gpu"),
         lines={
             "raylm/worker/startup.py": ('"cuda": "raylm.worker.gpu',),
             "raylm/worker/attention/__init__.py": ('"xformers": "raylm.worker.gpu',),
+            "raylm/models/elementwise.py": ('"cuda": "raylm.models.gpu',),
         },
     ),
 }

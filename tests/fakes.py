@@ -105,7 +105,7 @@ class FakeWorker:
         """As LocalExecutor creates its worker."""
         return cls(
             num_blocks=config.cache.num_blocks or 64,
-            block_size=config.cache.block_size,
+            block_size=config.cache.block_size or 16,
             max_model_len=config.max_model_len or 256,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

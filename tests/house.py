@@ -27,7 +27,8 @@ PURE_CORE = {f"engine/{name}.py" for name in (
 )}  # fmt: skip
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
-    "xformers": ("worker/",),
+    "xformers": ("worker/gpu/",),
+    "triton": ("models/gpu/",),
     "safetensors": ("models/",),
     "starlette": ("ingress/",),
     "ray": ("app.py", "handles.py", "ray_private.py", "cli/", "engine/", "frontend/", "ingress/"),
@@ -36,7 +37,6 @@ ONLY_IN = {  # package -> prefixes of the files that may import it
 # ModelRunner with sampling, the decoder of the Llama families, chat and plain completions.
 BESIDE_THE_CORE = {
     "command line": ("cli/",),
-    "simulator": ("simulate/",),
     "offline engine": ("llm",),
     "calls by handle": ("handles.py", "ingress/callers.py", "ingress/handle_calls.py"),
     "Anthropic's API": ("ingress/anthropic/",),
@@ -44,6 +44,10 @@ BESIDE_THE_CORE = {
     "API description": ("ingress/http/openapi.py", "ingress/http/docs.py"),
     "tokenize endpoints": ("ingress/openai/tokenize.py",),
     "timelines and console": ("engine/timelines/", "frontend/timelines/", "ingress/console/"),
+    "recording and simulator": ("simulate/", "engine/recording/"),
+    "numbers of engines": ("engine/deployment/", "engine/load_report.py"),
+    "streams that go on": ("ingress/http/stream_ids.py",),
+    "checks of checkpoints": ("models/checkpoint_check.py", "models/config_fields.py"),
     "pooling": (
         "ingress/openai/embeddings.py", "ingress/openai/scores.py", "ingress/openai/pooling", "frontend/pooling.py",
         "worker/pooler.py",
@@ -61,7 +65,7 @@ BESIDE_THE_CORE = {
         "ingress/openai/structured_outputs.py",
     ),
     "speculation": ("worker/speculation/",),
-    "GPU": ("worker/gpu/", "worker/attention/xformers", "worker/attention/split_k", "worker/attention/batch_buckets"),
+    "GPU": ("worker/gpu/", "models/gpu/"),
     "tensor parallelism": (
         "engine/tensor_parallel_executor.py", "worker/distributed/", "models/tensor_parallel.py", "models/ranks.py",
     ),
@@ -242,8 +246,8 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 30,000", total <= 30_000
-    yield "lines of the core", f"{core:,}", "at most 15,500", core <= 15_500
+    yield "lines of Python", f"{total:,}", "at most 31,500", total <= 31_500
+    yield "lines of the core", f"{core:,}", "at most 16,600", core <= 16_600
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]
     share = 100 * len(long) / len(lengths)

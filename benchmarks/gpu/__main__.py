@@ -8,8 +8,10 @@ Needs torch, transformers and what `pip install 'raylm[gpu]'` brings; no ray, no
 time is of --steps whole steps of the worker, from a plan to drawn tokens; of decoding two are under way at a time.
 Rows are printed as they come, and with --out kept in DIR/gpu.jsonl, to which further runs add theirs.
 
-phases    greedy: whether the embedded model says on the device what it says on the CPU; decode and prefill: steps of
-          the worker; transformers: its own generate on the same weights
+phases    greedy: whether the embedded model says on the device what it says on the CPU; decode, prefill, mixed: the
+          worker's steps; transformers: its own generate on the same weights
+mixed     a step in which the batch decodes and a prompt of so many tokens is computed; parts_ms is what both took alone
+sampled   decoding at temperature 0.8; top_p: the same with top-p 0.95; compare both with graphs_ms, which is greedy
 
 floor     milliseconds to read the weights (the embedding only where it is the head too) and the batch's keys and values
           once, at the bandwidth of a copy
@@ -30,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +43,13 @@ from benchmarks.gpu.shapes import SHAPES, embedding_size, make_checkpoint
 from benchmarks.model.forward import Steps
 from raylm.config import Config
 from raylm.messages import WorkerInfo
+from raylm.params import SamplingParams
 from raylm.worker.gpu.cuda_graphs import GraphForward
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 
-PHASES = ["greedy", "decode", "prefill", "transformers"]
+PHASES = ["greedy", "decode", "prefill", "mixed", "transformers"]
+SAMPLED = {"sampled": SamplingParams(temperature=0.8), "top_p": SamplingParams(temperature=0.8, top_p=0.95)}
 _WARM_UP = 4
 
 
@@ -55,10 +60,11 @@ class Decoding(Steps):
     """
 
     under_way: Callable[[], object]
+    params = SamplingParams(temperature=0.0)
 
     def start(self, batch: int, context: int, more: int) -> list[Any]:
         """Take ``batch`` sequences in; their first token is computed."""
-        new = self.sequences(batch, context + 1, more)
+        new = [replace(seq, params=self.params) for seq in self.sequences(batch, context + 1, more)]
         self.run([], new, [(seq.seq_id, context, 1) for seq in new])
         return new
 
@@ -95,6 +101,12 @@ def decode_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, 
             row |= {f"{mode}_launches": traced.launches, f"{mode}_waits": traced.waits}
             row[f"{mode}_idle_ms"] = 1e3 * (taken - traced.busy_s)
     runner.forward = graphs
+    for name, params in SAMPLED.items():
+        steps.params = params
+        taken, traced = timed(steps, batch, context, args.steps, device)
+        row[f"{name}_ms"] = 1e3 * taken
+        if traced is not None:
+            row |= {f"{name}_launches": traced.launches, f"{name}_waits": traced.waits}
     best = row.get("graphs_ms", row["eager_ms"])
     return row | {"share": row["floor_ms"] / best, "tok_s": 1e3 * batch / best}
 
@@ -135,6 +147,26 @@ def prefill_row(runner: ModelRunner, info: WorkerInfo, tokens: int, args: Any, p
     }
 
 
+def mixed_row(runner: ModelRunner, info: WorkerInfo, batch: int, context: int, tokens: int, args: Any) -> dict:
+    """Figures of steps in which ``batch`` sequences decode behind ``context`` tokens and a prompt is computed."""
+    steps = Decoding(runner, info.block_size, info.vocab_size)
+    count = max(3, args.steps // 8)
+    new = steps.start(batch, context, 2 * count + 2)
+    blocks = -(-(tokens + 1) // info.block_size)
+    (prompt,) = steps.sequences(1, tokens, 1)
+    prompt = replace(prompt, seq_id=batch, block_ids=list(range(info.num_blocks - blocks, info.num_blocks)))
+    decodes: list[float] = []
+    mixed: list[float] = []
+    for at in range(count):
+        position = context + 1 + 2 * at
+        mixed.append(steps.run([], [prompt], [*((s.seq_id, position, 1) for s in new), (batch, 0, tokens)]))
+        decodes.append(steps.run([batch], [], [(s.seq_id, position + 1, 1) for s in new]))
+    steps.run([seq.seq_id for seq in new], [], [])
+    alone = statistics.median(list(steps.prefill(tokens, count))[1:])
+    parts = {"ms": statistics.median(mixed[1:]), "parts_ms": statistics.median(decodes[1:]) + alone}
+    return {"mixed": tokens, "batch": batch, "context": context} | {name: 1e3 * taken for name, taken in parts.items()}
+
+
 def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dict:
     """transformers' own generate, greedy: what each further token of a batch costs."""
     prompt = torch.randint(model.config.vocab_size, (batch, min(args.context)), device=device)
@@ -149,13 +181,13 @@ def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dic
 
 
 def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
-    if not {"decode", "prefill"} & set(args.phases):
+    if not {"decode", "prefill", "mixed"} & set(args.phases):
         return
     longest = max([*(context + 4 * (args.steps + _WARM_UP) for context in args.context), *(args.prefill or [0])])
-    sizes = {"max_num_seqs": max(args.batch), "max_num_batched_tokens": max([16, *args.batch, *args.prefill])}
+    sizes = {"max_num_seqs": 1 + max(args.batch), "max_num_batched_tokens": max([16, *args.prefill]) + max(args.batch)}
     cache: dict[str, Any] = {"block_size": args.block_size}
     if args.device == "cpu":
-        cache["num_blocks"] = max(args.batch) * (1 + longest // args.block_size)
+        cache["num_blocks"] = (1 + max(args.batch)) * (1 + longest // args.block_size)
     tree = {"model": str(path), "device": args.device, "dtype": "bfloat16", "cache": cache, "scheduler": sizes}
     started = time.perf_counter()
     runner, info = start_runner(Config.model_validate(tree | {"max_model_len": longest + 1}))
@@ -179,6 +211,10 @@ def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
             yield decode_row(runner, info, batch, context, args, peaks["bandwidth"])
     for tokens in args.prefill if "prefill" in args.phases else []:
         yield prefill_row(runner, info, tokens, args, peaks["gemm"])
+    for tokens in args.prefill if "mixed" in args.phases else []:
+        for batch in args.batch:
+            if batch * (min(args.context) + 4 * args.steps) + tokens <= held:
+                yield mixed_row(runner, info, batch, min(args.context), tokens, args)
 
 
 def theirs(path: Path, args: Any, device: torch.device) -> Iterator[dict]:

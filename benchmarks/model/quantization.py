@@ -68,11 +68,20 @@ def documents(tokenizer: Tokenizer, text: str, length: int, count: int) -> Itera
             yield Row(piece, torch.ones(len(piece) - 1, dtype=torch.bool))
 
 
-def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over one sequence."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+class WholeSequence:
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        """Causal attention over one sequence."""
+        assert k is not None
+        assert v is not None
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    def places(self, spec: AttentionSpec) -> None:
+        """Nowhere."""
+
+
+attend = WholeSequence()
 
 
 @torch.inference_mode()

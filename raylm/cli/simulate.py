@@ -56,7 +56,7 @@ def simulate(
         fleet = _fleet(fleet_file, engines, ingresses, steps or [])
         chosen: sim.Load
         if trace:
-            chosen = sim.Replay(sim.read_trace(trace, fleet.config.cache.block_size))
+            chosen = sim.Replay(sim.read_trace(trace, fleet.block_size))
         elif load in sim.LOADS:
             ranges = {"prompt_tokens": _range("prompt-tokens", prompt_tokens)}
             ranges["output_tokens"] = _range("output-tokens", output_tokens)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
     from raylm.frontend.state.actor import RemoteState as RemoteState
     from raylm.frontend.state.actor import end_state as end_state
+    from raylm.frontend.state.client import Hold as Hold
     from raylm.frontend.state.client import StateClient as StateClient
     from raylm.frontend.state.messages import KeyLimits as KeyLimits
     from raylm.frontend.threads import LARGE as LARGE
@@ -55,7 +56,7 @@ _MODULES = {
     "engines.router": ("Router",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
     "state.actor": ("RemoteState", "end_state"),
-    "state.client": ("StateClient",),
+    "state.client": ("Hold", "StateClient"),
     "state.messages": ("KeyLimits",),
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from raylm.models.causal_lm import AttentionSpec as AttentionSpec
     from raylm.models.causal_lm import CausalLM as CausalLM
     from raylm.models.checkpoint_check import check_checkpoint as check_checkpoint
+    from raylm.models.elementwise import KVPlaces as KVPlaces
     from raylm.models.loader import load_model as load_model
     from raylm.models.loader import resolve_dtype as resolve_dtype
     from raylm.models.lora import LowRank as LowRank
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "causal_lm": ("AttentionSpec", "CausalLM"),
     "checkpoint_check": ("check_checkpoint",),
+    "elementwise": ("KVPlaces",),
     "loader": ("load_model", "resolve_dtype"),
     "lora": (
         "LowRank", "LowRankLayers", "ModuleAdapter", "adaptable_shapes", "adapter_digest", "pack_native",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raylm.checkpoint import Checkpoint
+from raylm.models.elementwise import KVPlaces
 from raylm.models.linear import KernelFactory, Weighted
 from raylm.models.ranks import Ranks
 from raylm.native import NativeDecoder
@@ -35,8 +36,14 @@ class AttentionSpec:
 class Attend(Protocol):
     """Attention over each token's own sequence, past included; the model runner provides it."""
 
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q`` (tokens, num_heads, head_dim), ``k`` and ``v`` (tokens, num_kv_heads, head_dim) -> as ``q``."""
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        """``q`` (tokens, num_heads, head_dim), ``k`` and ``v`` (tokens, num_kv_heads, head_dim) -> as ``q``.
+
+        Without ``k`` and ``v`` they have been written to ``places`` before.
+        """
+
+    def places(self, spec: AttentionSpec) -> KVPlaces | None:
+        """Where a layer may write the step's keys and values itself; None where attention does it."""
 
 
 @dataclass(frozen=True, slots=True)

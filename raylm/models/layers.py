@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from raylm.models.causal_lm import Attend, AttentionSpec
 from raylm.models.decoder_config import DecoderConfig, Rope
+from raylm.models.elementwise import TORCH, Angles, Elementwise, HeadWeights
 from raylm.models.linear import KernelFactory, Linear, Weighted, prefix_of, unfilled
-
-Angles = tuple[Tensor, Tensor]
 
 
 class Rotary:
@@ -27,26 +26,17 @@ class Rotary:
         return (angles.cos() * self.scaling).to(self.dtype), (angles.sin() * self.scaling).to(self.dtype)
 
 
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate the halves of the heads of ``x`` (tokens, heads, head_dim), in four operations: a graph pays for each."""
-    cos, sin = angles
-    left, right = x.chunk(2, dim=-1)
-    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out_left, out_right = rotated.chunk(2, dim=-1)
-    torch.mul(left, cos, out=out_left).addcmul_(right, sin, value=-1)
-    torch.mul(right, cos, out=out_right).addcmul_(left, sin)
-    return rotated
-
-
 class RMSNorm(Weighted):
     """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps, self.weight = eps, unfilled(size)
+        self.elementwise: Elementwise = TORCH
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``x + delta``, and the norm of that; ``x`` may be overwritten."""
+        return self.elementwise.add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class HeadNorm(Weighted):
@@ -65,8 +55,9 @@ class HeadNorm(Weighted):
         rows = torch.repeat_interleave(self.weight, torch.tensor(self.heads, device=self.weight.device), dim=0)
         self.weight = nn.Parameter(rows, requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
+    @property
+    def weights(self) -> HeadWeights:
+        return HeadWeights(self.weight, self.eps)
 
 
 class Embedding(Weighted):
@@ -108,10 +99,16 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(c.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias)
         self.down_proj = Linear(inner, {"down_proj": c.hidden_size}, bias=bias and c.ranks.rank == 0)
         self.all_reduce = c.ranks.all_reduce
+        self.elementwise: Elementwise = TORCH
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.all_reduce(self.down_proj(self.act(gate) * up))
+        return self.all_reduce(self.down_proj(self._gated(self.gate_up_proj(x))))
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self.act is F.silu:
+            return self.elementwise.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act(gate) * up
 
 
 class Attention(nn.Module):
@@ -124,20 +121,27 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(c.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=c.biases.qkv)
         self.o_proj = Linear(q, {"o_proj": c.hidden_size}, bias=c.biases.output and c.ranks.rank == 0)
         self.all_reduce = c.ranks.all_reduce
-        self.qk_norm: nn.Module = nn.Identity()
+        self.elementwise: Elementwise = TORCH
+        self.qk_norm: HeadNorm | None = None
         if c.qk_norm:
             self.qk_norm = HeadNorm(c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps)
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        qkv = self.qkv_proj(x).view(-1, self.spec.num_heads + 2 * self.spec.num_kv_heads, self.spec.head_dim)
+        norm = None if self.qk_norm is None else self.qk_norm.weights
+        return self.all_reduce(self.o_proj(self._attended(qkv, angles, norm, attend).flatten(1)))
+
+    def _attended(self, qkv: Tensor, angles: Angles, norm: HeadWeights | None, attend: Attend) -> Tensor:
+        places = attend.places(self.spec)
+        if places is not None:
+            return attend(self.spec, self.elementwise.rotate_and_write(qkv, angles, norm, places))
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self.spec.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        qk = rotate(self.qk_norm(qk), angles)
-        return self.all_reduce(self.o_proj(attend(self.spec, qk[:, :heads], qk[:, heads:], v).flatten(1)))
+        qk = self.elementwise.rotate(qkv[:, : heads + kv_heads], angles, norm)
+        return attend(self.spec, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the gated MLP, each on the normed input and added to it."""
+    """Attention, then the gated MLP, each on the normed input and added to it: by the norm that comes next."""
 
     def __init__(self, c: DecoderConfig, spec: AttentionSpec) -> None:
         super().__init__()
@@ -146,10 +150,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c)
 
-    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def forward(self, x: Tensor, delta: Tensor | None, angles: Angles, attend: Attend) -> tuple[Tensor, Tensor]:
+        """``delta`` is what is still to be added to ``x``; as its result."""
+        x, normed = self.input_layernorm(x, delta)
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, angles, attend))
+        return x, self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -162,8 +167,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, input_ids: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        x = self.embed_tokens(input_ids)
+        x, delta = self.embed_tokens(input_ids), None
         for layer in self.layers:
-            x = layer(x, angles, attend)
-        normed: Tensor = self.norm(x)
+            x, delta = layer(x, delta, angles, attend)
+        normed: Tensor = self.norm(x, delta)[1]
         return normed

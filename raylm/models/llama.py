@@ -10,7 +10,8 @@ from raylm.checkpoint import Checkpoint
 from raylm.models.causal_lm import Attend, AttentionSpec, CausalLM
 from raylm.models.config_fields import Fields
 from raylm.models.decoder_config import Biases, DecoderConfig, decoder_config, layer_windows
-from raylm.models.layers import Decoder, Rotary
+from raylm.models.elementwise import select_elementwise
+from raylm.models.layers import Attention, Decoder, GatedMLP, RMSNorm, Rotary
 from raylm.models.linear import Head, KernelFactory, Weighted
 from raylm.models.native_decoder import native_decoder
 from raylm.models.ranks import Ranks
@@ -61,9 +62,12 @@ class LlamaForCausalLM(CausalLM):
         if self.config.tied:
             self.lm_head.weight = weight
         self.rotary = Rotary(self.config.rope, weight.device, weight.dtype)
+        elementwise = select_elementwise(weight.device)
         for module in self.modules():
             if isinstance(module, Weighted):
                 module.freeze(kernels)
+            if isinstance(module, (RMSNorm, GatedMLP, Attention)):
+                module.elementwise = elementwise
         head = self.lm_head.kernel
         if self.config.tied and isinstance(head, NativeLinear) and head.dtype is not None:
             embedding.weight, embedding.rows = None, head.rows

@@ -12,6 +12,8 @@ from raylm.config import Config, Frozen, faults
 from raylm.errors import ConfigError
 from raylm.simulate.step_costs import StepCosts
 
+_BLOCK_SIZE = 16  # as on CPUs
+
 
 class EngineGroup(Frozen):
     """Engines of one kind."""
@@ -36,6 +38,10 @@ class Fleet(Frozen):
     """Longest sequence in tokens."""
     costs: StepCosts = StepCosts()
     config: Config = Config()
+
+    @property
+    def block_size(self) -> int:
+        return self.config.cache.block_size or _BLOCK_SIZE
 
     @classmethod
     def read(cls, path: Path, **over: Any) -> Fleet:

@@ -83,7 +83,7 @@ class _Simulation:
     def _engine(self, group: EngineGroup) -> tuple[EngineCore, SimulatedExecutor]:
         fleet = self._fleet
         info = WorkerInfo(
-            num_blocks=group.num_blocks, block_size=fleet.config.cache.block_size, max_model_len=fleet.max_model_len,
+            num_blocks=group.num_blocks, block_size=fleet.block_size, max_model_len=fleet.max_model_len,
             vocab_size=2**32, device="simulated", dtype="none", attention_backend="none", threads=1, weights_bytes=0,
             kv_cache_bytes=0,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from raylm.models import AttentionSpec, CausalLM, LowRank, LowRankLayers, ModuleAdapter, pack_native
+from raylm.models import AttentionSpec, CausalLM, KVPlaces, LowRank, LowRankLayers, ModuleAdapter, pack_native
 from raylm.native import NativeDecoder, PackedAdapter
 from raylm.worker.attention import AnyBackend, StepLimits
 from raylm.worker.attention.cpu import CpuBackend
@@ -40,12 +40,31 @@ class Forward(ABC):
     def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter | PackedAdapter:
         """An adapter, by the names of its modules, in the form that ``hidden`` reads; may be called beside a step."""
 
+    def compile_at_start(self) -> None:  # noqa: B027  # most have nothing to compile
+        """Compile what steps may need beyond those of the profile run."""
+
     def capture_at_start(self) -> None:  # noqa: B027  # most have nothing to capture
         """Capture what the first steps will need."""
 
     def seconds(self) -> dict[str, float]:
         """Where the time of all steps went, as far as it is known."""
         return {}
+
+
+class StepAttention:
+    """The attention of one step, as the layers call it (Attend)."""
+
+    def __init__(self, backend: AnyBackend, kv_caches: Sequence[Tensor], plan: object) -> None:
+        self._backend, self._kv_caches, self._plan = backend, kv_caches, plan
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        kv = self._kv_caches[spec.layer]
+        if k is None or v is None:
+            return self._backend.attend(q, kv, self._plan, spec)
+        return self._backend.forward(q, k, v, kv, self._plan, spec)
+
+    def places(self, spec: AttentionSpec) -> KVPlaces | None:
+        return self._backend.places(self._kv_caches[spec.layer], self._plan)
 
 
 class ModuleForward(Forward):
@@ -65,12 +84,12 @@ class ModuleForward(Forward):
     def hidden(self, inputs: StepInputs) -> Tensor:
         if self._low_rank is not None:
             self._low_rank.runs = inputs.adapters
-        step = self._backend.prepare(inputs.metadata)
-
-        def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._backend.forward(q, k, v, self._kv_caches[spec.layer], step, spec)
-
+        attend = StepAttention(self._backend, self._kv_caches, self._backend.prepare(inputs.metadata))
         return self._model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
+
+    def compile_at_start(self) -> None:
+        specs = self._model.attention_specs
+        self._backend.compile_all([(spec, self._kv_caches[spec.layer]) for spec in specs])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)

@@ -50,30 +50,32 @@ def allocate(
     return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
 
-def useful_blocks(config: Config, longest: int) -> int:
+def useful_blocks(config: Config, block_size: int, longest: int) -> int:
     """The most blocks that sequences of at most ``longest`` tokens have a use for.
 
     All ``max_num_seqs`` of them at full length, each with the block to grow by that the scheduler keeps free; beside
     them, where prefixes are cached, 16 that have ended, as what runs at full length leaves no room for the others' next
     turns. A fixed number: how many prefixes come back does not depend on how many sequences share a step.
     """
-    each = -(-longest // config.cache.block_size)
+    each = -(-longest // block_size)
     return config.scheduler.max_num_seqs * (each + 1) + _CACHED_SEQS * each * config.cache.prefix_caching
 
 
-def size_pool(config: Config, block_bytes: int, free: int, default: int, model_limit: int | None) -> KVCacheSize:
-    """Decide blocks and longest sequence from ``free`` bytes.
+def size_pool(
+    config: Config, block_size: int, block_bytes: int, free: int, default: int, model_limit: int | None
+) -> KVCacheSize:
+    """Decide blocks (of ``block_size`` tokens and ``block_bytes``) and longest sequence from ``free`` bytes.
 
     Unless configured the pool has the ``useful_blocks`` that fit into ``default`` bytes. ``model_limit`` is the number
     of positions the model was made for, None if unknown.
     """
-    asked, size = config.max_model_len, config.cache.block_size
+    asked, size = config.max_model_len, block_size
     if asked is not None and model_limit is not None and asked > model_limit:
         raise ConfigError(f"max_model_len: {asked} exceeds the {model_limit} positions that the model was made for.")
     longest = asked or model_limit
     default_blocks = max(0, default) // block_bytes
     if longest is not None:
-        default_blocks = min(default_blocks, useful_blocks(config, longest))
+        default_blocks = min(default_blocks, useful_blocks(config, block_size, longest))
     num_blocks = _num_blocks(config.cache, block_bytes, free, default_blocks)
     if num_blocks < 2:
         raise ConfigError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,6 +49,7 @@ ASYNC_DECODES = Family[Callable[[StepLimits, torch.device], AsyncDecode]]({
 })  # fmt: skip
 
 _WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
+_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class _Loaded:
     dtype: torch.dtype
     weights_bytes: int
     threads: int
+    block_size: int
     backend: type[AnyBackend]
     grammars: Grammars
     sampler: Sampler
@@ -93,16 +97,20 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
     with stage("profile run"):
         activations = _profile(config, loaded)
     with stage("allocate KV cache"):
-        bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, config.cache.block_size, loaded.dtype)
+        bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, loaded.block_size, loaded.dtype)
         free, default = ranks.all_reduce_min(free_memory(device, activations, ranks.world_size))
-        pool = size_pool(config, bytes_each, free, default, loaded.checkpoint.max_position_embeddings)
+        longest = loaded.checkpoint.max_position_embeddings
+        pool = size_pool(config, loaded.block_size, bytes_each, free, default, longest)
         runner = _runner(config, loaded, pool)
+    if device.type == "cuda":
+        with stage("compile kernels"):
+            runner.forward.compile_at_start()
     if runner.forward.captures:
         with stage("capture CUDA graphs"):
             runner.forward.capture_at_start()
     return runner, WorkerInfo(
         num_blocks=pool.num_blocks,
-        block_size=config.cache.block_size,
+        block_size=loaded.block_size,
         max_model_len=pool.max_model_len,
         vocab_size=loaded.model.vocab_size,
         device=str(device),
@@ -135,15 +143,17 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     torch.set_num_threads(threads)
     if not on_gpu:
         use_threads(threads)
-    backend = select_backend(model.attention_specs, dtype, device, config.cache.block_size)
+    block_size = config.cache.block_size or _BLOCK_SIZES[device.type]
+    backend = select_backend(model.attention_specs, dtype, device, block_size)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
     sampler = Sampler(ranks=ranks)
-    return _Loaded(device, ranks, checkpoint, model, dtype, weights_bytes, threads, backend, grammars, sampler)
+    found = device, ranks, checkpoint, model, dtype, weights_bytes, threads, block_size
+    return _Loaded(*found, backend, grammars, sampler)
 
 
 def _profile(config: Config, loaded: _Loaded) -> int:
     """Bytes that the largest step takes beside weights and KV cache."""
-    limits = _limits(config, loaded.checkpoint.max_position_embeddings)
+    limits = _limits(config, loaded.block_size, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
     model, backend, where = loaded.model, loaded.backend, (loaded.dtype, loaded.device)
     return largest_step(lambda at: profile_run(model, backend, at, longest, *where, loaded.sampler), limits)
@@ -151,7 +161,7 @@ def _profile(config: Config, loaded: _Loaded) -> int:
 
 def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
     model, backend, device, longest = loaded.model, loaded.backend, loaded.device, pool.max_model_len
-    drafts, limits = config.scheduler.speculative_tokens, _limits(config, longest)
+    drafts, limits = config.scheduler.speculative_tokens, _limits(config, loaded.block_size, longest)
     batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, loaded.grammars)
     capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
     with_graphs = capturable and _wants_graphs(config.engine)
@@ -195,10 +205,26 @@ def check_extras(config: Config, device: torch.device) -> None:
 
 
 def resolve_device(asked: str) -> torch.device:
-    """``asked`` is 'auto', 'cpu' or 'cuda'."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda is asked for, but torch sees no NVIDIA GPU; use auto or cpu.")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+    """``asked`` is 'auto', 'cpu' or 'cuda'; who was given a GPU does not serve on the CPU without being asked to."""
+    if asked == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")  # why torch cannot use a GPU it tells as a warning
+        available = torch.cuda.is_available()
+    if available:
+        return torch.device("cuda")
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if asked == "auto" and given in ("", "-1", "NoDevFiles"):
+        return torch.device("cpu")
+    asks = "cuda is asked for" if asked == "cuda" else f"this worker was given GPU {given} (CUDA_VISIBLE_DEVICES)"
+    raise ConfigError(f"device: {asks}, but torch {torch.__version__} cannot use it: {_why_no_gpu(told)}")
+
+
+def _why_no_gpu(told: Sequence[warnings.WarningMessage]) -> str:
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA; install another, or set device: cpu."
+    said = " ".join(" ".join(str(warning.message).split()) for warning in told)
+    return said or f"it finds none; it is built for CUDA {torch.version.cuda}, and the driver must be as new."
 
 
 def available_threads(engine: EngineConfig) -> int:
@@ -219,7 +245,7 @@ def _wants_graphs(engine: EngineConfig) -> bool:
     return engine.cuda_graphs
 
 
-def _limits(config: Config, max_model_len: int | None) -> StepLimits:
-    scheduler, size = config.scheduler, config.cache.block_size
+def _limits(config: Config, size: int, max_model_len: int | None) -> StepLimits:
+    scheduler = config.scheduler
     longest = max_model_len or scheduler.max_num_batched_tokens
     return StepLimits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-longest // size), size)

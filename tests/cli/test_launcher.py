@@ -230,7 +230,7 @@ def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(capsys: 
 def test_config_prints_every_knob_with_its_default() -> None:
     printed = CliRunner().invoke(main.app, ["config"]).output.splitlines()
     assert [line.split()[0] for line in printed] == [name for name, _, _ in knobs()]
-    assert any(line.startswith("cache.block_size") and " 16 " in line for line in printed)
+    assert any(line.startswith("scheduler.max_num_seqs") and " 64 " in line for line in printed)
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -47,14 +47,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over one whole sequence, spelled out."""
-    group = spec.num_heads // spec.num_kv_heads
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    seen = (distance >= 0) & (distance < (spec.sliding_window or len(q)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+class WholeSequence:
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        """Attention over one whole sequence, spelled out."""
+        assert k is not None
+        assert v is not None
+        group = spec.num_heads // spec.num_kv_heads
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (distance >= 0) & (distance < (spec.sliding_window or len(q)))
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+    def places(self, spec: AttentionSpec) -> None:
+        """Nowhere."""
+
+
+attend = WholeSequence()
 
 
 def reference_logits(path: Path, tokens: Tensor) -> Tensor:

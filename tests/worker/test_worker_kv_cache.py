@@ -17,7 +17,8 @@ BLOCK = GIB // 1024
 
 
 def size(free_gib: float = 8, limit: int | None = 4096, **config: Any) -> tuple[int, int]:
-    found = size_pool(Config.model_validate(config), BLOCK, int(free_gib * GIB), int(free_gib * GIB / 4), limit)
+    asked, free = Config.model_validate(config), int(free_gib * GIB)
+    found = size_pool(asked, asked.cache.block_size or 16, BLOCK, free, free // 4, limit)
     assert found.block_bytes == BLOCK
     return found.num_blocks, found.max_model_len
 
@@ -45,9 +46,9 @@ def test_of_any_model_the_pool_fits_its_sequences_or_the_memory(
     config = Config.model_validate({"scheduler": {"max_num_seqs": seqs}, "cache": cache})
     if free // 2 < 2 * block:
         with pytest.raises(ConfigError, match="smallest pool"):
-            size_pool(config, block, free, free // 2, limit)
+            size_pool(config, size, block, free, free // 2, limit)
         return
-    found = size_pool(config, block, free, free // 2, limit)
+    found = size_pool(config, size, block, free, free // 2, limit)
     taken = found.num_blocks * block
     assert taken <= free // 2
     if limit is None:
@@ -65,7 +66,7 @@ def test_without_a_cache_all_sequences_grow_to_the_longest_and_none_is_preempted
     seqs: int, longest: int, data: st.DataObject
 ) -> None:
     config = {"scheduler": {"max_num_seqs": seqs}, "cache": {"prefix_caching": False}}
-    pool = size_pool(Config.model_validate(config), 1, 2000, 2000, longest * 4)  # blocks of 16 tokens; below, of 4
+    pool = size_pool(Config.model_validate(config), 16, 1, 2000, 2000, longest * 4)  # blocks of 16 tokens; below, of 4
     engine = Engine(pool.num_blocks, 4, longest, max_num_seqs=seqs, max_num_batched_tokens=seqs * longest)
     for key in range(seqs):
         engine.add([5 + key] * data.draw(st.integers(1, longest - 1)), key)

@@ -30,8 +30,7 @@ from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
 from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM
-    from raylm.frontend.state.client import Hold
+    from raylm.frontend import AsyncLLM, Hold
     from raylm.ingress.openai.outputs import Outputs
 
 _BYTES_A_THING = 64  # of JSON, about

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raylm.models import AttentionSpec
+from raylm.models import AttentionSpec, KVPlaces
 
 PlanT = TypeVar("PlanT")
 
@@ -72,6 +73,9 @@ class AttentionBackend(ABC, Generic[PlanT]):
     def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
         """The shape of one layer's pool."""
 
+    def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]]) -> None:
+        """Compile what any step within the limits may need, for these layers and their pools; called once, at start."""
+
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> PlanT:
         """Called once a step: what all layers can share."""
@@ -84,6 +88,14 @@ class AttentionBackend(ABC, Generic[PlanT]):
         ``q`` (tokens, num_heads, head_dim) -> as ``q``. Never reads a slot that no token of the sequence was
         written to: what lies there may be another sequence's, or not a number.
         """
+
+    def places(self, kv: Tensor, plan: PlanT) -> KVPlaces | None:
+        """Where in ``kv`` the layer itself may write the step's keys and values, and then call ``attend``."""
+        return None
+
+    def attend(self, q: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
+        """As ``forward``, behind keys and values that have been written to their ``places``."""
+        raise AssertionError("it writes keys and values itself")
 
 
 class PagedBackend(AttentionBackend[PlanT]):

@@ -28,6 +28,16 @@ def buckets(most: int) -> list[int]:
     return sizes
 
 
+def table_widths(limits: StepLimits) -> list[int]:
+    """All widths of tables that there are, rising."""
+    widths: list[int] = []
+    spanned = _NARROWEST
+    while not widths or widths[-1] < limits.max_blocks:
+        widths.append(table_width(spanned, limits))
+        spanned *= _WIDER
+    return widths
+
+
 def table_width(tokens: int, limits: StepLimits) -> int:
     """How many blocks wide tables for sequences of up to ``tokens`` are: for 1024 tokens, 4096, .. or all there are."""
     spanned = _NARROWEST

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from raylm.models import LowRank, ModuleAdapter
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.forward import Forward, ModuleForward
-from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width
+from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
 from raylm.worker.input_buffers import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class DecodeBuffers:
 class GraphForward(Forward):
     """Steps that only decode are one launch; others, and those with adapters, go layer by layer through ``eager``.
 
-    There is a graph for each batch bucket and each width of block tables. Those with the narrowest tables are captured
-    by ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
+    There is a graph for each batch bucket and each width of block tables. Those of up to 256 sequences are captured by
+    ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
     without: the log says so.
     """
 
@@ -137,8 +137,12 @@ class GraphForward(Forward):
     def capture_at_start(self) -> None:
         """Largest first, so that the smaller ones fit into its memory."""
         sizes = buckets(min(self._limits.max_num_seqs, _AT_START))[::-1]
-        for size in tqdm(sizes, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
-            self._graph(size, table_width(1, self._limits))
+        shapes = [(size, width) for width in table_widths(self._limits) for size in sizes]
+        for shape in tqdm(shapes, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
+            self._graph(*shape)
+
+    def compile_at_start(self) -> None:
+        self.eager.compile_at_start()
 
     def serve_adapters(self) -> None:
         self.eager.serve_adapters()

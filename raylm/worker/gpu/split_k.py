@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,22 @@ _TOKENS_A_SPLIT = 128
 _PROCESSORS = 108
 _ROWS = 128  # queries times heads that one program should hold against the keys it reads
 _LEAST_QUERIES = 16
-_WIDE_HEAD = 128  # beyond it a program's shared memory holds 16 rows only
+_WIDE_HEAD = 128  # beyond it neither registers nor shared memory hold 128 rows
+_WIDEST_HEAD = 256  # and beyond it not even 64 keys of 16 rows
+_HOPPER, _BLACKWELL = 9, 10  # whose matrix products read shared memory; those of other GPUs read registers
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program holds at a time: ``rows`` of queries against ``keys``, by so many ``warps``.
+
+    Of the keys it loads two tiles ahead, ``stages``: with one, no load is asynchronous.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +87,67 @@ class SplitK:
         return out.reshape(q.shape)
 
     def _operator(self, pages: Pages, spec: AttentionSpec, device: torch.device) -> Any:
-        from xformers.ops.fmha.triton_splitk import FwOp
+        return operator(*self.choice(len(pages.lengths), pages.block_tables.shape[1], pages.queries, spec, device))
 
-        rows = pages.queries * (spec.num_heads // spec.num_kv_heads)
-        block_m = 16 if spec.head_dim > _WIDE_HEAD or rows <= 16 else min(64, 1 << (rows - 1).bit_length())
-        programs = len(pages.lengths) * spec.num_kv_heads * -(-rows // block_m)
-        return FwOp.get_operator(
-            num_splits(programs, pages.block_tables.shape[1] * self._block_size, processors(device)),
-            block_m=block_m,
-            block_n=min(64, self._block_size),
-            num_warps=2 if block_m == 16 else 4,
-        )
+    def choice(
+        self, count: int, width: int, queries: int, spec: AttentionSpec, device: torch.device
+    ) -> tuple[int, Tile]:
+        """Splits and tile for ``count`` sequences whose tables are ``width`` blocks wide."""
+        rows = queries * (spec.num_heads // spec.num_kv_heads)
+        tile = tile_of(rows, spec.head_dim, self._block_size, torch.cuda.get_device_capability(device)[0])
+        programs = count * spec.num_kv_heads * -(-rows // tile.rows)
+        return num_splits(programs, width * self._block_size, processors(device)), tile
+
+
+def tile_of(rows: int, head_dim: int, block_size: int, major: int) -> Tile:
+    """The tile for ``rows`` against each key-value head, on a GPU of compute capability ``major``.x.
+
+    Found by compiling ahead of time for each architecture (tests/worker/gpu/compiled_kernels.py): the largest that
+    fits into shared memory and spills no registers.
+    """
+    if head_dim > _WIDEST_HEAD:
+        return Tile(16, 16, 4)
+    if head_dim > _WIDE_HEAD:
+        return Tile(16, block_size, 4) if rows <= 16 else Tile(32, min(32, block_size), 4)
+    held = min(_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    crowded = held == _ROWS and head_dim == _WIDE_HEAD and major not in (_HOPPER, _BLACKWELL)
+    return Tile(held, min(32 if crowded else 64, block_size), {16: 2, _ROWS: 8}.get(held, 4))
+
+
+class SharedKernel:
+    """xformers' kernel for any number of sequences: it is compiled for each, but uses none of these numbers."""
+
+    _UNUSED: ClassVar[dict[str, int]] = {"Z": 1, "N_CTX_K": 1, "kv_cache_blocks_per_row": 1}
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        launch = self._kernel[grid]
+        return lambda **arguments: launch(**(arguments | self._UNUSED))
+
+
+@lru_cache
+def operator(splits: int, tile: Tile) -> Any:
+    """xformers' operator with our tile; its own choice, of 128 rows for head_dim 128, spills registers."""
+    from xformers.ops.fmha.triton_splitk import FwOp
+
+    chosen = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+
+    kernel = SharedKernel(FwOp.get_kernel())
+
+    class Operator(FwOp):  # type: ignore[misc]  # xformers has no types
+        SPLIT_K = splits
+
+        @classmethod
+        def get_kernel(cls) -> SharedKernel:
+            return kernel
+
+        @classmethod
+        def get_extra_args(cls, **shapes: Any) -> dict[str, int]:
+            return chosen
+
+    return Operator
 
 
 def refusals(dtype: torch.dtype, device: torch.device) -> list[str]:

@@ -10,18 +10,23 @@ reckoned; it has not been timed.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
-from raylm.models import AttentionSpec
+from raylm.models import AttentionSpec, KVPlaces
 from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, write_kv
-from raylm.worker.gpu.batch_buckets import bucket, table_width
+from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
 from raylm.worker.gpu.probe import probe
 from raylm.worker.gpu.split_k import HEAD_DIMS, Pages, SplitK, queries_per_tile, refusals
+
+_FEW = 32  # programs of xformers' kernel that merges splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,8 @@ class XformersPlan:
 
 
 class XformersBackend(PagedBackend[XformersPlan]):
-    """The operator is compiled for each number of sequences and width of their tables, so both are padded to buckets.
-
-    What pads has no tokens, and reads none.
+    """Sequences and their tables are padded to buckets: graphs have fixed shapes, and the kernel is compiled for each
+    width and number of splits. What pads has no tokens, and reads none.
     """
 
     name = "xformers"
@@ -75,6 +79,40 @@ class XformersBackend(PagedBackend[XformersPlan]):
             reasons.append(wrong)
         return reasons
 
+    def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]]) -> None:
+        """Attend by every kernel that steps may need, of sequences without tokens."""
+        found: dict[AttentionSpec, Tensor] = {replace(spec, layer=0): kv for spec, kv in layers}
+        calls = [
+            (spec, kv, count, width, queries)
+            for spec, kv in found.items()
+            for width in table_widths(self._limits)
+            for queries, most in ((1, self._limits.max_num_seqs), (queries_per_tile(spec), self._most_tiles(spec)))
+            for count in buckets(most)
+        ]
+        seen = set()
+        for spec, kv, count, width, queries in tqdm(
+            calls, desc="Compiling attention", unit="shape", delay=1.0, file=sys.stderr
+        ):
+            choice = self._attend.choice(count, width, queries, spec, kv.device)
+            # The kernel that merges splits has more warps where there are few sequences, and other strides for one.
+            key = spec, queries, width, choice, count * spec.num_heads < _FEW, count == 1
+            if key not in seen:
+                seen.add(key)
+                self._compile(spec, kv, count, width, queries)
+
+    def _most_tiles(self, spec: AttentionSpec) -> int:
+        """How many tiles a step's prompts have at most, each of which may end with one that is not full."""
+        return self._limits.max_num_tokens // queries_per_tile(spec) + self._limits.max_num_seqs
+
+    def _compile(self, spec: AttentionSpec, kv: Tensor, count: int, width: int, queries: int) -> None:
+        device = kv.device
+        tables = torch.zeros(
+            count, self._limits.max_blocks if queries == 1 else width, dtype=torch.int32, device=device
+        )
+        pages = Pages(tables[:, :width], torch.zeros(count, dtype=torch.int32, device=device), queries)
+        keys, values = kv.flatten(1, 2).unbind(0)
+        self._attend(kv.new_zeros(count * queries, spec.num_heads, spec.head_dim), keys, values, pages, spec)
+
     def prepare(self, metadata: AttentionMetadata) -> XformersPlan:
         count = metadata.num_decodes
         if not count:
@@ -83,8 +121,16 @@ class XformersBackend(PagedBackend[XformersPlan]):
         lengths = F.pad(metadata.seq_lens[:count], (0, bucket(count) - count))
         return XformersPlan(metadata, Pages(metadata.block_tables[:count, :width], lengths, 1))
 
+    def places(self, kv: Tensor, plan: XformersPlan) -> KVPlaces:
+        keys, values = kv.flatten(1, 2).unbind(0)
+        return KVPlaces(keys, values, plan.metadata.slot_mapping)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: XformersPlan, layer: AttentionSpec) -> Tensor:
-        keys, values = write_kv(kv, k, v, plan.metadata)
+        write_kv(kv, k, v, plan.metadata)
+        return self.attend(q, kv, plan, layer)
+
+    def attend(self, q: Tensor, kv: Tensor, plan: XformersPlan, layer: AttentionSpec) -> Tensor:
+        keys, values = kv.flatten(1, 2).unbind(0)
         parts = []
         if plan.decodes is not None:
             rows = _padded(q, len(plan.decodes.lengths))

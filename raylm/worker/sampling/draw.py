@@ -38,11 +38,11 @@ _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 _BLOCKS_IN_GROUP = 4
 GROUP = _BLOCKS_IN_GROUP * BLOCK
 # Tokens have their ids as indexes into the random numbers, the groups of the first race the numbers from here on.
-_GROUP_INDEX = 2**32
+GROUP_INDEX = 2**32
 # What float32 sums of a block may exceed their bound by, with a margin.
 _ROUNDING = 1.001
 # Below it a temperature would overflow the float32 slope; the draw is one among the equals of the maximum long before.
-_MIN_TEMPERATURE = 1e-30
+MIN_TEMPERATURE = 1e-30
 
 
 def nth_output(states: Bits, index: Bits) -> Bits:
@@ -93,7 +93,7 @@ class RandomRows:
         return cls(
             positions,
             peak[positions].astype(np.float64),
-            np.maximum(mine["temperature"], _MIN_TEMPERATURE),
+            np.maximum(mine["temperature"], MIN_TEMPERATURE),
             mine["top_p"],
             mine["min_p"],
             mine["top_k"],
@@ -167,7 +167,7 @@ def _ids_of(group: Ints) -> Ints:
 
 
 def _group_indexes(count: int) -> Ints:
-    return np.arange(_GROUP_INDEX, _GROUP_INDEX + count)
+    return np.arange(GROUP_INDEX, GROUP_INDEX + count)
 
 
 def _draw_token(weights: Floats, ids: Ints, rows: RandomRows) -> Ints:

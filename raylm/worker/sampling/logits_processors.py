@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -31,17 +31,20 @@ class LogitsProcessor(ABC, Generic[State]):
     """Changes the logits of the rows that asked for it; where no row did it costs one look at a dict.
 
     ``states`` maps the rows it owns to what they asked. A processor that ``follows_tokens`` changes the logits by what
-    was generated before; the others do the same at every position. ``late`` are the positions of the last ``apply``
-    that it has not changed yet: their rows sit the step out.
+    was generated before, by the tokens themselves where it ``reads_tokens`` and else by their number; the others do the
+    same at every position. ``late`` are the positions of the last ``apply`` that it has not changed yet: their rows sit
+    the step out.
     """
 
     follows_tokens: ClassVar[bool] = True
+    reads_tokens: ClassVar[bool] = True
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.states: dict[int, State] = {}
         self.late: list[int] = []
         self._owned = np.zeros(max_num_seqs, np.bool_)
+        self._uploaded: dict[tuple[bytes, bytes], tuple[torch.Tensor, ...]] = {}
 
     @abstractmethod
     def state_of(self, new: NewSequence) -> State | None:
@@ -54,10 +57,12 @@ class LogitsProcessor(ABC, Generic[State]):
     def add(self, row: int, state: State) -> None:
         self.states[row] = state
         self._owned[row] = True
+        self._uploaded.clear()
 
     def remove(self, row: int) -> None:
         if self.states.pop(row, None) is not None:
             self._owned[row] = False
+            self._uploaded.clear()
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Each row has got one more generated token."""
@@ -75,6 +80,15 @@ class LogitsProcessor(ABC, Generic[State]):
     def _owned_tokens(self, rows: IntArray, token_ids: IntArray) -> Iterator[tuple[int, int]]:
         at = self.owned(rows)
         return zip(rows[at].tolist(), token_ids[at].tolist(), strict=True)
+
+    def _once(
+        self, positions: IntArray, rows: IntArray, upload: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, ...]:
+        """What ``upload`` brings to the device for these rows: once, for the next steps are mostly of the same ones."""
+        key = positions.tobytes(), rows.tobytes()
+        if key not in self._uploaded:
+            self._uploaded = {key: upload()}
+        return self._uploaded[key]
 
     def _flat(self, positions: Iterable[int], ids: Sequence[Ints], device: torch.device) -> torch.Tensor:
         """Indexes into the flattened logits of ``ids[i]`` at ``positions[i]``, as one int64 tensor."""
@@ -98,7 +112,7 @@ class LogitsProcessor(ABC, Generic[State]):
 class AllowedTokenIds(LogitsProcessor[Ints]):
     """Only the tokens of ``allowed_token_ids`` may be drawn; all others get -inf."""
 
-    follows_tokens = False
+    follows_tokens = reads_tokens = False
 
     def state_of(self, new: NewSequence) -> Ints | None:
         allowed = new.params.allowed_token_ids
@@ -106,10 +120,15 @@ class AllowedTokenIds(LogitsProcessor[Ints]):
 
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         """Overwrite the rows with -inf and put the allowed tokens back: no mask of the vocabulary's size is kept."""
-        flat = logits.view(-1)
-        index = self._flat(positions.tolist(), [self.states[row] for row in rows.tolist()], logits.device)
+        flat, device = logits.view(-1), logits.device
+
+        def upload() -> tuple[torch.Tensor, ...]:
+            index = self._flat(positions.tolist(), [self.states[row] for row in rows.tolist()], device)
+            return index, torch.from_numpy(positions).to(device)
+
+        index, where = self._once(positions, rows, upload)
         kept = flat[index]
-        logits[torch.from_numpy(positions).to(logits.device)] = -torch.inf
+        logits[where] = -torch.inf
         flat[index] = kept
 
 
@@ -147,6 +166,8 @@ class BadWords(LogitsProcessor[WordsByPrefix]):
 class MinTokens(LogitsProcessor[tuple[int, Ints]]):
     """The stop tokens get -inf until ``min_tokens`` tokens were generated; state: (min_tokens, stop ids)."""
 
+    reads_tokens = False
+
     def state_of(self, new: NewSequence) -> tuple[int, Ints] | None:
         stop_ids = self._possible(new.stop_token_ids)
         short = len(new.token_ids) - new.num_prompt_tokens < new.params.min_tokens
@@ -157,8 +178,10 @@ class MinTokens(LogitsProcessor[tuple[int, Ints]]):
         generated = (batch.num_tokens[rows] - batch.num_prompt_tokens[rows]).tolist()
         short = [i for i, row in enumerate(rows.tolist()) if generated[i] < self.states[row][0]]
         if short:
-            ids = [self.states[int(rows[i])][1] for i in short]
-            logits.view(-1)[self._flat(positions[short].tolist(), ids, logits.device)] = -torch.inf
+            at, owners = positions[short], rows[short]
+            ids = [self.states[row][1] for row in owners.tolist()]
+            (index,) = self._once(at, owners, lambda: (self._flat(at.tolist(), ids, logits.device),))
+            logits.view(-1)[index] = -torch.inf
         for i in set(range(len(rows))).difference(short):
             self.remove(int(rows[i]))
 
@@ -166,7 +189,7 @@ class MinTokens(LogitsProcessor[tuple[int, Ints]]):
 class LogitBias(LogitsProcessor[tuple[Ints, Floats32]]):
     """Adds ``logit_bias``, clamped to ±100; state: (ids, values)."""
 
-    follows_tokens = False
+    follows_tokens = reads_tokens = False
 
     def state_of(self, new: NewSequence) -> tuple[Ints, Floats32] | None:
         bias = new.params.logit_bias
@@ -177,9 +200,13 @@ class LogitBias(LogitsProcessor[tuple[Ints, Floats32]]):
         return ids, values.clip(-MAX_LOGIT_BIAS_VALUE, MAX_LOGIT_BIAS_VALUE)
 
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
-        states = [self.states[row] for row in rows.tolist()]
-        values = torch.from_numpy(np.concatenate([state[1] for state in states])).to(logits.device)
-        logits.view(-1).index_add_(0, self._flat(positions.tolist(), [s[0] for s in states], logits.device), values)
+        def upload() -> tuple[torch.Tensor, ...]:
+            states = [self.states[row] for row in rows.tolist()]
+            values = torch.from_numpy(np.concatenate([state[1] for state in states])).to(logits.device)
+            return self._flat(positions.tolist(), [state[0] for state in states], logits.device), values
+
+        index, values = self._once(positions, rows, upload)
+        logits.view(-1).index_add_(0, index, values)
 
 
 @dataclass(slots=True)

@@ -150,7 +150,7 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
     plans = [plan for plan in plans if plan[1].size]
     if not plans:
         maxima = BlockMaxima(logits)
-        return StepLogits(maxima, maxima, np.arange(len(rows)), _failures(maxima.peak, maxima.peak))
+        return StepLogits(maxima, maxima, np.arange(len(rows)), failures(maxima.peak, maxima.peak))
     raw = BlockMaxima(logits[torch.from_numpy(asking).to(logits.device)])
     # Masks could hide what is wrong with the model's own logits.
     peak = logits.amax(dim=1).cpu().numpy()
@@ -158,7 +158,7 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
         processor.apply(logits, positions, rows[positions], batch)
     maxima = BlockMaxima(logits)
     late = [position for processor, _ in plans for position in processor.late]
-    failed = _failures(peak, maxima.peak)
+    failed = failures(peak, maxima.peak)
     for position in late:
         failed.pop(position, None)  # it is found again when the row draws
     for position in failed:
@@ -167,7 +167,7 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
     return StepLogits(maxima, raw, np.cumsum(asking) - 1, failed, late)
 
 
-def _failures(before: Floats32, after: Floats32) -> dict[int, str]:
+def failures(before: Floats32, after: Floats32) -> dict[int, str]:
     """The reasons, from each row's largest logit before and after the processors."""
     sound = np.isfinite(before)
     failed = np.flatnonzero(~sound | ~np.isfinite(after)).tolist()

@@ -229,7 +229,7 @@ async def test_this_machine_has_several_names(stack: Stack, host: str) -> None:
 
 
 async def test_a_key_sees_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEYS", "alice: sk-a,bob: sk-b")
+    monkeypatch.setenv("KEYS", "alice: sk-a,bob: sk-b,carol: sk-c admin")
     async with Stack(ingress={"api_keys_env": "KEYS"}, delay_s=0.005) as stack, stack.client("10.0.0.7") as api:
         alice, bob = {"authorization": "Bearer sk-a"}, {"authorization": "Bearer sk-b"}
         headers = alice | {"x-request-id": "hers"}

@@ -43,6 +43,9 @@ _STAND_INS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
+# What takes memory and writes nothing to it.
+_ALLOCATING = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+
 _GRAPH = signature(torch.cuda.graph)
 
 
@@ -122,6 +125,16 @@ class Gpu(TorchDispatchMode):
         self.waits.append(what)
         self.run()
 
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` of tensors as one kernel: it is launched once, and may write to its arguments."""
+
+        def launch(*args: Any) -> Any:
+            inner = tree_map_only(OnGpu, lambda tensor: tensor.memory, args)
+            with _disable_current_modes():
+                return self._compute(function, function, inner, {})
+
+        return launch
+
     # ------------------------------------------------------------ torch's operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,6 +160,8 @@ class Gpu(TorchDispatchMode):
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         waits = self._why_it_waits(func, args, tensors)
+        if func in _ALLOCATING:
+            return OnGpu(self._allocated(func, args, kwargs))
         if asked is not None:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
@@ -179,6 +194,12 @@ class Gpu(TorchDispatchMode):
         strangers = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.dim()]
         assert not strangers, f"{func} mixes tensors of the device with tensors of the host"
         return None
+
+    def _allocated(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        inner = tree_map_only(OnGpu, lambda tensor: tensor.memory, args)
+        made: Tensor = func(*inner, **{**kwargs, "device": CPU, "pin_memory": False})
+        _poison(made)
+        return made
 
     def _compute(self, run: Callable[..., Any], func: Any, inner: Any, named: Any) -> Any:
         """Give memory to the results now, and numbers later."""

@@ -161,22 +161,19 @@ def test_padding_that_were_not_reset_would_be_seen(path: Path, monkeypatch: pyte
         test_a_step_leaves_nothing_behind_for_the_next_ones_padding(path, monkeypatch)
 
 
-def test_the_buckets_are_captured_at_start_and_the_rest_when_it_is_needed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs are (sequences, blocks of their tables): here tables of 32 tokens come before those of 128."""
+def test_all_graphs_are_captured_at_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are (sequences, blocks of their tables): here of 32 tokens, of 128, and of the longest sequence."""
     recorder = Recorder()
     driver = graph_driver(path, recorder, monkeypatch)
     forward = driver.runner.forward
     assert isinstance(forward, GraphForward)
-    assert list(forward._graphs) == [(64, 2), (32, 2), (16, 2), (8, 2), (4, 2), (2, 2), (1, 2)]
+    assert list(forward._graphs) == [(size, width) for width in (2, 8, 16) for size in (64, 32, 16, 8, 4, 2, 1)]
     assert recorder.replays == 0
     assert "capture CUDA graphs" in dict(driver.info.stages)
     driver.add(0, random_prompt(4, 0))
-    driver.run(0, until=30)
-    assert recorder.captures == 7
     driver.run(0, until=40)
-    assert list(forward._graphs)[7:] == [(1, 8)]
+    assert recorder.replays > 30
+    assert recorder.captures == 21
 
 
 def test_without_memory_for_a_graph_the_step_runs_as_it_is_and_the_log_says_so(
@@ -187,4 +184,4 @@ def test_without_memory_for_a_graph_the_step_runs_as_it_is_and_the_log_says_so(
     driver.add(0, prompt)
     with caplog.at_level(logging.WARNING):
         assert driver.run(0, until=16).tokens == reference.greedy(prompt, 10)
-    assert caplog.text.count("their CUDA graph has no memory") == 7  # once a bucket, and never again
+    assert caplog.text.count("their CUDA graph has no memory") == 21  # once a graph, and never again

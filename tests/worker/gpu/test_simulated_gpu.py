@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 from raylm.checkpoint import Checkpoint
 from raylm.config import Config
 from raylm.models import AttentionSpec, load_model
+from raylm.models.elementwise import ELEMENTWISE, TORCH, Angles, Elementwise, HeadWeights, KVPlaces
 from raylm.params import SamplingParams
 from raylm.worker.forward import ModuleForward
 from raylm.worker.gpu import xformers
@@ -46,11 +47,53 @@ def attend(self: SplitK, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, 
     return torch.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape)
 
 
+def attends_on(device: Gpu) -> Callable[..., Tensor]:
+    """``attend`` as one kernel."""
+
+    def launch(self: SplitK, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
+        def run(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
+            return attend(self, q, keys, values, Pages(tables, lengths, pages.queries), spec)
+
+        return device.kernel(run)(q, keys, values, pages.block_tables, pages.lengths)  # type: ignore[no-any-return]
+
+    return launch
+
+
+class SimulatedKernels(Elementwise):
+    """One launch each, as the kernels are; what these compute is compared with torch by interpreted_kernels.py."""
+
+    device: ClassVar[Gpu]
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x, self.device.kernel(_add_rms_norm)(x, delta, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self.device.kernel(TORCH.silu_and_mul)(gate_up)  # type: ignore[no-any-return]
+
+    def rotate_and_write(self, qkv: Tensor, angles: Angles, norm: HeadWeights | None, places: KVPlaces) -> Tensor:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        pools = places.keys, places.values, places.slots
+        return self.device.kernel(_rotate_and_write)(qkv, angles, weight, eps, *pools)  # type: ignore[no-any-return]
+
+
+def _add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    if delta is not None:
+        x.add_(delta)
+    return TORCH.add_rms_norm(x, None, weight, eps)[1]
+
+
+def _rotate_and_write(qkv: Tensor, angles: Angles, weight: Tensor | None, eps: float, *pools: Tensor) -> Tensor:
+    norm = None if weight is None else HeadWeights(weight, eps)
+    return TORCH.rotate_and_write(qkv, angles, norm, KVPlaces(*pools)).contiguous()
+
+
 @pytest.fixture
 def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
     """The simulated GPU, with xformers on it, which takes float32 there too."""
     monkeypatch.setattr(xformers, "refusals", lambda dtype, device: [])
-    monkeypatch.setattr(SplitK, "__call__", attend)
+    monkeypatch.setattr(SplitK, "__call__", attends_on(gpu))
+    monkeypatch.setitem(ELEMENTWISE._homes, "cuda", f"{__name__}:SimulatedKernels")
+    monkeypatch.setattr(SimulatedKernels, "device", gpu, raising=False)
     monkeypatch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
     yield gpu
     probe.cache_clear()
@@ -122,7 +165,7 @@ def test_transformers_modeling_is_captured_too(machine: Gpu, tmp_path: Path) -> 
 
 
 def start(path: Path, **config: Any) -> ModelRunner:
-    tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64}}
+    tree = {"model": str(path), "device": "cuda", "cache": {"num_blocks": 64, "block_size": 16}}
     return start_runner(Config.model_validate(tree | {"scheduler": {"max_num_seqs": 4}} | config))[0]
 
 
@@ -139,10 +182,21 @@ def test_sequences_come_and_go(machine: Gpu, path: Path, events: dict[int, list[
     assert machine.replays > 15
 
 
-def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path) -> None:
-    life = Life(start(path), 2)
+STEADY: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {3: 5.0}, "min_tokens": 30},
+]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("wish", STEADY, ids=str)
+def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path, wish: dict[str, Any], graphs: bool) -> None:
+    """Greedy, sampled, sampled from the most likely tokens, and with what changes logits but does not ask the host."""
+    life = Life(start(path, engine={"cuda_graphs": graphs}), 2)
     for seq_id in range(3):
-        life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id))
+        life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id), SamplingParams(**wish))
     for _ in range(4):
         life.run()
     machine.waits.clear()
@@ -153,7 +207,7 @@ def test_a_steady_step_waits_for_nothing(machine: Gpu, path: Path) -> None:
     assert machine.waits == []
     each = set(np.diff(launched).tolist())
     assert len(each) == 1, "some steps do more than others"
-    assert each.pop() < 40
+    assert each.pop() < (40 if wish == {"temperature": 0.0} else 300) + 60 * (not graphs)
 
 
 def one_set_of_buffers(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
@@ -206,6 +260,25 @@ def test_who_waits_while_a_graph_is_recorded_is_told(machine: Gpu, path: Path, m
     monkeypatch.setattr(ModuleForward, "hidden", looking)
     with pytest.raises(AssertionError, match="somebody waits while a graph is recorded"):
         start(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_layer_takes_few_launches(machine: Gpu, tmp_path: Path, family: str) -> None:
+    """Four products, two norms with their sums, rotation with the write of keys and values, two of attention, SiLU."""
+    counts = []
+    for layers in (2, 3):
+        folder = tmp_path / str(layers)
+        make_checkpoint(folder, family, tokenizer=False, num_hidden_layers=layers)
+        life = Life(start(folder, engine={"cuda_graphs": False}), 2)
+        life.add(0, random_prompt(5, 0), blocks(0))
+        for _ in range(4):
+            life.run()
+        before = machine.launched
+        life.run()
+        counts.append(machine.launched - before)
+        life.end()
+    second_kernel_of_attention = 1  # which merges splits
+    assert counts[1] - counts[0] + second_kernel_of_attention == 10
 
 
 @pytest.mark.uses("transformers_backend")

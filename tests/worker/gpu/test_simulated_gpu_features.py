@@ -12,7 +12,7 @@ import pytest
 from raylm.checkpoint import EMBEDDED
 from raylm.grammar import grammar_of
 from raylm.messages import NewSequence
-from raylm.params import PoolingParams, StructuredOutputs
+from raylm.params import PoolingParams, SamplingParams, StructuredOutputs
 from raylm.worker.model_runner import ModelRunner
 from tests.adapters import make_adapter
 from tests.worker.driver import random_prompt
@@ -59,6 +59,48 @@ def test_forms_of_answers(machine: Gpu) -> None:  # noqa: F811
     wishes = {1: {"grammar": grammar_of(StructuredOutputs(regex="[0-9]{3}-[0-9]{2}"))}}
     here, there = (drawn(start(EMBEDDED, device=device, dtype="float32"), wishes) for device in ("cpu", "cuda"))
     assert there == here
+
+
+def test_what_changes_logits_is_done_on_the_device(machine: Gpu, path: Path) -> None:  # noqa: F811
+    """Among steps that the host draws, whenever a sequence joins; a row is used again by another sequence."""
+    params = [
+        {"temperature": 1.2, "presence_penalty": 0.8, "frequency_penalty": 0.7, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "logit_bias": {3: 4.0, 9: 4.0}, "repetition_penalty": 1.8},
+        {"temperature": 0.9, "allowed_token_ids": list(range(2, 40)), "min_tokens": 5, "frequency_penalty": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.1, "repetition_penalty": 0.7},
+    ]
+    found = []
+    for device in ("cpu", "cuda"):
+        runner = start(path, device=device)
+        taken = count_launches(runner)
+        life = Wishing(runner, 2)
+        life.wishes = {at: {"params": SamplingParams(**wish)} for at, wish in enumerate(params)}
+        life.wishes[2]["stop_token_ids"] = (5, 6)
+        for seq_id in range(4):
+            life.add(seq_id, random_prompt(5 + 3 * seq_id, seq_id), blocks(seq_id))
+            for _ in range(3):
+                life.run()
+        life.add(4, random_prompt(9, 4), blocks(0))
+        life.run(finished=(0,))
+        for _ in range(6):
+            life.run()
+        found.append(life.end())
+        assert len(taken) == (14 if device == "cuda" else 0)
+    assert found[0] == found[1]
+
+
+def count_launches(runner: ModelRunner) -> list[object]:
+    """A list that grows with every step that the device draws."""
+    taken: list[object] = []
+    launch = runner.async_decode.launch
+
+    def counting(*args: Any) -> Any:
+        taken.append(args)
+        return launch(*args)
+
+    runner.async_decode.launch = counting  # type: ignore[method-assign]
+    return taken
 
 
 @pytest.mark.uses("quantization")

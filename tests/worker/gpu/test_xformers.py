@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from raylm.models import AttentionSpec
 from raylm.worker.attention import StepLimits, select_backend
 from raylm.worker.gpu import split_k, xformers
-from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width
-from raylm.worker.gpu.split_k import num_splits, processors, queries_per_tile
+from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
+from raylm.worker.gpu.split_k import Tile, num_splits, processors, queries_per_tile, tile_of
 from raylm.worker.gpu.xformers import XformersBackend
 
 ROOT = Path(__file__).parents[3]
@@ -141,6 +141,9 @@ def test_widths_of_tables() -> None:
     limits = StepLimits(1, 1, max_blocks=10_000, block_size=16)
     assert [table_width(tokens, limits) for tokens in (1, 1024, 1025, 4096, 4097)] == [64, 64, 256, 256, 1024]
     assert table_width(5000, replace(limits, max_blocks=313)) == 313
+    assert table_widths(limits) == [64, 256, 1024, 4096, 10_000]
+    assert table_widths(replace(limits, max_blocks=256)) == [64, 256]
+    assert table_widths(replace(limits, max_blocks=3)) == [3]
 
 
 @given(programs=st.integers(1, 4096), tokens=st.integers(16, 200_000))
@@ -150,6 +153,18 @@ def test_splits_occupy_the_gpu_but_stay_long(programs: int, tokens: int) -> None
     assert splits == 1 or tokens / splits >= 128
     assert splits == 1 or splits * programs < 4 * 132
     assert processors(CPU) == 108
+
+
+def test_tiles_fit_the_rows_and_the_blocks() -> None:
+    """What the figures rest on is compiled by compiled_kernels.py."""
+    assert tile_of(4, 128, 64, 9) == Tile(16, 64, 2)
+    assert tile_of(128, 128, 64, 9) == Tile(128, 64, 8)
+    assert tile_of(128, 128, 64, 8) == Tile(128, 32, 8)
+    assert tile_of(96, 64, 16, 8) == Tile(128, 16, 8)
+    assert tile_of(64, 64, 64, 8) == Tile(64, 64, 4)
+    assert tile_of(2, 256, 64, 8) == Tile(16, 64, 4)
+    assert tile_of(32, 256, 16, 8) == Tile(32, 16, 4)
+    assert tile_of(64, 512, 64, 9) == Tile(16, 16, 4)
 
 
 def test_tiles_hold_128_rows() -> None:
@@ -179,7 +194,8 @@ for module in ("xformers", "triton"):
         continue
     sys.exit(f"{module} can be imported")
 root = pathlib.Path(raylm.__file__).parent
-for file in root.rglob("*.py"):
+kernels = {root / "models/gpu/elementwise.py", root / "models/gpu/kernels.py"}
+for file in {*root.rglob("*.py")} - kernels:
     importlib.import_module(".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"))
 """
 
@@ -190,7 +206,7 @@ for file in root.rglob("*.py"):
     ids=["modules", "server"],
 )
 def test_all_of_raylm_works_without_xformers_and_triton(tmp_path: Path, arguments: list[str]) -> None:
-    """Every module can be imported, and the HTTP application answers over a real engine."""
+    """Every module but Triton's kernels can be imported, and the HTTP application answers over a real engine."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)

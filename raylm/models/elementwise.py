@@ -1,0 +1,96 @@
+"""What a decoder layer computes between its products: here by torch, on GPUs by kernels that do more at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raylm.lazy import Family
+
+logger = logging.getLogger(__name__)
+
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The norm of every query and key head: ``weight`` (num_heads + num_kv_heads, head_dim)."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlaces:
+    """Where a step's keys and values go: pools (slots, num_kv_heads, head_dim), and each token's slot, int64."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+class Elementwise:
+    """By torch's operations, on any device."""
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``x + delta``, and the norm of that, both (tokens, features); ``x`` may be overwritten."""
+        if delta is not None:
+            x = x + delta
+        return x, F.rms_norm(x, weight.shape, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """(tokens, 2 * inner) -> (tokens, inner)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rotate(self, qk: Tensor, angles: Angles, norm: HeadWeights | None) -> Tensor:
+        """The rotated, and before that normed, heads of ``qk`` (tokens, num_heads + num_kv_heads, head_dim)."""
+        if norm is not None:
+            qk = F.rms_norm(qk, qk.shape[-1:], None, norm.eps) * norm.weight
+        return rotate(qk, angles)
+
+    def rotate_and_write(self, qkv: Tensor, angles: Angles, norm: HeadWeights | None, places: KVPlaces) -> Tensor:
+        """Rotate queries and keys, write keys and values to their places; returns the queries.
+
+        ``qkv`` (tokens, num_heads + 2 * num_kv_heads, head_dim) -> (tokens, num_heads, head_dim).
+        """
+        kv_heads = places.keys.shape[1]
+        heads = qkv.shape[1] - 2 * kv_heads
+        qk = self.rotate(qkv[:, : heads + kv_heads], angles, norm)
+        places.keys.index_copy_(0, places.slots, qk[:, heads:])
+        places.values.index_copy_(0, places.slots, qkv[:, heads + kv_heads :])
+        return qk[:, :heads]
+
+
+TORCH = Elementwise()
+# By device; without its line torch's operations serve there.
+ELEMENTWISE = Family[Callable[[], Elementwise]]({
+    "cuda": "raylm.models.gpu.elementwise:TritonElementwise",
+})  # fmt: skip
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate the halves of the heads of ``x`` (tokens, heads, head_dim), in four operations."""
+    cos, sin = angles
+    left, right = x.chunk(2, dim=-1)
+    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out_left, out_right = rotated.chunk(2, dim=-1)
+    torch.mul(left, cos, out=out_left).addcmul_(right, sin, value=-1)
+    torch.mul(right, cos, out=out_right).addcmul_(left, sin)
+    return rotated
+
+
+def select_elementwise(device: torch.device) -> Elementwise:
+    """What is fastest on ``device``; a slower way than usual is named in the log."""
+    if device.type not in ELEMENTWISE:
+        return TORCH
+    try:
+        return ELEMENTWISE[device.type]()
+    except ModuleNotFoundError as error:
+        logger.warning("Norms, rotations and activations are computed by torch, and slower: %s", error)
+        return TORCH

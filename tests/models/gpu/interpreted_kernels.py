@@ -1,0 +1,74 @@
+"""The elementwise kernels in Triton's interpreter equal torch; test_kernels.py runs this.
+
+A process of its own, for the interpreter is chosen when triton is imported. In float32 and float16: the interpreter
+computes bfloat16 wrongly.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from raylm.models.elementwise import TORCH, HeadWeights, KVPlaces
+from raylm.models.gpu.elementwise import TritonElementwise
+
+KERNELS = TritonElementwise()
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=list(BOUNDS), ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    torch.manual_seed(0)
+    return request.param  # type: ignore[no-any-return]
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    torch.testing.assert_close(got.float(), wanted.float(), atol=BOUNDS[wanted.dtype], rtol=BOUNDS[wanted.dtype])
+
+
+@pytest.mark.parametrize("size", [64, 96, 1000])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_add_rms_norm(dtype: torch.dtype, size: int, has_delta: bool) -> None:
+    x, weight = torch.randn(5, size, dtype=dtype), torch.randn(size, dtype=dtype)
+    delta = torch.randn(5, size, dtype=dtype) if has_delta else None
+    wanted = TORCH.add_rms_norm(x.clone(), delta, weight, 1e-5)
+    got = KERNELS.add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(got[0], wanted[0])
+    near(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("inner", [96, 1024, 1500])
+def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
+    gate_up = 4 * torch.randn(3, 2 * inner, dtype=dtype)
+    near(KERNELS.silu_and_mul(gate_up), TORCH.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (8, 8, 80), (9, 1, 64)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rotate_and_write(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has_norm: bool) -> None:
+    """Slots that no token is written to stay as they are."""
+    qkv = torch.randn(6, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    angles = torch.randn(6, 1, head_dim // 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norm = HeadWeights(torch.randn(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if has_norm else None
+    slots = torch.tensor([17, 3, 40, 0, 8, 9])
+    pools = [[torch.full((48, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2)]
+    got, wanted = (
+        how.rotate_and_write(qkv.clone(), (cos, sin), norm, KVPlaces(*pool, slots))
+        for how, pool in zip((KERNELS, TORCH), pools, strict=True)
+    )
+    scale = 4 if dtype == torch.float16 else 1  # torch rounds between the norm, its weight and the rotation
+    torch.testing.assert_close(got.float(), wanted.float(), atol=scale * BOUNDS[dtype], rtol=scale * BOUNDS[dtype])
+    for mine, theirs in zip(*pools, strict=True):
+        torch.testing.assert_close(mine.float(), theirs.float(), atol=scale * BOUNDS[dtype], rtol=scale * BOUNDS[dtype])
+    rest = [slot for slot in range(48) if slot not in slots.tolist()]
+    assert all((pool[rest] == 7).all() for pool in pools[0])
+
+
+def test_no_tokens() -> None:
+    x = torch.empty(0, 64)
+    assert KERNELS.add_rms_norm(x, None, torch.ones(64), 1e-5)[1].shape == (0, 64)
+    assert KERNELS.silu_and_mul(x).shape == (0, 32)

@@ -1,0 +1,41 @@
+"""The elementwise kernels, and where there is no triton torch in their place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from raylm.models import elementwise
+from raylm.models.elementwise import TORCH, select_elementwise
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """All of interpreted_kernels.py; the interpreter is chosen for a whole process."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/gpu/interpreted_kernels.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_without_triton_torch_serves_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent() -> None:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(elementwise, "ELEMENTWISE", {"cuda": absent})
+    with caplog.at_level(logging.WARNING):
+        assert select_elementwise(torch.device("cuda")) is TORCH
+    assert "and slower: No module named 'triton'" in caplog.text
+    caplog.clear()
+    assert select_elementwise(torch.device("cpu")) is TORCH
+    assert not caplog.text

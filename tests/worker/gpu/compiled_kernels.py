@@ -1,0 +1,154 @@
+"""The kernels as they are compiled for six kinds of GPUs; test_compiled.py runs this.
+
+A process of its own, for xformers asks whether there is triton when it is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raylm.models import AttentionSpec
+from raylm.models.elementwise import HeadWeights, KVPlaces
+from raylm.models.gpu.elementwise import TritonElementwise
+from raylm.worker.attention import AttentionMetadata, StepLimits
+from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
+from raylm.worker.gpu.xformers import XformersBackend
+from tests.worker.gpu.ahead_of_time import SHARED, Compiled, asking, compiling
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",  # xformers' kernel is older than the triton that torch asks for
+    "ignore:tl.make_block_ptr is deprecated",
+)
+
+SPILLED = 16  # bytes that are no loss
+PROMPT, DECODE = 16, 64  # sequences, or tiles of a prompt
+
+
+@pytest.fixture(params=list(SHARED), ids="sm_{0[0]}{0[1]}".format)
+def capability(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param  # type: ignore[no-any-return]
+
+
+def attention(
+    capability: tuple[int, int], folder: Path, heads: tuple[int, int], head_dim: int, queries: int, block_size: int
+) -> list[Compiled]:
+    """Both kernels of attention over 16 tiles of a prompt, or over 64 sequences that decode, over 8,192 tokens each."""
+    spec = AttentionSpec(0, *heads, head_dim, head_dim**-0.5)
+    count = DECODE if queries == 1 else PROMPT
+    tables = torch.zeros(count, 8192 // block_size, dtype=torch.int32)
+    pages = Pages(tables, torch.zeros(count, dtype=torch.int32), queries)
+    q = torch.zeros(count * queries, heads[0], head_dim, dtype=torch.bfloat16)
+    keys, values = torch.zeros(2, 256 * block_size, heads[1], head_dim, dtype=torch.bfloat16)
+    with compiling(capability, folder) as found:
+        SplitK(block_size)(q, keys, values, pages, spec)
+    for kernel in found:
+        assert kernel.shared <= SHARED[capability], kernel
+    return found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention(capability: tuple[int, int], head_dim: int, tmp_path: Path) -> None:
+    """Of Llama 3: four query heads to a key-value head. What decodes loads its next keys while it computes."""
+    spec = AttentionSpec(0, 32, 8, head_dim, 1.0)
+    decode, *_ = attention(capability, tmp_path, (32, 8), head_dim, 1, 64)
+    prompt, *_ = attention(capability, tmp_path, (32, 8), head_dim, queries_per_tile(spec), 64)
+    for kernel in (decode, prompt):
+        assert kernel.name == "_fwd_kernel_splitK"
+        assert kernel.spilled <= SPILLED, kernel
+        assert "cp.async" in kernel.ptx
+    expected = {9: "wgmma.mma_async", 10: "tcgen05.mma"}.get(capability[0], "mma.sync")
+    assert expected in prompt.ptx
+
+
+def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
+    """Of Llama-3.1-8B and Qwen3-0.6B in bfloat16."""
+    kernels = TritonElementwise()
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    with compiling(capability, tmp_path) as found:
+        kernels.add_rms_norm(zeros(2, 4096), zeros(2, 4096), zeros(4096), 1e-5)
+        kernels.add_rms_norm(zeros(2, 8192), None, zeros(8192), 1e-5)
+        kernels.silu_and_mul(zeros(2, 2 * 14336))
+        for heads, kv_heads, norm in ((32, 8, None), (16, 8, HeadWeights(zeros(24, 128), 1e-6))):
+            places = KVPlaces(zeros(64, kv_heads, 128), zeros(64, kv_heads, 128), torch.zeros(2, dtype=torch.int64))
+            angles = zeros(2, 1, 64), zeros(2, 1, 64)
+            kernels.rotate_and_write(zeros(2, heads + 2 * kv_heads, 128), angles, norm, places)
+    assert len(found) == 5
+    for kernel in found:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+        assert "ld.global.v" in kernel.ptx, f"{kernel.name} loads one number at a time"
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])
+def test_after_the_start_no_step_compiles(heads: tuple[int, int], blocks: int) -> None:
+    """Of steps with any number of sequences, of any length, decoding or with prompts."""
+    spec, size = AttentionSpec(0, *heads, 128, 0.25), 64
+    limits = StepLimits(2000, 40, blocks, size)
+    backend = XformersBackend(limits)
+    kv = torch.zeros(XformersBackend.kv_cache_shape(4, size, spec), dtype=torch.bfloat16)
+    random = np.random.default_rng(0)
+    with asking((9, 0)) as found:
+        backend.compile_all([(spec, kv)])
+        at_start = set(found)
+        found.clear()
+        for _ in range(150):
+            decodes = random.integers(0, 1 + random.choice([1, 4, limits.max_num_seqs]))
+            prompts = random.integers(decodes == 0, 1 + min(3, limits.max_num_seqs - decodes))
+            new = np.concatenate([np.ones(decodes, np.int64), random.integers(2, random.choice([20, 600]), prompts)])
+            past = random.integers(0, random.choice([200, 3000, 18_000]), len(new))
+            ends = np.minimum(new + past, limits.max_blocks * size)
+            step(backend, spec, kv, limits, decodes, new.astype(np.int32), ends.astype(np.int32))
+    assert len(found) > 10
+    assert found <= at_start
+    assert len(at_start) < 120
+
+
+def step(
+    backend: XformersBackend,
+    spec: AttentionSpec,
+    kv: torch.Tensor,
+    limits: StepLimits,
+    decodes: int,
+    new: Any,
+    ends: Any,
+) -> None:
+    """Attention of one step over a pool that it does not look at."""
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    tokens = int(starts[-1])
+    tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32)[: len(new)]
+    columns = torch.zeros(tokens, dtype=torch.int64), tables, torch.from_numpy(ends), torch.from_numpy(starts)
+    plan = backend.prepare(AttentionMetadata(int(decodes), *columns, ends, starts))
+    backend.attend(torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=kv.dtype), kv, plan, spec)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((32, 32), 128), ((28, 4), 128), ((64, 8), 128), ((32, 1), 128), ((64, 1), 64), ((16, 8), 256), ((8, 2), 512)],
+)
+def test_attention_of_other_shapes(
+    capability: tuple[int, int], heads: tuple[int, int], head_dim: int, block_size: int, tmp_path: Path
+) -> None:
+    spec = AttentionSpec(0, *heads, head_dim, 1.0)
+    for queries in (1, queries_per_tile(spec)):
+        for kernel in attention(capability, tmp_path, heads, head_dim, queries, block_size):
+            assert kernel.spilled <= SPILLED, (queries, kernel.name, kernel.registers, kernel.spilled)
+
+
+def test_what_xformers_would_take_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: with its own tile ptxas reports what is asserted not to be."""
+    from raylm.worker.gpu import split_k
+
+    monkeypatch.setattr(split_k, "tile_of", lambda *shape: split_k.Tile(128, 64, 4, 1))
+    kernel, *_ = attention((9, 0), tmp_path, (32, 8), 128, 32, 64)
+    assert kernel.spilled > SPILLED
+    assert "cp.async." not in kernel.ptx
