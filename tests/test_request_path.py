@@ -17,7 +17,7 @@ from tests.frontend.played_engine import PlayedEngine
 from tests.ingress.harness import client_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "request_path.md"
-MOST = 16
+MOST = 17
 # What every package stands on (data, errors, threads), and what the body has behind it when the way begins.
 FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy", "frontend.threads")}
 BEFORE = {"raylm.ingress.http.middleware"}

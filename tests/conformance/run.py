@@ -84,7 +84,8 @@ def stream_events(text: str, path: str, where: str, report: Report) -> list[Any]
     """The events of a stream, whose framing and order are checked here."""
     report.expect(text.endswith("\n\n"), f"{where}: the stream does not end with an event")
     found = []
-    blocks = text.rstrip("\n").split("\n\n")
+    lines = (line for line in text.rstrip("\n").split("\n") if not line.startswith(("id: ", ":")))
+    blocks = [block for block in "\n".join(lines).split("\n\n") if block]
     if path in ("/v1/chat/completions", "/v1/completions"):
         report.expect(blocks.pop() == "data: [DONE]", f"{where}: the stream does not end with [DONE]")
     for block in blocks:

@@ -113,10 +113,9 @@ def test_when_to_come_back_is_told_and_travels() -> None:
     assert pickle.loads(pickle.dumps(OverloadedError("x", retry_after_s=9))).retry_after_s == 9
 
 
-def test_when_to_come_back_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_to_come_back_follows_the_pace() -> None:
     now = 100.0
-    monkeypatch.setattr("raylm.frontend.admission.queue.time.monotonic", lambda: now)
-    admission = Admission(max_requests=10)
+    admission = Admission(max_requests=10, clock=lambda: now)
     admission.prompt(1, 1).begin([0])
     now += 1000.0
     admission.prompt(1, 1)
