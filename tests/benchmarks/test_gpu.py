@@ -42,7 +42,7 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [json.loads(line) for line in (out / "gpu.jsonl").read_text().splitlines()]
-    machine, questions, beginnings, device, about, one, three, prompt, *theirs = rows
+    machine, questions, beginnings, device, about, one, three, prompt, *rest = rows
     assert machine["device"]
     for greedy in (questions, beginnings):
         assert greedy["equal"] == greedy["prompts"] == 20
@@ -55,6 +55,8 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     assert three["floor_ms"] - one["floor_ms"] == pytest.approx(2 * 10_240 / device["GB_s"] / 1e6, rel=1e-6)
     assert one["share"] == pytest.approx(one["floor_ms"] / one["eager_ms"])
     assert prompt["tok_s"] == pytest.approx(64e3 / prompt["ms"])
+    mixed, theirs = rest[:2], rest[2:]
+    assert [(row["mixed"], row["batch"]) for row in mixed] == [(64, 1), (64, 3)]
     assert [row["batch"] for row in theirs] == [1, 3]
     assert all("transformers_ms" in row for row in theirs)
 

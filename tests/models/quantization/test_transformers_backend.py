@@ -7,16 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models import load_model
+from raylm.models import AttentionSpec, load_model
 from raylm.models.linear import Linear
 from raylm.native import NativeLinear
 from tests.checkpoints import make_checkpoint
 from tests.models.quantization.quantized_checkpoints import SCHEMES, Scheme, quantize_checkpoint
 from tests.models.transformers_backend.families import make_family
 from tests.models.transformers_backend.test_transformers_backend import CPU, allow, load
+
+
+class Queries:
+    """Attention that gives the queries back."""
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        return q
+
+    def places(self, spec: AttentionSpec) -> None:
+        """Nowhere."""
+
+
+QUERIES = Queries()
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -27,9 +41,7 @@ def test_experts_are_rounded_too(quantization: str, tmp_path: Path) -> None:
     assert rounded_bytes < {"int8": 0.5, "int4": 0.42}[quantization] * plain_bytes
     ids = torch.arange(2, 20)
     with torch.inference_mode():
-        wanted, got = (
-            model.logits(model(ids, torch.arange(len(ids)), lambda spec, q, k, v: q)) for model in (plain, rounded)
-        )
+        wanted, got = (model.logits(model(ids, torch.arange(len(ids)), QUERIES)) for model in (plain, rounded))
     assert 0 < (got - wanted).abs().max() < {"int8": 0.1, "int4": 0.5}[quantization] * wanted.abs().max()
 
 
@@ -64,7 +76,7 @@ def test_quantized_checkpoints_mean_the_same_on_both_paths(
     def logits() -> torch.Tensor:
         model, _ = load_model(Checkpoint(tmp_path / "quantized"), torch.float32, CPU)
         with torch.inference_mode():
-            return model.logits(model(ids, torch.arange(len(ids)), lambda spec, q, k, v: q))
+            return model.logits(model(ids, torch.arange(len(ids)), QUERIES))
 
     compact = logits()
     allow(monkeypatch, "Qwen2ForCausalLM")

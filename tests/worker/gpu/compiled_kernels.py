@@ -29,7 +29,12 @@ SPILLED = 16  # bytes that are no loss
 PROMPT, DECODE = 16, 64  # sequences, or tiles of a prompt
 
 
-@pytest.fixture(params=list(SHARED), ids="sm_{0[0]}{0[1]}".format)
+def _param(capability: tuple[int, int]) -> Any:
+    marks = [] if capability == (9, 0) else [pytest.mark.long]
+    return pytest.param(capability, id=f"sm_{capability[0]}{capability[1]}", marks=marks)
+
+
+@pytest.fixture(params=map(_param, SHARED))
 def capability(request: pytest.FixtureRequest) -> tuple[int, int]:
     return request.param  # type: ignore[no-any-return]
 
