@@ -167,7 +167,7 @@ class IngressConfig(Frozen):
     """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
     store: str | None = Field(None, min_length=1)
     """File (SQLite) of stored and background responses, ':memory:' for none; by default one by the application's name
-    in ~/.local/state/raylm."""
+    in ~/.local/state/raylm (or XDG_STATE_HOME)."""
     recovery_timeout_s: float = Field(60, ge=0, le=3600)
     """Seconds that requests whose engine was lost wait for another one, on which they go on; longer than its start."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)

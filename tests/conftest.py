@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
 import pytest
 
 from tests.extras import has
+
+STATE = tempfile.mkdtemp(prefix="raylm-state-")  # where servers of the tests keep responses
+
+
+def pytest_configure() -> None:
+    os.environ["XDG_STATE_HOME"] = STATE
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STATE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

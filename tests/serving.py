@@ -71,6 +71,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                env=os.environ | {"XDG_STATE_HOME": str(path.parent)},  # where stored responses lie
             )
 
     def __enter__(self) -> Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -374,8 +375,8 @@ def store_path(knob: str | None, application: str) -> str:
     """The file that ``ingress.store`` names; by default one of the application's, or none outside of an application."""
     if knob == MEMORY or (knob is None and not application):
         return MEMORY
-    named = Path("~/.local/state/raylm") / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)
-    path = named.expanduser()
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "raylm"
+    path = (state / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)).expanduser()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     return str(path)
 
