@@ -187,8 +187,11 @@ async def test_who_brings_down_its_makers_fails() -> None:
 
 def test_where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     assert store_path(None, "") == store_path(":memory:", "app") == ":memory:"
     assert store_path(None, "a/b") == str(tmp_path / ".local/state/raylm/a%2Fb.sqlite")
     assert (tmp_path / ".local/state/raylm").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert store_path(None, "a") == str(tmp_path / "state/raylm/a.sqlite")
     named: Any = tmp_path / "there" / "x.db"
     assert store_path(str(named), "app") == str(named)
