@@ -5,6 +5,7 @@ Each knows what the Router knows: its own requests at once, others' load and the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from raylm.frontend import RoutedEngine, Router
@@ -24,7 +25,7 @@ class RoundRobin(Router):
         return self.turn % len(engines), [0.0] * len(engines)
 
 
-class _Scored(Router):
+class _Scored(Router, ABC):
     """The least score wins; among equals any."""
 
     def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
@@ -32,8 +33,9 @@ class _Scored(Router):
         scores = [self.score(engine, one, tokens) for engine, one in zip(engines, uncached, strict=True)]
         return self._rng.choice([place for place, score in enumerate(scores) if score == min(scores)]), scores
 
+    @abstractmethod
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
-        raise NotImplementedError
+        """Of an engine that would have to compute ``uncached`` of the prompt's ``tokens``."""
 
 
 def _open(engine: RoutedEngine) -> int:

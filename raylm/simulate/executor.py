@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from raylm.engine import ModelExecutor
+from raylm.errors import RayLMError
 from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput, WorkerInfo
 
 Answer = list[int]
@@ -60,13 +61,13 @@ class SimulatedExecutor(ModelExecutor):
         return result
 
     async def prepare_grammar(self, grammar: str) -> None:
-        raise NotImplementedError("grammars are not simulated")
+        raise RayLMError("Grammars are not simulated.")
 
     async def load_adapter(self, adapter: int, path: str) -> str:
-        raise NotImplementedError("adapters are not simulated")
+        raise RayLMError("Adapters are not simulated.")
 
     async def unload_adapter(self, adapter: int) -> None:
-        raise NotImplementedError("adapters are not simulated")
+        raise RayLMError("Adapters are not simulated.")
 
     async def shutdown(self) -> None:
         """There is nothing to end."""
