@@ -85,6 +85,11 @@ def test_what_is_taken_out_is_gone(tmp_path: Path) -> None:
     assert (tmp_path / "copy/raylm/ingress/openai").exists()
 
 
+def test_rooms_below_an_extra_are_not_tested_again() -> None:
+    assert extras.EXTRAS["anthropic"].rooms_below() == ["native", "models", "worker", "engine", "frontend"]
+    assert extras.EXTRAS["gpu"].rooms_below() == ["native"]
+
+
 @pytest.mark.parametrize("name", list(extras.EXTRAS))
 def test_nothing_else_names_an_extra(name: str) -> None:
     """Beside its own files and registry lines: the full check is ``house.py --without NAME``."""
