@@ -208,7 +208,7 @@ class AsyncLLM:
         served = 0
         part.mark("route")
         try:
-            route = self._router.pick(request)
+            route = self._router.pick(request) if self._router.is_ready else None
             tokens, waiting = len(request.prompt_token_ids), head.place.reservation if head.place is not None else None
             reservation = self.admission.prompt(tokens, request.params.n, waiting)
             opened = self._outputs.open(request, form, reservation, head.told, part)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,6 +291,38 @@ async def test_new_requests_wait_for_an_engine_that_is_started_for_them(checkpoi
     second.say((second.added[0].key, 0, [6], "length"))
     assert await asked == {0: [6]}
     await llm.stop()
+
+
+@pytest.mark.parametrize("is_lost_late", [False, True])
+async def test_who_comes_when_all_engines_are_lost_waits_for_the_next(
+    lasting: AsyncLLM, monkeypatch: pytest.MonkeyPatch, is_lost_late: bool
+) -> None:
+    """Before the request came, or while its prompt was looked at."""
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    lasting.add_engine(first)
+    await asyncio.sleep(0)
+
+    async def lose() -> None:
+        first.die()
+        await until(lambda: not lasting.is_ready)
+
+    if is_lost_late:
+        token_ids = lasting._token_ids
+
+        async def slow_token_ids(*args: Any) -> list[int]:
+            await lose()
+            return await token_ids(*args)
+
+        monkeypatch.setattr(lasting, "_token_ids", slow_token_ids)
+    else:
+        await lose()
+    call = asyncio.create_task(read(lasting, [5, 6], SamplingParams(max_tokens=1)))
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    lasting.add_engine(second)
+    await until(lambda: bool(second.added))
+    second.say((second.added[0].key, 0, [7], "length"))
+    assert await call == {0: [7]}
 
 
 async def test_an_engine_that_is_started_but_never_comes_is_told(checkpoint: Path) -> None:

@@ -78,6 +78,7 @@ class Router:
         self._rng = rng or random.Random()
         self._deliver = deliver
         self._engine_came = asyncio.Event()
+        self._had_engines = False
         self._closing: set[asyncio.Task[None]] = set()
         self.adapters = AdapterDirectory()
 
@@ -86,14 +87,17 @@ class Router:
         return bool(self._engines)
 
     async def until_engine(self) -> None:
-        """Wait for the first engine if ``wake`` can bring one; EngineUnavailableError if it does not come in time."""
-        if self._engines or self._wake is None:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._recovery_timeout_s):
-                while not self._engines:
-                    self._wake()
-                    await self._until_one_comes(WAKE_PERIOD_S)
+        """Wait for an engine where one is expected; EngineUnavailableError if it does not come in time.
+
+        It is where ``wake`` can bring one, and where all that were there have been lost: others are started for them.
+        """
+        if not self._engines and (self._wake is not None or self._had_engines):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._recovery_timeout_s):
+                    while not self._engines:
+                        if self._wake is not None:
+                            self._wake()
+                        await self._until_one_comes(WAKE_PERIOD_S)
         self._check_ready()
 
     async def until_lasting_engine(self) -> None:
@@ -137,6 +141,7 @@ class Router:
         if len(self._engines) > 1:
             for one in self._engines.values():
                 one.watch()
+        self._had_engines = True
         self._engine_came.set()
         self._on_engines()
         return engine
@@ -153,8 +158,15 @@ class Router:
         self._recovery.close(out_of_service)
         await asyncio.gather(*self._closing)
 
-    def send(self, request: EngineCoreRequest, route: Route) -> None:
-        """Hand a request to the engine that was picked for it; ``leave`` when it is over."""
+    def send(self, request: EngineCoreRequest, route: Route | None) -> None:
+        """Hand a request to the engine that was picked for it; ``leave`` when it is over.
+
+        Without one it waits, as those whose engine was lost.
+        """
+        if route is None:
+            unavailable = EngineUnavailableError("No engine is ready; try again shortly.")
+            self._recovery.take([request.key], "", unavailable)
+            return
         engine, uncached = route.engine, route.uncached_tokens
         engine.begin(request.key, OpenRequest(request.params.n, uncached, route.blocks, self._clock()))
         self._engine_of[request.key] = engine
