@@ -91,13 +91,13 @@ class Router:
 
         It is where ``wake`` can bring one, and where all that were there have been lost: others are started for them.
         """
-        if not self._engines and (self._wake is not None or self._had_engines):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._recovery_timeout_s):
-                    while not self._engines:
-                        if self._wake is not None:
-                            self._wake()
-                        await self._until_one_comes(WAKE_PERIOD_S)
+        until = asyncio.get_running_loop().time() + self._recovery_timeout_s
+        while not self._engines and (self._wake is not None or self._had_engines):
+            if (left_s := until - asyncio.get_running_loop().time()) <= 0:
+                break
+            if self._wake is not None:
+                self._wake()
+            await self._until_one_comes(min(WAKE_PERIOD_S, left_s))
         self._check_ready()
 
     async def until_lasting_engine(self) -> None:
