@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from raylm.config import SchedulerConfig
 from raylm.messages import NewSequence
 from raylm.params import SamplingParams
 from raylm.worker.attention import StepLimits
@@ -49,7 +50,7 @@ class World:
         for seq_id, text in enumerate(texts):
             table = list(range(blocks))
             new = NewSequence(seq_id, text[:prompt], prompt, table, SamplingParams(), seed=0, limit=len(text))
-            self.speculator.add(self.batch.add(new))
+            self.speculator.add(self.batch.add(new), new)
         self.speculator.observe(self.plan([prompt] * len(texts)), cost(prompt * len(texts)))
 
     def plan(self, counts: list[int]) -> StepBatch:
@@ -197,8 +198,8 @@ def test_rows_of_one_token_come_first() -> None:
 
 
 def test_who_speculates_is_a_matter_of_configuration() -> None:
-    assert type(create_speculator(limits(1), LENGTH, 0)) is Speculator
-    assert isinstance(create_speculator(limits(1), LENGTH, 3), NGramSpeculator)
+    assert type(create_speculator(SchedulerConfig(), limits(1), LENGTH)) is Speculator
+    assert isinstance(create_speculator(SchedulerConfig(speculative_tokens=3), limits(1), LENGTH), NGramSpeculator)
 
 
 @pytest.mark.parametrize("seed", range(5))
