@@ -58,6 +58,8 @@ class SchedulerConfig(Frozen):
     """Steps handed to the worker before the first one returns."""
     speculative_tokens: int = Field(0, ge=0, le=64)
     """Most tokens drafted for a sequence in a step from what it repeats, and then verified; 0 is off."""
+    share_drafts: bool = False
+    """Whether answers to one API key may be drafts for another; how fast an answer comes then tells what was said."""
 
     @model_validator(mode="after")
     def _a_token_for_each_sequence(self) -> SchedulerConfig:
@@ -208,11 +210,6 @@ class Config(Frozen):
 
     @model_validator(mode="after")
     def _ranks_do_the_same(self) -> Config:
-        if self.engine.tensor_parallel_size > 1 and self.scheduler.speculative_tokens:
-            raise ValueError(
-                "scheduler.speculative_tokens: how many tokens are guessed depends on how long a rank's steps take; "
-                "it must be 0 with engine.tensor_parallel_size over 1"
-            )
         if self.engine.tensor_parallel_size > 1 and self.lora.root is not None:
             raise ValueError("lora.root: adapters are not served with engine.tensor_parallel_size over 1")
         return self

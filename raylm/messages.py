@@ -124,7 +124,8 @@ class NewSequence:
     ``token_ids`` are all tokens known so far (prompt, then generated), ``block_ids`` its whole block table.
     ``stop_token_ids`` (EOS and the caller's, unless ignored) may not be drawn before ``params.min_tokens``. ``limit``
     is the longest that it may grow, in tokens with the prompt. With ``pooling`` its last token yields a vector where
-    others draw. ``adapter`` is the number that its LoRA adapter was loaded under, 0 for the base model.
+    others draw. ``adapter`` is the number that its LoRA adapter was loaded under, 0 for the base model. ``owner``
+    is whose it is, the tenant and the cache salt with a zero character between.
     """
 
     seq_id: int
@@ -140,6 +141,7 @@ class NewSequence:
     thinking: Thinking | None = None
     pooling: PoolingParams | None = None
     adapter: int = 0
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

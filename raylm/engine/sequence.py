@@ -191,6 +191,7 @@ class Sequence:
             limit=self.limit,
             pooling=request.pooling,
             adapter=self.state.adapter,
+            owner=f"{request.service.tenant}\0{request.cache_salt or ''}",
         )
 
 

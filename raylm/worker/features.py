@@ -23,8 +23,11 @@ class Speculator:
     that position. So the tokens are the same with any speculator and with none, greedy and sampled.
     """
 
-    def add(self, row: int) -> None:
+    def add(self, row: int, new: NewSequence) -> None:
         """Another sequence has the row from now on."""
+
+    def remove(self, row: int, batch: InputBatch) -> None:
+        """The sequence of the row has ended, or was preempted."""
 
     def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """The step with drafts, which are written behind the known tokens of ``batch``, and without finished rows."""

@@ -49,9 +49,10 @@ class InputBatch:
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.limits = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros(max_num_seqs, SAMPLING_DTYPE)
+        self.structured = StructuredOutputs(max_num_seqs, vocab_size, grammars)
         self.processors: tuple[LogitsProcessor[Any], ...] = (
             *(kind(max_num_seqs, vocab_size) for kind in LOGITS_PROCESSORS),
-            StructuredOutputs(max_num_seqs, vocab_size, grammars),
+            self.structured,
         )
         self._grammars = grammars
         self.logprob_token_ids: dict[int, Ints] = {}
@@ -108,13 +109,14 @@ class InputBatch:
     def rows(self, seq_ids: Sequence[int]) -> Ints:
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
-    def same_at_all_positions(self, rows: IntArray) -> Mask:
-        """Which of the rows no processor treats by their tokens, [len(rows)]: these may be drawn several at once."""
-        same = np.ones(len(rows), np.bool_)
+    def may_be_drawn_ahead(self, rows: IntArray) -> Mask:
+        """Which of the distinct rows may be drawn several at once, behind drafts, [len(rows)]."""
+        may = np.ones(len(rows), np.bool_)
         for processor in self.processors:
             if processor.states and processor.follows_tokens:
-                same[processor.owned(rows)] = False
-        return same
+                owned = processor.owned(rows)
+                may[owned] &= processor.follows_drafts(rows[owned])
+        return may
 
     def append_blocks(
         self, rows: IntArray, counts: Sequence[int] | IntArray, block_ids: Sequence[int] | IntArray

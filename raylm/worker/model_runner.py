@@ -115,13 +115,14 @@ class ModelRunner:
         return replace(step, computed=np.where(decoding, self.batch.num_tokens[step.rows] - 1, step.computed))
 
     def _apply(self, plan: SchedulerOutput) -> Ints:
-        for seq_id in plan.finished:
+        for row, seq_id in zip(self.batch.rows(plan.finished).tolist(), plan.finished, strict=True):
+            self.speculator.remove(row, self.batch)
             self.batch.remove(seq_id)
             self._prompt_logprobs.pop(seq_id, None)
             self.pooler.remove(seq_id)
         for new in plan.new:
             row = self.batch.add(new)
-            self.speculator.add(row)
+            self.speculator.add(row, new)
             self.async_decode.add(row)
             self.adapters.add(row, new)
             self.pooler.add(new)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from raylm.checkpoint import Checkpoint, resolve
-from raylm.config import Config, EngineConfig
+from raylm.config import Config, EngineConfig, SchedulerConfig
 from raylm.errors import ConfigError
 from raylm.lazy import Family
 from raylm.messages import WorkerInfo
-from raylm.models import CausalLM, Ranks, load_model, resolve_dtype
+from raylm.models import SINGLE_RANK, CausalLM, Ranks, load_model, resolve_dtype
 from raylm.native import use_threads
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores, available_memory
@@ -38,7 +38,7 @@ from raylm.worker.sampling.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 # What can be taken out, by method or by device; without its line it is refused, or done without and the log says so.
-SPECULATORS = Family[Callable[[StepLimits, int, int], Speculator]]({
+SPECULATORS = Family[Callable[[StepLimits, int, int, bool, Ranks], Speculator]]({
     "ngram": "raylm.worker.speculation.speculator:NGramSpeculator",
 })  # fmt: skip
 GRAPH_FORWARDS = Family[Callable[[ModuleForward, StepLimits, int, torch.device], Forward]]({
@@ -177,16 +177,18 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
         forward,
         batch,
         InputBuffers(limits, device),
-        create_speculator(limits, longest, drafts),
+        create_speculator(config.scheduler, limits, longest, loaded.ranks),
         loaded.sampler,
         create_async_decode(limits, device, alone=loaded.ranks.world_size == 1 and not drafts),
         create_adapters(config.lora, model, forward, limits.max_num_seqs),
     )
 
 
-def create_speculator(limits: StepLimits, max_model_len: int, most: int) -> Speculator:
-    """``most`` is how many draft tokens a sequence may have in a step."""
-    return SPECULATORS["ngram"](limits, max_model_len, most) if most else Speculator()
+def create_speculator(
+    config: SchedulerConfig, limits: StepLimits, max_model_len: int, ranks: Ranks = SINGLE_RANK
+) -> Speculator:
+    most, shared = config.speculative_tokens, config.share_drafts
+    return SPECULATORS["ngram"](limits, max_model_len, most, shared, ranks) if most else Speculator()
 
 
 def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool) -> AsyncDecode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +155,30 @@ class Answer:
         if self.tokens:
             self.follow()
         return self._mask
+
+    def forced(self) -> list[int]:
+        """The tokens that must come behind all tokens, where there is no choice; they may be spelled otherwise."""
+        self.mask()
+        if self._matcher is None or self.over:
+            return []
+        return self._matcher.compute_ff_tokens()
+
+    def num_fitting(self, drafts: list[int]) -> int:
+        """How many of the ``drafts`` may come behind all tokens, one after the other."""
+        self.mask()
+        return 0 if self._matcher is None or self.over else self._matcher.validate_tokens(drafts)
+
+    def behind(self, drafts: list[int]) -> Iterator[tuple[NDArray[np.int32], bool]]:
+        """The mask behind each of the ``drafts``, which must fit, and whether the answer is over there."""
+        if not drafts or self._matcher is None:
+            return
+        matcher = self._matcher.deep_copy()
+        for token in drafts:
+            if not matcher.is_stopped():
+                matcher.consume_token(token)
+            mask = np.zeros_like(self._mask)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            yield mask, matcher.is_stopped()
 
     def settle(self) -> None:
         """Wait for the other thread; one at a time may use the matcher."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raylm.errors import InvalidRequestError
 from raylm.messages import NewSequence
-from raylm.worker.arrays import Floats32, IntArray, Ints
+from raylm.worker.arrays import Floats32, IntArray, Ints, Mask
 
 State = TypeVar("State")
 MAX_LOGIT_BIAS_VALUE = 100.0
@@ -66,6 +66,10 @@ class LogitsProcessor(ABC, Generic[State]):
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Each row has got one more generated token."""
+
+    def follows_drafts(self, rows: IntArray) -> Mask:
+        """For which of the rows that it owns ``apply`` knows what to do behind drafts, [len(rows)]."""
+        return np.zeros(len(rows), np.bool_)
 
     def reason(self, row: int) -> str | None:
         """Why the row has no token left, if that is this processor's doing alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 
@@ -65,6 +66,22 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
             if state.is_free:
                 self.remove(row)
 
+    def follows_drafts(self, rows: IntArray) -> Mask:
+        """Rows that answer, and whose masks come at once."""
+        states = [self.states[row] for row in rows.tolist()]
+        may = [state.progress.phase is Phase.ANSWERING and _is_quick(state.answer) for state in states]
+        return np.array(may, np.bool_)
+
+    def forced(self, row: int) -> list[int]:
+        """All that may come next, where there is no choice, of a row that follows drafts."""
+        answer = self.states[row].answer
+        return answer.forced() if answer is not None else []
+
+    def num_fitting(self, row: int, drafts: list[int]) -> int:
+        """How many of the ``drafts`` may come one after the other, of a row that follows them."""
+        answer = self.states[row].answer
+        return answer.num_fitting(drafts) if answer is not None else 0
+
     def reason(self, row: int) -> str | None:
         answer = self.states[row].answer if row in self.states else None
         return "the form asked of the answer became too complex to follow" if answer and answer.failed else None
@@ -72,10 +89,11 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
         """For rows that answer 10 to 40 µs a row for the mask, up to 80 µs to apply it to 152,000 logits.
 
-        Rows whose masks are late keep their logits.
+        Rows whose masks are late keep their logits. A row that stands there several times is masked as if it had drawn
+        its drafts, which stand behind its tokens.
         """
-        answering: list[tuple[int, Progress, Answer]] = []
-        for position, row in zip(positions.tolist(), rows.tolist(), strict=True):
+        answering: list[tuple[int, Progress, Answer, list[int]]] = []
+        for position, row, num_drafts in _runs(positions, rows):
             state = self.states[row]
             if state.progress.phase in (Phase.THINKING, Phase.CLOSING):
                 if (token := state.progress.next_token()) is not None:
@@ -83,22 +101,44 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
                 elif state.progress.forbidden.size:
                     logits[position, torch.from_numpy(state.progress.forbidden).to(logits.device)] = -torch.inf
             elif state.answer is not None:
-                answering.append((position, state.progress, state.answer))
+                known = int(batch.num_tokens[row])
+                drafts = batch.token_ids[row, known : known + num_drafts].tolist()
+                answering.append((position, state.progress, state.answer, drafts))
         self.late = []
         if not answering:
             return
-        ready = self._used_grammars.ready([answer for *_, answer in answering], len(logits))
+        ready = self._used_grammars.ready([answer for _, _, answer, _ in answering], len(logits))
         if not all(ready):
             self.late = [position for (position, *_), there in zip(answering, ready, strict=True) if not there]
             answering = list(compress(answering, ready))
             if not answering:
                 return
-        masks = np.stack([_mask(progress, answer) for _, progress, answer in answering])
-        forbidden = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
-        forbid(logits, np.array([position for position, *_ in answering]), forbidden[:, : self.vocab_size])
-        for position, _, answer in answering:
-            if answer.over:
-                _leave(self._used_grammars.eos_token_ids[0], logits[position])
+        self._forbid(logits, answering)
+
+    def _forbid(self, logits: torch.Tensor, answering: list[tuple[int, Progress, Answer, list[int]]]) -> None:
+        at: list[int] = []
+        masks: list[NDArray[np.int32]] = []
+        ends: list[int] = []
+        for position, progress, answer, drafts in answering:
+            found = [(_mask(progress, answer), answer.over), *answer.behind(drafts)]
+            at += range(position, position + len(found))
+            masks += [mask for mask, _ in found]
+            ends += [position + offset for offset, (_, over) in enumerate(found) if over]
+        forbidden = np.unpackbits(~np.stack(masks).view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        forbid(logits, np.array(at), forbidden[:, : self.vocab_size])
+        for position in ends:
+            _leave(self._used_grammars.eos_token_ids[0], logits[position])
+
+
+def _is_quick(answer: Answer | None) -> bool:
+    return answer is not None and answer.coming is None and not answer.pace.slow
+
+
+def _runs(positions: IntArray, rows: IntArray) -> Iterator[tuple[int, int, int]]:
+    """(first position, row, positions of it that follow) of rows that stand there once or several times on end."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    counts = np.diff(starts, append=len(rows)) - 1
+    return zip(positions[starts].tolist(), rows[starts].tolist(), counts.tolist(), strict=True)
 
 
 def _mask(progress: Progress, answer: Answer) -> NDArray[np.int32]:

@@ -259,11 +259,55 @@ def test_slow_masks_are_computed_beside_the_step_and_are_the_same(monkeypatch: p
     assert followed[0] == followed[1]
 
 
-def test_rows_of_a_form_are_not_guessed() -> None:
-    batch = new_batch()
-    batch.add(sequence(0, None))
-    batch.add(sequence(1, Spec(regex="a+")))
-    assert batch.same_at_all_positions(batch.rows([0, 1])).tolist() == [True, False]
+def test_which_rows_may_be_drawn_ahead() -> None:
+    batch = new_batch(5)
+    for seq_id, params in enumerate(({}, {"repetition_penalty": 1.5}, {"thinking_token_budget": 5})):
+        batch.add(sequence(seq_id, Spec(regex="a+"), thinking=THINKING if seq_id == 2 else None, **params))
+    batch.add(sequence(3, None, repetition_penalty=1.5))
+    batch.add(sequence(4, Spec(regex="b+")))
+    batch.structured.states[4].answer.pace.slow = True  # type: ignore[union-attr]
+    for answer in (state(batch, 0), state(batch, 1)):
+        answer.settle()
+    assert batch.may_be_drawn_ahead(batch.rows(range(5))).tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec(json={"type": "array", "items": {"enum": ["x", "yy", 3]}, "minItems": 1}), Spec(choice=WORDS)]
+)
+def test_masks_behind_drafts_are_those_of_single_steps(spec: Spec) -> None:
+    """Also where the last draft ends the form, and drawing fewer than were drafted leaves nothing behind."""
+    words = '["x",3,"yy"]' if spec.json else "yesterday"
+    tokens = TOKENIZER.encode(words).ids
+    single, ahead = new_batch(1), new_batch(1)
+    for batch in (single, ahead):
+        batch.add(sequence(0, spec))
+        state(batch, 0).settle()
+    at = 0
+    for count in (0, 1, 3, 2, len(tokens)):
+        drafts = tokens[at : at + count]
+        ahead.token_ids[0, 2 + at : 2 + at + len(drafts)] = drafts
+        assert ahead.structured.num_fitting(0, [*drafts, 5000]) == len(drafts)
+        rows = np.zeros(len(drafts) + 1, np.int64)
+        step = process_logits(torch.zeros(len(rows), VOCAB), rows, ahead, np.zeros(len(rows), np.bool_))
+        behind = [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in step.processed.logits.numpy()]
+        accepted = drafts[: max(1, count - 1)]
+        for token in accepted:
+            assert allowed(single, 0) == [behind.pop(0)]
+            push(single, 0, token)
+            push(ahead, 0, token)
+        at += len(accepted)
+        assert allowed(single, 0) == [behind[0]]
+
+
+def test_what_alone_may_come_is_told() -> None:
+    batch = new_batch(1)
+    batch.add(
+        sequence(0, Spec(json={"type": "object", "properties": {"name": {"const": "Ada"}}, "required": ["name"]}))
+    )
+    assert TOKENIZER.decode(batch.structured.forced(0)) == '{"name":"Ada'
+    one = new_batch(1)
+    one.add(sequence(0, Spec(regex="[ab]+")))
+    assert one.structured.forced(0) == []
 
 
 def walk(batch: InputBatch, wish: list[int]) -> list[int]:

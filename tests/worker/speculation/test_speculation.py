@@ -41,21 +41,27 @@ class KnownGuesses:
 
     def __init__(self, texts: list[list[int]], spoilt: float, seed: int) -> None:
         self.tokens = np.zeros((64, MOST), np.int32)
+        self.counts = np.full(64, MOST)
         self._texts = texts
         self._spoilt = spoilt
         self._rng = np.random.default_rng(seed)
 
-    def forget(self, row: int) -> None:
+    def forget(self, row: int, owner: int) -> None:
         """Rows are recognized by their tokens."""
 
-    def renew(self, token_ids: IntArray, rows: Ints, num_tokens: Ints) -> Floats:
+    def keep(self, row: int, tokens: IntArray, num_prompt_tokens: int) -> None:
+        """Nothing more is learned."""
+
+    def chances(self, rows: Ints) -> Floats:
+        return np.full(len(rows), 0.9)
+
+    def renew(self, token_ids: IntArray, rows: Ints, num_tokens: Ints) -> None:
         for row, known in zip(rows.tolist(), num_tokens.tolist(), strict=True):
             begun = token_ids[row, :known].tolist()
             coming = next((text[known:] for text in self._texts if text[:known] == begun), [])
             guesses = (coming + [7] * MOST)[:MOST]
             wrong = self._rng.random(MOST) < self._spoilt
             self.tokens[row] = np.where(wrong, 9, guesses)
-        return np.full(len(rows), 0.9)
 
 
 def serve(

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from raylm.config import SchedulerConfig
 from raylm.messages import NewSequence
+from raylm.models import Ranks
 from raylm.params import SamplingParams
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import Speculator
@@ -15,6 +17,7 @@ from raylm.worker.input_batch import InputBatch
 from raylm.worker.speculation.speculator import NGramSpeculator
 from raylm.worker.startup import create_speculator
 from raylm.worker.step_batch import StepBatch
+from tests.ranks import on_all_ranks
 
 LENGTH, BLOCK = 1024, 16
 Cost = Callable[[int], float]
@@ -49,7 +52,7 @@ class World:
         for seq_id, text in enumerate(texts):
             table = list(range(blocks))
             new = NewSequence(seq_id, text[:prompt], prompt, table, SamplingParams(), seed=0, limit=len(text))
-            self.speculator.add(self.batch.add(new))
+            self.speculator.add(self.batch.add(new), new)
         self.speculator.observe(self.plan([prompt] * len(texts)), cost(prompt * len(texts)))
 
     def plan(self, counts: list[int]) -> StepBatch:
@@ -197,8 +200,8 @@ def test_rows_of_one_token_come_first() -> None:
 
 
 def test_who_speculates_is_a_matter_of_configuration() -> None:
-    assert type(create_speculator(limits(1), LENGTH, 0)) is Speculator
-    assert isinstance(create_speculator(limits(1), LENGTH, 3), NGramSpeculator)
+    assert type(create_speculator(SchedulerConfig(), limits(1), LENGTH)) is Speculator
+    assert isinstance(create_speculator(SchedulerConfig(speculative_tokens=3), limits(1), LENGTH), NGramSpeculator)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -214,3 +217,45 @@ def test_disturbed_steps_do_not_end_it(seed: int) -> None:
     while world.step():
         steps += 1
     assert steps < 300
+
+
+def test_ranks_draft_the_same_though_their_steps_take_different_times() -> None:
+    rng = np.random.default_rng(0)
+    texts = [copied(rng, 200, 200) for _ in range(3)]
+
+    def run(ranks: Ranks) -> tuple[list[list[int]], float]:
+        slower = memory_bound if ranks.rank == 0 else compute_bound
+        world = World(texts, 200, NGramSpeculator(limits(3), LENGTH, 7, ranks=ranks), slower)
+        counts = []
+        while (world.batch.num_tokens < world.batch.limits).any():
+            behind = world.batch.num_tokens.sum()
+            world.step()
+            counts.append([int(world.batch.num_tokens.sum() - behind)])
+        return counts, world.accepted
+
+    (first, accepted), (second, _) = on_all_ranks(2, run)
+    assert first == second
+    assert accepted > 200
+
+
+def test_an_answer_of_before_is_drafted_for_its_owner_alone() -> None:
+    rng = np.random.default_rng(2)
+    text = rng.integers(0, 50_000, 300).tolist()
+
+    def steps(owner: str, *, shared: bool) -> int:
+        world = World([text], 40, NGramSpeculator(limits(1), LENGTH, 15, shared), memory_bound)
+        while world.step():
+            pass
+        world.speculator.remove(0, world.batch)
+        world.batch.remove(0)
+        new = NewSequence(0, text[:40], 40, list(range(64)), SamplingParams(), seed=0, limit=len(text), owner=owner)
+        world.speculator.add(world.batch.add(new), new)
+        found = 0
+        while world.batch.num_tokens[0] < len(text):
+            found += world.step()
+        return found
+
+    assert steps("", shared=False) < 60
+    assert steps("other\0", shared=False) == 260
+    assert steps("other\0", shared=True) < 60
+    assert steps("other\0salt", shared=True) == 260

@@ -1,0 +1,137 @@
+"""What speculation is worth for a coding agent's conversations, and what it costs where nothing repeats; offline.
+
+    python -m benchmarks.engine.replay [--inner 24576] [--guesses 16] [--conversations 8] [--streams 1 8 64]
+        [--repeats 3] [--threads N] [--loads agents random]
+
+The model is the embedded one with its MLPs widened to --inner by channels without effect. It computes every step in
+full, and then the recorded answer's token is drawn in place of its own: answers do not depend on the model, and drafts
+are right exactly where they are the recorded text. Agents: the turns of benchmarks/engine/agents.py, --streams
+conversations side by side. Random: answers of tokens drawn evenly. Both settings answer in turns; printed are tokens
+per second of both, and the median ratio with the lowest and highest of a round.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.engine.agents import conversations
+from benchmarks.engine.speculation import EMBEDDED, UNITS, widened
+from benchmarks.rows import Report, parser
+from raylm import LLM, SamplingParams
+from raylm.worker.arrays import IntArray
+from raylm.worker.input_batch import InputBatch
+from raylm.worker.sampling.sampler import Sampler, SamplerOutput
+
+Turn = tuple[list[int], list[int]]  # tokens of the prompt and of the answer
+
+
+class Replay(Sampler):
+    """Draws what was recorded, for rows that are known by their prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[bytes, IntArray] = {}
+
+    def record(self, turns: list[Turn]) -> None:
+        for prompt, answer in turns:
+            self.answers[np.array(prompt, np.int32).tobytes()] = np.array(answer)
+
+    def sample(
+        self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None
+    ) -> SamplerOutput:
+        drawn = super().sample(logits, rows, batch, offsets)
+        for at, row in enumerate(rows.tolist()):
+            length = int(batch.num_prompt_tokens[row])
+            answer = self.answers[batch.token_ids[row, :length].tobytes()]
+            place = int(batch.num_tokens[row]) - length + (0 if offsets is None else int(offsets[at]))
+            drawn.token_ids[at] = answer[min(place, len(answer) - 1)]
+        return drawn
+
+
+def serve(llm: LLM, replay: Replay, rounds: list[list[Turn]]) -> float:
+    """Tokens a second: the turns of a round side by side, one round after the other."""
+    tokens, started = 0, time.perf_counter()
+    for turns in rounds:
+        replay.record(turns)
+        params = [SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True) for _, answer in turns]
+        found = llm.generate([prompt for prompt, _ in turns], params, progress=False)
+        assert [result.token_ids for result in found] == [answer for _, answer in turns]
+        tokens += sum(len(answer) for _, answer in turns)
+    return tokens / (time.perf_counter() - started)
+
+
+def agents(streams: int, count: int, seed: int, tokenizer: Tokenizer) -> list[list[Turn]]:
+    """Turn by turn, ``streams`` conversations side by side, until ``count`` have been had."""
+    talks = list(conversations(max(count, streams), seed=seed))
+    groups = [talks[at : at + streams] for at in range(0, len(talks), streams)]
+    return [
+        [(tokenizer.encode(prompt).ids, tokenizer.encode(answer).ids) for prompt, answer in turn]
+        for group in groups
+        for turn in zip(*group, strict=True)
+    ]
+
+
+def noise(streams: int, count: int, seed: int, tokenizer: Tokenizer) -> list[list[Turn]]:
+    """Prompts of 200 tokens and answers of 100, all drawn evenly."""
+    rng, size = random.Random(seed), tokenizer.get_vocab_size()
+    turns = [([rng.randrange(8, size) for _ in range(200)], [rng.randrange(8, size) for _ in range(100)])
+             for _ in range(max(count, streams))]  # fmt: skip
+    return [turns[at : at + streams] for at in range(0, len(turns), streams)]
+
+
+LOADS = {"agents": agents, "random": noise}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--inner", type=int, default=24576)
+    options.add_argument("--guesses", type=int, default=16)
+    options.add_argument("--conversations", type=int, default=8)
+    options.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--threads", type=int)
+    options.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    args = options.parse_args()
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    settings: dict[str, Any] = {"engine": {"threads": args.threads}, "max_model_len": 8192}
+    with widened(args.inner) as model:
+        plain, guessing = (
+            LLM(str(model), **settings),
+            LLM(str(model), **settings, scheduler={"speculative_tokens": args.guesses}),
+        )
+        report = Report("replay", UNITS, args.out)
+        with plain, guessing:
+            samplers = [_replaying(llm) for llm in (plain, guessing)]
+            for name in args.loads:
+                for streams in args.streams:
+                    rates = []
+                    for at in range(args.repeats + 1):
+                        rounds = LOADS[name](streams, args.conversations, at, tokenizer)
+                        rates.append(
+                            [serve(llm, s, rounds) for llm, s in zip((plain, guessing), samplers, strict=True)]
+                        )
+                    _report(report, f"{name}, {streams} streams", rates[1:])
+
+
+def _replaying(llm: LLM) -> Replay:
+    runner = llm._engine._core._executor._worker._runner  # type: ignore[attr-defined]
+    runner.sampler = replay = Replay()
+    return replay
+
+
+def _report(report: Report, case: str, rates: list[list[float]]) -> None:
+    ratios = [fast / slow for slow, fast in rates]
+    slow, fast = (statistics.median(column) for column in zip(*rates, strict=True))
+    figures = {"without": slow, "with": fast, "ratio": statistics.median(ratios)}
+    report.add(case, figures | {"lowest": min(ratios), "highest": max(ratios)})
+
+
+if __name__ == "__main__":
+    main()
