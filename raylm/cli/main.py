@@ -1,4 +1,4 @@
-"""The `raylm` command: serve a configuration file, simulate a fleet, print every knob, print the version."""
+"""The `raylm` command: serve a model, chat with one, load one, look at the machine, simulate a fleet, print knobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from typing import Annotated
 import typer
 
 from raylm import __version__
+from raylm.cli.bench import bench
+from raylm.cli.chat import chat
 from raylm.cli.simulate import simulate
 from raylm.config import knobs
 from raylm.errors import ConfigError
 from raylm.stages import report
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_PERIOD_S = 1.0
@@ -78,6 +80,8 @@ def serve(
     raise typer.Exit(status)
 
 
+app.command()(chat)
+app.command()(bench)
 app.command(no_args_is_help=True)(simulate)
 
 
