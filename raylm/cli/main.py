@@ -17,6 +17,7 @@ import typer
 from raylm import __version__
 from raylm.cli.bench import bench
 from raylm.cli.chat import chat
+from raylm.cli.doctor import doctor
 from raylm.cli.simulate import simulate
 from raylm.config import knobs
 from raylm.errors import ConfigError
@@ -33,7 +34,10 @@ def _hyphens(option: str) -> str:
     return option.replace("_", "-")
 
 
-@app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True, "token_normalize_func": _hyphens})
+_KNOBS = {"ignore_unknown_options": True, "token_normalize_func": _hyphens}
+
+
+@app.command(no_args_is_help=True, context_settings=_KNOBS)
 def serve(
     words: Annotated[
         list[str],
@@ -82,6 +86,7 @@ def serve(
 
 app.command()(chat)
 app.command()(bench)
+app.command(context_settings=_KNOBS)(doctor)
 app.command(no_args_is_help=True)(simulate)
 
 
