@@ -89,11 +89,11 @@ def resolve(model: str, revision: str | None = None) -> Checkpoint:
 
 def find_local(model: str, revision: str | None = None) -> Checkpoint | None:
     """As ``resolve``, without a download: None for a hub id that needs one."""
+    if model == "embedded" or Path(model).expanduser().is_dir() or model.startswith(("/", ".", "~")):
+        return resolve(model, revision)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    if model == "embedded" or Path(model).expanduser().is_dir() or model.startswith(("/", ".", "~")):
-        return resolve(model, revision)
     try:
         return Checkpoint(Path(snapshot_download(model, revision=revision, local_files_only=True)))
     except HFValidationError as error:

@@ -54,6 +54,7 @@ def bench(
     body: Annotated[str, typer.Option(metavar="JSON", help="Fields that each request has beside.")] = "{}",
     warm_up: Annotated[int, typer.Option(help="Requests before the first load.")] = 4,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an answer may take.")] = 600.0,
+    keep_alive: Annotated[bool, typer.Option(help="Use connections again; llama-server needs --no-keep-alive.")] = True,
     seed: Annotated[int, typer.Option(help="Of words, lengths and arrivals.")] = 0,
     ttft_target_ms: Annotated[float, typer.Option(help="For goodput: longest time to the first token.")] = 1000.0,
     itl_target_ms: Annotated[float, typer.Option(help="For goodput: longest mean time between tokens.")] = 100.0,
@@ -94,7 +95,7 @@ def bench(
             raise ConfigError("--tools: functions go with --endpoint chat.")
 
         async def run() -> load_bench.Scale:
-            async with Connection(url, api_key, timeout) as connection:
+            async with Connection(url, api_key, timeout, keep_alive=keep_alive) as connection:
                 named = model or await connection.first_model()
                 settings = b.BenchSettings.model_validate(given | {"model": named})
                 return await b.run_all(connection, settings, prompts, lines, _progress, report)

@@ -21,7 +21,7 @@ from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.models import check_checkpoint
 from raylm.native import INSTRUCTION_SETS, NativeError, find_compiler, instruction_set, is_built, missing_features
-from raylm.worker import available_cores, available_memory, forecast_pool, torch_build
+from raylm.worker import available_cores, available_memory
 
 GIB = 2**30
 State = Literal["ok", "note", "problem"]
@@ -125,6 +125,8 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 def check_gpus(subject: Subject) -> Iterator[Finding]:
     """GPUs are those that the driver lists; Ray gives a worker one unless ``device`` says otherwise."""
+    from raylm.worker import torch_build  # imports torch, after what takes no time was told
+
     version, cuda = torch_build()
     built = f"torch {version} is built for {f'CUDA {cuda}' if cuda else 'CPUs'}"
     if not subject.gpus:
@@ -220,6 +222,8 @@ def _pool(subject: Subject, config: Config, checkpoint: Checkpoint) -> Iterator[
     if not on_gpu and not subject.compile and not _kernels_are_ready():
         yield Finding("KV pool", "note", "known when the kernels are compiled", "raylm doctor --compile")
         return
+    from raylm.worker import forecast_pool
+
     found = forecast_pool(config, checkpoint, "cuda" if on_gpu else config.device)
     quantized = f", {found.quantization}" if found.quantization else ""
     yield Finding(
@@ -244,6 +248,6 @@ def _kernels_are_ready() -> bool:
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    check_packages, check_cpu, check_kernels, check_cores, check_memory, check_gpus, check_ray, check_haproxy,
-    check_ports, check_keys, check_model,
+    check_packages, check_cpu, check_kernels, check_cores, check_memory, check_ray, check_haproxy, check_ports,
+    check_keys, check_gpus, check_model,
 )  # fmt: skip

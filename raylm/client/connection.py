@@ -38,15 +38,18 @@ def is_address(word: str) -> bool:
 class Connection:
     """An async context; ``url`` may leave out http:// and may end in /v1. Without a ``key`` none is sent.
 
-    ``timeout_s`` is for a whole answer. One client has as many requests open as it likes.
+    ``timeout_s`` is for a whole answer. As many requests as one likes may be open. Without ``keep_alive`` each has a TCP
+    connection of its own: llama-server ends the one of a stream, at times after it was used again.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, key: str | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, url: str = DEFAULT_URL, key: str | None = None, timeout_s: float | None = None, *, keep_alive: bool = True
+    ) -> None:
         whole = url if "://" in url else f"http://{url}"
         self.url = whole.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=not keep_alive),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=30),
             headers=headers,
             read_bufsize=_BUFFER,
