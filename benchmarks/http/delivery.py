@@ -74,10 +74,8 @@ class NotingClient(Client):
         self.came: list[float] = []
 
     async def ask(self) -> Answer:
-        came: list[float] = []
         try:
-            async for _ in self.connection.stream("/v1/completions", self.body()):
-                came.append(time.time())
+            came = [time.time() async for _ in self.connection.stream("/v1/completions", self.body())]
         except ServerError as error:
             return Answer(error=error.message)
         self.came += came[1:-1]  # the first waits for its prompt, the last has no token

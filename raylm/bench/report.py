@@ -23,7 +23,7 @@ _SPREADS: dict[str, tuple[str, Callable[[Answer], float]]] = {
     "e2e_ms": ("whole answer, ms", lambda answer: 1000 * answer.total),
 }
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_LATE_S = 0.01
+_LATE_S = 0.1
 
 
 @dataclass(frozen=True)

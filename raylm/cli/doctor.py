@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from raylm.cli.examination import Finding
+
+_INDENT = " " * 23
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
@@ -37,13 +44,24 @@ def doctor(
     for finding in examine(given, Place(host, port), compile_kernels=compile_kernels):
         findings.append(finding)
         if not as_json:
-            screen.print(f"{finding.state:8}", style=_STYLES[finding.state], end="")
-            screen.print(f"{finding.name:14} {finding.text}", markup=False, soft_wrap=True)
-            if finding.cure:
-                screen.print(f"{'':8}{'':14} cure: {finding.cure}", style="cyan", markup=False, soft_wrap=True)
+            _show(screen, finding)
     problems = sum(finding.state == "problem" for finding in findings)
     if as_json:
         print(json.dumps({"ok": not problems, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
         screen.print(f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing would keep it from serving")
     raise typer.Exit(int(bool(problems)))
+
+
+def _show(screen: Console, finding: Finding) -> None:
+    """A line on its own, wrapped only on a terminal; and its cure below it."""
+    from rich.text import Text
+
+    width = screen.width if screen.is_terminal else 1 << 16
+    line = textwrap.fill(f"{finding.state:8}{finding.name:14} {finding.text}", width, subsequent_indent=_INDENT)
+    shown = Text(line)
+    shown.stylize(_STYLES[finding.state], 0, len(finding.state))
+    screen.print(shown, soft_wrap=True)
+    if finding.cure:
+        cure = textwrap.fill(f"cure: {finding.cure}", width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        screen.print(Text(cure, "cyan"), soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +99,11 @@ def check_cpu(subject: Subject) -> Iterator[Finding]:
     chosen = instruction_set()
     better = list(INSTRUCTION_SETS)[: list(INSTRUCTION_SETS).index(chosen)]
     lacking = "".join(f"; for {name} it lacks {', '.join(missing_features(name))}" for name in better[-1:])
-    yield Finding("CPU", "ok" if chosen != "plain" else "note", f"kernels for {chosen}{lacking}")
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
+    shown = f"{name[1].strip() if name else platform.machine()}: kernels for {chosen}{lacking}"
+    cure = "they are slow; on a virtual machine, pass the host's CPU through" if chosen == "plain" else ""
+    yield Finding("CPU", "note" if cure else "ok", shown, cure)
 
 
 def check_kernels(subject: Subject) -> Iterator[Finding]:
@@ -184,7 +189,7 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
         yield Finding("ports", "problem", f"something listens on port {file.port} already", "another --port, or end it")
         return
     taken = [str(port) for port in internal_ports() if not port_is_free("", port)]
-    others = f"; {', '.join(taken)} are taken, others will be used inside" if taken else ""
+    others = f"; inside, others in place of {', '.join(taken)}, which somebody has" if taken else ""
     yield Finding("ports", "ok", f"{file.port} is free{others}")
 
 
@@ -226,10 +231,11 @@ def _pool(subject: Subject, config: Config, checkpoint: Checkpoint) -> Iterator[
 
     found = forecast_pool(config, checkpoint, "cuda" if on_gpu else config.device)
     quantized = f", {found.quantization}" if found.quantization else ""
+    before = " before they are rounded" if config.quantization else ""
     yield Finding(
         "worker", "note" if found.slower else "ok",
-        f"{found.device}, {found.dtype}{quantized}, attention by {found.attention_backend}, {found.threads} threads, "
-        f"{found.weights_bytes / GIB:.2f} GiB of weights" + "".join(f"; {text}" for text in found.slower),
+        f"{found.device}, {found.dtype}{quantized}, attention by {found.attention_backend}, threads: {found.threads}, "
+        f"{found.weights_bytes / GIB:.2f} GiB of weights{before}" + "".join(f"; {text}" for text in found.slower),
     )  # fmt: skip
     pool, tokens = found.pool, found.pool.num_blocks * found.block_size
     yield Finding(

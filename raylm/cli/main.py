@@ -18,6 +18,7 @@ from raylm import __version__
 from raylm.cli.bench import bench
 from raylm.cli.chat import chat
 from raylm.cli.doctor import doctor
+from raylm.cli.knob_command import KNOBS, KnobCommand
 from raylm.cli.simulate import simulate
 from raylm.config import knobs
 from raylm.errors import ConfigError
@@ -30,14 +31,7 @@ _WATCH_PERIOD_S = 1.0
 _VITAL = {"gcs_server", "raylet"}
 
 
-def _hyphens(option: str) -> str:
-    return option.replace("_", "-")
-
-
-_KNOBS = {"ignore_unknown_options": True, "token_normalize_func": _hyphens}
-
-
-@app.command(no_args_is_help=True, context_settings=_KNOBS)
+@app.command(cls=KnobCommand, no_args_is_help=True, context_settings=KNOBS)
 def serve(
     words: Annotated[
         list[str],
@@ -86,7 +80,7 @@ def serve(
 
 app.command()(chat)
 app.command()(bench)
-app.command(context_settings=_KNOBS)(doctor)
+app.command(cls=KnobCommand, context_settings=KNOBS)(doctor)
 app.command(no_args_is_help=True)(simulate)
 
 

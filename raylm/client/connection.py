@@ -38,8 +38,8 @@ def is_address(word: str) -> bool:
 class Connection:
     """An async context; ``url`` may leave out http:// and may end in /v1. Without a ``key`` none is sent.
 
-    ``timeout_s`` is for a whole answer. As many requests as one likes may be open. Without ``keep_alive`` each has a TCP
-    connection of its own: llama-server ends the one of a stream, at times after it was used again.
+    ``timeout_s`` is for a whole answer. As many requests as one likes may be open. Without ``keep_alive`` each has a
+    TCP connection of its own: llama-server ends the one of a stream, at times after it was used again.
     """
 
     def __init__(
