@@ -6,7 +6,6 @@ from raylm.bench.loops import closed_loop as closed_loop
 from raylm.bench.loops import open_loop as open_loop
 from raylm.bench.prompts import WORDS as WORDS
 from raylm.bench.prompts import PromptSettings as PromptSettings
-from raylm.bench.prompts import Scale as Scale
 from raylm.bench.record import write_trace as write_trace
 from raylm.bench.report import Load as Load
 from raylm.bench.report import draw as draw

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from raylm.bench.prompts import Scale, block_hashes
+from raylm.bench.prompts import block_hashes
 from raylm.bench.report import Load
 from raylm.errors import ConfigError
 
 
-def write_trace(path: Path, loads: Iterable[Load], scale: Scale) -> int:
+def write_trace(path: Path, loads: Iterable[Load]) -> int:
     """All requests of all loads in the order in which they were sent, as lines of raylm/simulate/trace.py.
 
     A failed one is there too, with the tokens that were asked and its kind as ``finish``. Returns how many there are.
@@ -19,9 +19,10 @@ def write_trace(path: Path, loads: Iterable[Load], scale: Scale) -> int:
     Raises:
         ConfigError: the file cannot be written.
     """
-    asked = sorted((both for load in loads for both in load.asked), key=lambda both: both[1].sent)
+    asked = [(question, answer, load.scale) for load in loads for question, answer in load.asked]
+    asked.sort(key=lambda one: one[1].sent)
     lines = []
-    for question, answer in asked:
+    for question, answer, scale in asked:
         estimate = round(len(question.prompt) * scale.per_word + scale.overhead)
         line = {
             "arrival": round(answer.sent - asked[0][1].sent, 6),

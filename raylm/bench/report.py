@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from raylm.bench.prompts import Question
+from raylm.bench.prompts import Question, Scale
 from raylm.client import Answer
 from raylm.errors import ConfigError
 from raylm.simulate import Targets
@@ -34,6 +34,7 @@ class Load:
     seconds: float
     asked: list[tuple[Question, Answer]]
     late_s: float = 0.0
+    scale: Scale = field(default_factory=Scale)
 
     @property
     def good(self) -> list[Answer]:

@@ -104,7 +104,7 @@ class Bench:
                 await closed_loop(self._asks(questions, asked), concurrency, ended)
             else:
                 _, late = await open_loop(self._asks(questions, asked), [one.at for one in questions], ended)
-        return Load(name, time.perf_counter() - begun, asked, max(late))
+        return Load(name, time.perf_counter() - begun, asked, max(late), self.scale)
 
 
 async def run_all(
@@ -114,7 +114,7 @@ async def run_all(
     trace: Sequence[TraceLine],
     progress: Progress,
     report: Callable[[Load], object],
-) -> Scale:
+) -> None:
     """Warm up, then each load; ``report`` is called with each as it ends.
 
     Raises:
@@ -128,7 +128,7 @@ async def run_all(
     if trace:
         questions = traced(trace, bench.scale, settings.speed)[: settings.requests]
         report(await bench.load("trace", questions, None, progress))
-        return bench.scale
+        return
     for number, rate in enumerate(settings.rates):
         count = settings.questions_of(max(8, int(_OPEN_S * rate)))
         times = poisson(rate, count, prompts.seed + number)
@@ -139,4 +139,3 @@ async def run_all(
         count = settings.questions_of(max(4, 3 * clients))
         fresh = islice(drawn(prompts, bench.scale, number), count)
         report(await bench.load(f"concurrency {clients}", list(fresh), clients, progress))
-    return bench.scale

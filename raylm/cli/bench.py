@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +21,7 @@ from raylm.errors import ConfigError
 
 if TYPE_CHECKING:
     from raylm import bench as load_bench
+    from raylm.simulate import TraceLine
 
 
 def bench(
@@ -68,59 +72,109 @@ def bench(
 
     For example: raylm bench --rate 2,4,8 --prefix-tokens 512 --prefixes 4 --record asked.jsonl
     """
-    from raylm import bench as b
-    from raylm.client import Connection, ServerError
-    from raylm.simulate import read_lines
+    from raylm.bench import Targets
+    from raylm.client import ServerError
 
-    loads: list[load_bench.Load] = []
-    targets = b.Targets(ttft_target_ms, itl_target_ms)
+    plan = _Plan(url, model, api_key, timeout, keep_alive, Targets(ttft_target_ms, itl_target_ms), out, plot, record)
+    given = {
+        "endpoint": endpoint, "concurrency": concurrency, "rates": rate, "requests": requests, "speed": speed,
+        "ignore_eos": ignore_eos, "warm_up": warm_up, "body": body,
+    }  # fmt: skip
     try:
-        lines = read_lines(trace) if trace else []
-        given = {
-            "concurrency": _numbers("concurrency", concurrency, int) or (1, 8, 32),
-            "rates": _numbers("rate", rate, float),
-            "endpoint": endpoint or ("completions" if any(line.prompt is not None for line in lines) else "chat"),
-            "requests": requests, "speed": speed, "ignore_eos": ignore_eos, "warm_up": warm_up, "body": _object(body),
-        }  # fmt: skip
-        if sum(map(bool, (trace, rate, concurrency))) > 1:
-            raise ConfigError("--trace, --rate, --concurrency: one of them; each is another kind of load.")
-        prompts = checked_options(lambda: b.PromptSettings.model_validate({
+        prompts = {
             "prompt_tokens": token_range("prompt-tokens", prompt_tokens),
             "output_tokens": token_range("output-tokens", output_tokens),
             "prefix_tokens": prefix_tokens, "prefixes": prefixes,
             "tools": tools, "tool_choice": tool_choice, "seed": seed,
-        }))  # fmt: skip
-        checked_options(lambda: b.BenchSettings.model_validate(given | {"model": ""}))
-        if tools and given["endpoint"] != "chat":
-            raise ConfigError("--tools: functions go with --endpoint chat.")
+        }  # fmt: skip
+        status = plan.run(given, prompts, trace or [])
+    except ConfigError as error:
+        print(f"raylm: {error.message}", file=sys.stderr)
+        status = 2
+    except ServerError as error:
+        print(f"raylm: {no_server(error)}", file=sys.stderr)
+        status = 1
+    raise typer.Exit(status)
 
-        async def run() -> load_bench.Scale:
-            async with Connection(url, api_key, timeout, keep_alive=keep_alive) as connection:
-                named = model or await connection.first_model()
-                settings = b.BenchSettings.model_validate(given | {"model": named})
-                return await b.run_all(connection, settings, prompts, lines, _progress, report)
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which server is asked, and where the figures go."""
+
+    url: str
+    model: str | None
+    key: str | None
+    timeout_s: float
+    keep_alive: bool
+    targets: load_bench.Targets
+    out: Path | None
+    plot: Path | None
+    record: Path | None
+
+    def run(self, given: dict[str, Any], prompts: dict[str, Any], trace: list[Path]) -> int:
+        """Check all, load the server, write the files; returns the exit status. Ctrl-C keeps the loads that ended."""
+        from raylm import bench as b
+        from raylm.client import Connection
+        from raylm.simulate import read_lines
+
+        self._check_files()
+        lines = read_lines(trace) if trace else []
+        given = _settings(given, lines)
+        drawn = checked_options(lambda: b.PromptSettings.model_validate(prompts))
+        settings = checked_options(lambda: b.BenchSettings.model_validate(given | {"model": self.model or ""}))
+        if drawn.tools and settings.endpoint != "chat":
+            raise ConfigError("--tools: functions go with --endpoint chat.")
+        loads: list[load_bench.Load] = []
+
+        async def ask() -> None:
+            async with Connection(self.url, self.key, self.timeout_s, keep_alive=self.keep_alive) as connection:
+                model = self.model or await connection.first_model()
+                asked = settings.model_copy(update={"model": model})
+                await b.run_all(connection, asked, drawn, lines, _progress, report)
 
         def report(load: load_bench.Load) -> None:
             loads.append(load)
-            _print(load, targets)
+            _print(load, self.targets)
 
-        scale = asyncio.run(run())
-        if out is not None:
-            found = {"url": url, "loads": [load.figures(targets) for load in loads]}
-            write_text("--json", out, json.dumps(found, indent=1) + "\n")
-        if plot is not None:
-            b.draw(loads, plot)
-        if record is not None:
-            print(f"{b.write_trace(record, loads, scale):,} requests written to {record}")
-    except ConfigError as error:
-        print(f"raylm: {error.message}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except ServerError as error:
-        print(f"raylm: {no_server(error)}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    raise typer.Exit(int(any(load.errors for load in loads)))
+        interrupted = False
+        try:
+            asyncio.run(ask())
+        except KeyboardInterrupt:
+            interrupted = True
+        self._write(loads)
+        return 130 if interrupted else int(any(load.errors for load in loads))
+
+    def _check_files(self) -> None:
+        """Before a load that takes long: what could not be written behind it."""
+        for option, path in (("--json", self.out), ("--plot", self.plot), ("--record", self.record)):
+            if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+                raise ConfigError(f"{option} {path}: it cannot be written.")
+        if self.plot is not None and find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+
+    def _write(self, loads: list[load_bench.Load]) -> None:
+        from raylm import bench as b
+
+        if self.out is not None:
+            found = {"url": self.url, "loads": [load.figures(self.targets) for load in loads]}
+            write_text("--json", self.out, json.dumps(found, indent=1) + "\n")
+        if self.plot is not None:
+            b.draw(loads, self.plot)
+        if self.record is not None:
+            print(f"{b.write_trace(self.record, loads):,} requests are in {self.record}")
+
+
+def _settings(given: dict[str, Any], lines: Sequence[TraceLine]) -> dict[str, Any]:
+    """What the options come to, beside the model."""
+    if sum(map(bool, (lines, given["rates"], given["concurrency"]))) > 1:
+        raise ConfigError("--trace, --rate, --concurrency: one of them; each is another kind of load.")
+    with_ids = any(line.prompt is not None for line in lines)
+    return given | {
+        "concurrency": _numbers("concurrency", given["concurrency"], int) or (1, 8, 32),
+        "rates": _numbers("rate", given["rates"], float),
+        "endpoint": given["endpoint"] or ("completions" if with_ids else "chat"),
+        "body": _object(given["body"]),
+    }
 
 
 def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:

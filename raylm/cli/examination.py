@@ -140,11 +140,19 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
     driver = (subject.nvidia / "version").read_text() if (subject.nvidia / "version").exists() else ""
     number = re.search(r"(\d+\.\d+[.\d]*)", driver)
     text = f"{', '.join(subject.gpus)}, driver {number[1] if number else 'unknown'}; {built}"
-    if cuda is None and any(config.device != "cpu" for config in subject.file.configs()):
+    if all(config.device == "cpu" for config in subject.file.configs()):
+        yield Finding("GPU", "ok", f"{text}; not used, as device is cpu")
+        return
+    if cuda is None:
         yield Finding("GPU", "problem", text, "install torch with CUDA, or serve with --device cpu")
         return
+    most = max(config.engine.tensor_parallel_size for config in subject.file.configs() if config.device != "cpu")
+    if most > len(subject.gpus):
+        cure = f"--engine.tensor-parallel-size {len(subject.gpus)}, or --device cpu"
+        yield Finding("GPU", "problem", f"{text}; engine.tensor_parallel_size {most} needs as many", cure)
+        return
     lacking = [name for name in ("xformers", "triton") if find_spec(name) is None]
-    if lacking and cuda is not None:
+    if lacking:
         yield Finding("GPU", "note", f"{text}; without {' and '.join(lacking)}", "pip install 'raylm[gpu]'")
         return
     yield Finding("GPU", "ok", text)
@@ -201,6 +209,17 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
             yield Finding("keys", "ok", f"{len(list(read_keys(config.ingress) or ()))} API keys")
 
 
+def check_certificates(subject: Subject) -> Iterator[Finding]:
+    """The files that http_options name for TLS."""
+    options = subject.file.tree.get("http_options") or {}
+    names = [name for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs") if options.get(name)]
+    for name in names:
+        if not os.access(options[name], os.R_OK):
+            raise ConfigError(f"http_options.{name}: {options[name]} cannot be read; name a file that can.")
+    if names:
+        yield Finding("certificates", "ok", f"{', '.join(names)} can be read")
+
+
 def check_model(subject: Subject) -> Iterator[Finding]:
     for config in subject.file.configs():
         checkpoint = find_local(config.model, config.revision)
@@ -224,6 +243,10 @@ def _to_be_downloaded(config: Config) -> Finding:
 
 def _pool(subject: Subject, config: Config, checkpoint: Checkpoint) -> Iterator[Finding]:
     on_gpu = bool(subject.gpus) and config.device != "cpu"
+    if not on_gpu:
+        from raylm.engine import check_memory as fits
+
+        fits(config, 0, available_memory())
     if not on_gpu and not subject.compile and not _kernels_are_ready():
         yield Finding("KV pool", "note", "known when the kernels are compiled", "raylm doctor --compile")
         return
@@ -255,5 +278,5 @@ def _kernels_are_ready() -> bool:
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     check_packages, check_cpu, check_kernels, check_cores, check_memory, check_ray, check_haproxy, check_ports,
-    check_keys, check_gpus, check_model,
+    check_certificates, check_keys, check_gpus, check_model,
 )  # fmt: skip

@@ -167,6 +167,7 @@ def test_a_picture(tmp_path: Path) -> None:
         ("--tools 2 --endpoint completions", "--tools: functions go with"),
         ("--tool-choice maybe", "--tool_choice: "),
         ("--body [1]", "--body [1]: it is a JSON object"),
+        ("--json no/such/folder/out.json", "--json no/such/folder/out.json: it cannot be written"),
         ("--trace nowhere.jsonl", "nowhere.jsonl: it cannot be read"),
     ],
 )

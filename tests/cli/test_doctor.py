@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from raylm.checkpoint import resolve
@@ -19,7 +20,7 @@ from raylm.config import Config
 from raylm.native import kernels
 from raylm.worker import forecast_pool
 from tests.checkpoints import make_checkpoint
-from tests.serving import free_port
+from tests.serving import ROOT, free_port
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,17 @@ def test_a_long_tmpdir_and_a_haproxy_that_is_none(monkeypatch: pytest.MonkeyPatc
     assert "cannot be executed | unset it" in problem("haproxy")
 
 
+def test_a_certificate_that_is_not_there_and_a_model_larger_than_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = yaml.safe_load((ROOT / "configs" / "llama.yaml").read_text())
+    file["http_options"] |= {"ssl_certfile": "/no/such/cert.pem", "ssl_keyfile": "/no/such/key.pem"}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(file))
+    assert "ssl_certfile: /no/such/cert.pem cannot be read" in problem("certificates", str(tmp_path / "serve.yaml"))
+    monkeypatch.setattr("raylm.cli.examination.available_memory", lambda: 1000)
+    assert "of weights, and 0.00 GiB are free" in problem("model")
+
+
 def test_no_ray_at_its_address_and_no_file_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "api_keys_file" in problem("keys", "--api-keys-file", "/no/such/file")
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
@@ -148,6 +160,14 @@ def test_a_gpu_beside_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (found.state, found.cure) == ("problem", "install torch with CUDA, or serve with --device cpu")
     assert "NVIDIA H100 PCIe, driver 570.86.15" in found.text
     assert gpu(tmp_path, "--device", "cpu").state == "ok"
+
+
+def test_more_ranks_than_gpus_and_no_kernels_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    found = gpu(tmp_path, "--tensor-parallel-size", "2")
+    assert (found.state, found.cure) == ("problem", "--engine.tensor-parallel-size 1, or --device cpu")
+    monkeypatch.setattr("raylm.cli.examination.find_spec", lambda name: None)
+    assert (gpu(tmp_path).state, gpu(tmp_path).cure) == ("note", "pip install 'raylm[gpu]'")
 
 
 def test_a_requirement_that_is_missing_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
