@@ -127,10 +127,10 @@ class _Plan:
         loads: list[load_bench.Load] = []
 
         async def ask() -> None:
+            nonlocal settings
             async with Connection(self.url, self.key, self.timeout_s, keep_alive=self.keep_alive) as connection:
-                model = self.model or await connection.first_model()
-                asked = settings.model_copy(update={"model": model})
-                await b.run_all(connection, asked, drawn, lines, _progress, report)
+                settings = settings.model_copy(update={"model": self.model or await connection.first_model()})
+                await b.run_all(connection, settings, drawn, lines, _progress, report)
 
         def report(load: load_bench.Load) -> None:
             loads.append(load)
@@ -141,7 +141,7 @@ class _Plan:
             asyncio.run(ask())
         except KeyboardInterrupt:
             interrupted = True
-        self._write(loads)
+        self._write(loads, {"url": self.url, "settings": settings.model_dump(), "prompts": drawn.model_dump()})
         return 130 if interrupted else int(any(load.errors for load in loads))
 
     def _check_files(self) -> None:
@@ -152,11 +152,11 @@ class _Plan:
         if self.plot is not None and find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
-    def _write(self, loads: list[load_bench.Load]) -> None:
+    def _write(self, loads: list[load_bench.Load], asked: dict[str, Any]) -> None:
         from raylm import bench as b
 
         if self.out is not None:
-            found = {"url": self.url, "loads": [load.figures(self.targets) for load in loads]}
+            found = asked | {"loads": [load.figures(self.targets) for load in loads]}
             write_text("--json", self.out, json.dumps(found, indent=1) + "\n")
         if self.plot is not None:
             b.draw(loads, self.plot)

@@ -39,6 +39,7 @@ def test_a_closed_loop_keeps_so_many_open_and_tokens_are_the_servers(tmp_path: P
     with OpenAIServer(pause_s=0.001) as server:
         said = run(server.url, "--concurrency", "1,4", "--requests", "8", "--output-tokens", "5", "--json", str(out))
     one, four = figures(out)
+    assert json.loads(out.read_text())["settings"]["model"] == "fake"
     assert server.most_open == 4
     assert (one["load"], four["load"]) == ("concurrency 1", "concurrency 4")
     # 128 tokens are asked for; with what the server counts around them, that is as near as whole words come.
