@@ -148,6 +148,7 @@ def test_goodput_counts_what_keeps_both_targets() -> None:
     assert (found["goodput_per_s"], found["good_share"]) == (0.5, 0.25)
 
 
+@pytest.mark.long
 def test_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "ttft.svg"
     with OpenAIServer() as server:

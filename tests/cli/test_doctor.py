@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -12,14 +13,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from raylm.checkpoint import resolve
+from raylm.checkpoint import EMBEDDED, resolve
 from raylm.cli.examination import CHECKS, Finding, Subject, check_gpus, check_packages
 from raylm.cli.main import app
 from raylm.cli.options import Place, served
 from raylm.config import Config
 from raylm.native import kernels
 from raylm.worker import forecast_pool
-from tests.checkpoints import make_checkpoint
 from tests.serving import ROOT, free_port
 
 
@@ -61,7 +61,9 @@ def test_a_machine_that_serves_has_no_problem_and_all_is_told() -> None:
     "args",
     [
         {"dtype": "float32", "scheduler": {"max_num_seqs": 4}, "max_model_len": 100},
-        {"cache": {"memory_gib": 0.05, "block_size": 32}, "engine": {"threads": 2}},
+        pytest.param(
+            {"cache": {"memory_gib": 0.05, "block_size": 32}, "engine": {"threads": 2}}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_is_foretold_is_what_a_worker_does(args: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ def test_a_word_that_is_no_knob_and_a_pool_that_does_not_fit() -> None:
 
 
 def test_a_checkpoint_whose_weights_were_cut_off(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
+    shutil.copytree(EMBEDDED, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert "was it copied or downloaded to its end?" in problem("model", str(tmp_path / "model"))
