@@ -53,7 +53,8 @@ format: $(VENV)/.dev  ## write the format, fix what the linter can
 figures: $(VENV)/.dev  ## print the size figures over raylm/ and the lines by part
 	@$(BIN)/python tests/house.py
 
-pictures: $(VENV)/.dev  ## draw what docs/console.md shows of the console; needs the distribution's chromium
+pictures: $(VENV)/.dev  ## draw what docs show of the console and the commands; needs the distribution's chromium
+	@$(BIN)/python -m tests.command_pictures
 	@$(BIN)/python -m tests.console_pictures
 
 clean:  ## remove the virtual environments and caches

@@ -87,6 +87,21 @@ def resolve(model: str, revision: str | None = None) -> Checkpoint:
     return Checkpoint(_download(model, revision))
 
 
+def find_local(model: str, revision: str | None = None) -> Checkpoint | None:
+    """As ``resolve``, without a download: None for a hub id that needs one."""
+    if model == "embedded" or Path(model).expanduser().is_dir() or model.startswith(("/", ".", "~")):
+        return resolve(model, revision)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Checkpoint(Path(snapshot_download(model, revision=revision, local_files_only=True)))
+    except HFValidationError as error:
+        raise ConfigError(f"model: {model!r} is neither 'embedded', nor a directory here, nor a hub id.") from error
+    except LocalEntryNotFoundError:
+        return None
+
+
 def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

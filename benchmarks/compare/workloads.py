@@ -20,11 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 from tokenizers import Tokenizer
 
 from benchmarks.compare.engines import EngineError, ServerEngine
 from benchmarks.http.serving import Client, Load, closed_loop
+from raylm.client import Connection
 
 Prompt = list[int]
 Generate = Callable[[list[Prompt], int], float]  # (prompts, tokens of each answer) -> seconds
@@ -124,8 +124,8 @@ OFFLINE = {
 class WordClient(Client):
     """Sends prompts of an exact number of tokens, as text."""
 
-    def __init__(self, session: aiohttp.ClientSession, engine: ServerEngine, prompts: Prompts) -> None:
-        super().__init__(session, engine.url, engine.model, PROMPT, SERVED_TOKENS)
+    def __init__(self, connection: Connection, engine: ServerEngine, prompts: Prompts) -> None:
+        super().__init__(connection, engine.model, PROMPT, SERVED_TOKENS)
         self._prompts = prompts
 
     def body(self) -> dict[str, object]:
@@ -160,12 +160,9 @@ class ClosedLoop:
         return {"out_tok_s": found["output"], "ttft_p50_ms": found["TTFT p50"], "itl_p50_ms": found["ITL p50"]}
 
     async def _load(self, engine: ServerEngine, prompts: Prompts) -> Load:
-        timeout = aiohttp.ClientTimeout(total=engine.left_s)
-        # A connection each: llama-server ends the one of a stream, at times after the client has used it again.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        async with asyncio.timeout(engine.left_s), session:
-            client = WordClient(session, engine, prompts)
+        connection = Connection(engine.url, timeout_s=engine.left_s, keep_alive=False)
+        async with asyncio.timeout(engine.left_s), connection:
+            client = WordClient(connection, engine, prompts)
             started = time.perf_counter()
             answers = await closed_loop(client.ask, self.clients, self.total)
             return Load(time.perf_counter() - started, answers)

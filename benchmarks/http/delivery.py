@@ -21,7 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml
 from ray.serve import Application
 
@@ -29,6 +28,7 @@ import raylm.app
 from benchmarks.compare.engines import Command, ServerEngine, adopt_orphans
 from benchmarks.http.serving import Answer, Client, closed_loop
 from benchmarks.rows import Report, parser, quantile
+from raylm.client import Connection, ServerError
 from raylm.config import Config
 from raylm.engine import Engine, ray_executor
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -73,21 +73,19 @@ class NotingClient(Client):
         super().__init__(*args)
         self.came: list[float] = []
 
-    async def _read(self, response: aiohttp.ClientResponse, answer: Answer, start: float) -> None:
-        first = len(self.came)
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                self.came.append(time.time())
-        del self.came[first : first + 1], self.came[-1:]  # the first waits for its prompt, the last has no token
-        answer.tokens = self.max_tokens
+    async def ask(self) -> Answer:
+        try:
+            came = [time.time() async for _ in self.connection.stream("/v1/completions", self.body())]
+        except ServerError as error:
+            return Answer(error=error.message)
+        self.came += came[1:-1]  # the first waits for its prompt, the last has no token
+        return Answer(tokens=self.max_tokens)
 
 
 async def load(url: str, model: str, clients: int, requests: int) -> list[float]:
     """When the chunks of a closed loop came, in seconds since the epoch."""
-    async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(600), connector=aiohttp.TCPConnector(limit=0)
-    ) as session:
-        client = NotingClient(session, url, model, 128, 64)
+    async with Connection(url, timeout_s=600) as connection:
+        client = NotingClient(connection, model, 128, 64)
         answers = await closed_loop(client.ask, clients, requests)
     if errors := [answer.error for answer in answers if answer.error]:
         raise SystemExit(f"{len(errors)} requests failed: {errors[0]}")

@@ -7,17 +7,17 @@
 Every request streams, asks for exactly --max-tokens tokens (ignore_eos) at temperature 0, and has a prompt of its own
 of about --prompt-tokens tokens, so that prefix caches do not help. TTFT is up to the first chunk with text; the
 inter-token latency of a request is (last chunk - first chunk) / (tokens - 1), tokens counted by the server's usage.
+`raylm bench` asks and measures; here are the rows of benchmarks/RESULTS.md, and what other benchmarks change about it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,29 +25,18 @@ import aiohttp
 from tqdm import tqdm
 
 from benchmarks.rows import Report, parser, quantile
+from raylm.bench import WORDS
+from raylm.bench.loops import closed_loop as closed
+from raylm.bench.loops import open_loop as opened
+from raylm.bench.loops import poisson
+from raylm.client import Answer, Connection, ask
+from raylm.client import events as sse
 
+__all__ = ["Answer", "Client", "Load", "closed_loop", "first_model", "open_loop", "sse"]
 UNITS = {
     "requests": "", "errors": "", "output": "tok/s", "prompts and output": "tok/s",
     "TTFT p50": "ms", "TTFT p99": "ms", "ITL p50": "ms", "ITL p99": "ms",
 }  # fmt: skip
-WORDS = "apple river stone cloud seven green music paper light ocean table horse winter garden silver bridge".split()  # noqa: SIM905
-
-
-@dataclass
-class Answer:
-    """One request as its client saw it, in seconds."""
-
-    ttft: float = 0.0
-    total: float = 0.0
-    prompt_tokens: int = 0
-    tokens: int = 0
-    chunks: int = 0
-    error: str | None = None
-
-    @property
-    def itl(self) -> float:
-        """Mean seconds between tokens after the first."""
-        return (self.total - self.ttft) / max(1, self.tokens - 1)
 
 
 @dataclass
@@ -75,10 +64,10 @@ class Load:
 
 
 class Client:
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, model: str, prompt_tokens: int, max_tokens: int
-    ) -> None:
-        self.session, self.url, self.model = session, url, model
+    """Asks for completions of equal lengths; its prompts have as many words as tokens are asked for."""
+
+    def __init__(self, connection: Connection, model: str, prompt_tokens: int, max_tokens: int) -> None:
+        self.connection, self.model = connection, model
         self.prompt_tokens, self.max_tokens = prompt_tokens, max_tokens
         self.random = random.Random(0)
 
@@ -95,76 +84,26 @@ class Client:
 
     async def ask(self) -> Answer:
         """One request; an error stands in its answer."""
-        answer, start = Answer(), time.perf_counter()
-        try:
-            async with self.session.post(f"{self.url}/v1/completions", json=self.body()) as response:
-                if response.status != 200:
-                    answer.error = f"{response.status} {(await response.text())[:200]}"
-                    return answer
-                await self._read(response, answer, start)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            answer.error = repr(error)
-        return answer
-
-    async def _read(self, response: aiohttp.ClientResponse, answer: Answer, start: float) -> None:
-        async for event in sse(response):
-            if "error" in event:
-                answer.error = str(event["error"])
-            if event.get("choices") and event["choices"][0].get("text"):
-                answer.total = time.perf_counter() - start
-                answer.ttft = answer.ttft or answer.total
-                answer.chunks += 1
-            if event.get("usage"):
-                answer.prompt_tokens = event["usage"]["prompt_tokens"]
-                answer.tokens = event["usage"]["completion_tokens"]
-        if answer.error is None and answer.tokens != self.max_tokens:
-            answer.error = f"{answer.tokens} tokens instead of {self.max_tokens}"
-
-
-async def sse(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
-    """The JSON events of a server-sent event stream up to [DONE]."""
-    async for line in response.content:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield json.loads(line[6:])
+        return await ask(self.connection, "/v1/completions", self.body(), self.max_tokens)
 
 
 async def closed_loop(ask: Callable[[], Awaitable[Answer]], concurrency: int, total: int) -> list[Answer]:
     """Keep ``concurrency`` requests in flight until ``total`` are done."""
-    answers: list[Answer] = []
-    todo = iter(range(total))
-
-    async def one_after_another() -> None:
-        for _ in todo:
-            answers.append(await ask())
-            bar.update()
-
     with tqdm(total=total, desc=f"concurrency {concurrency}", leave=False) as bar:
-        await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
-    return answers
+        return await closed([ask] * total, concurrency, bar.update)
 
 
 async def open_loop(ask: Callable[[], Awaitable[Answer]], rate: float, total: int) -> list[Answer]:
     """Send ``total`` requests at Poisson arrivals of ``rate`` per second, however many are still open."""
-    gaps = random.Random(1)
-
-    async def counted() -> Answer:
-        answer = await ask()
-        bar.update()
-        return answer
-
     with tqdm(total=total, desc=f"rate {rate:g}/s", leave=False) as bar:
-        tasks = []
-        for _ in range(total):
-            tasks.append(asyncio.ensure_future(counted()))
-            await asyncio.sleep(gaps.expovariate(rate))
-        return list(await asyncio.gather(*tasks))
+        answers, _ = await opened([ask] * total, poisson(rate, total, 1), bar.update)
+        return answers
 
 
 async def run(args: argparse.Namespace) -> list[Load]:
-    timeout = aiohttp.ClientTimeout(total=args.timeout)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        model = args.model or await first_model(session, args.url)
-        client = Client(session, args.url, model, args.prompt_tokens, args.max_tokens)
+    async with Connection(args.url, timeout_s=args.timeout) as connection:
+        model = args.model or await connection.first_model()
+        client = Client(connection, model, args.prompt_tokens, args.max_tokens)
         await asyncio.gather(*(client.ask() for _ in range(4)))  # warm-up
         report, loads = Report("serving", UNITS, args.out), []
         if args.rate:

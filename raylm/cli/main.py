@@ -1,4 +1,4 @@
-"""The `raylm` command: serve a configuration file, simulate a fleet, print every knob, print the version."""
+"""The `raylm` command: serve a model, chat with one, load one, look at the machine, simulate a fleet, print knobs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Annotated
 import typer
 
 from raylm import __version__
+from raylm.cli.bench import bench
+from raylm.cli.chat import chat
+from raylm.cli.doctor import doctor
+from raylm.cli.knob_command import KNOBS, KnobCommand
 from raylm.cli.simulate import simulate
 from raylm.config import knobs
 from raylm.errors import ConfigError
 from raylm.stages import report
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_PERIOD_S = 1.0
 _VITAL = {"gcs_server", "raylet"}
 
 
-def _hyphens(option: str) -> str:
-    return option.replace("_", "-")
-
-
-@app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True, "token_normalize_func": _hyphens})
+@app.command(cls=KnobCommand, no_args_is_help=True, context_settings=KNOBS)
 def serve(
     words: Annotated[
         list[str],
@@ -78,6 +78,9 @@ def serve(
     raise typer.Exit(status)
 
 
+app.command()(chat)
+app.command()(bench)
+app.command(cls=KnobCommand, context_settings=KNOBS)(doctor)
 app.command(no_args_is_help=True)(simulate)
 
 

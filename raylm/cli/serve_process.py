@@ -64,6 +64,11 @@ def claim_port(port: int, host: str = "") -> socket.socket | None:
     return claim
 
 
+def internal_ports() -> list[int]:
+    """What else is listened on, where nobody else does."""
+    return list(_INTERNAL_PORTS.values())
+
+
 def serve_ports() -> tuple[dict[str, str], list[socket.socket]]:
     """Ports for what HAProxy and Serve need beside the one that is configured, and the claims to them."""
     ports, claims = {}, []

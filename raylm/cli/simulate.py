@@ -58,17 +58,17 @@ def simulate(
         if trace:
             chosen = sim.Replay(sim.read_trace(trace, fleet.block_size))
         elif load in sim.LOADS:
-            ranges = {"prompt_tokens": _range("prompt-tokens", prompt_tokens)}
-            ranges["output_tokens"] = _range("output-tokens", output_tokens)
+            ranges = {"prompt_tokens": token_range("prompt-tokens", prompt_tokens)}
+            ranges["output_tokens"] = token_range("output-tokens", output_tokens)
             settings = {"requests": requests, "rate": rate, "keys": keys, "seed": seed} | ranges
-            chosen = sim.LOADS[load](_checked(lambda: sim.LoadSettings(**settings)))
+            chosen = sim.LOADS[load](checked_options(lambda: sim.LoadSettings(**settings)))
         else:
             raise ConfigError(f"--load {load}: there are {', '.join(sim.LOADS)}.")
         outcome = sim.simulate(fleet, chosen, seed)
         found = sim.figures(outcome, sim.Targets(ttft_target_ms, itl_target_ms))
         print(sim.table(found))
         if out is not None:
-            _write(out, json.dumps(found, indent=1) + "\n")
+            write_text("--json", out, json.dumps(found, indent=1) + "\n")
         if plot is not None:
             sim.draw(outcome, plot)
     except ConfigError as error:
@@ -92,7 +92,8 @@ def _fleet(path: Path | None, engines: int | None, ingresses: int | None, record
     return Fleet.of(over, "the options") if path is None else Fleet.read(path, **over)
 
 
-def _range(name: str, text: str | None) -> tuple[int, int] | None:
+def token_range(name: str, text: str | None) -> tuple[int, int] | None:
+    """Of ``--name LEAST:MOST``, or of one number."""
     if text is None:
         return None
     least, _, most = text.partition(":")
@@ -105,15 +106,17 @@ def _range(name: str, text: str | None) -> tuple[int, int] | None:
     return found
 
 
-def _checked(build: Callable[[], T]) -> T:
+def checked_options(build: Callable[[], T]) -> T:
+    """What ``build`` returns; a ConfigError names the options that are wrong."""
     try:
         return build()
     except ValidationError as error:
         raise ConfigError(f"--{faults(error)}") from None
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write what an option asks for; ConfigError where that cannot be."""
     try:
         path.write_text(text)
     except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
+        raise ConfigError(f"{option} {path}: {error.strerror}") from None

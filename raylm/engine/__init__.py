@@ -23,6 +23,7 @@ from raylm.lazy import front_door
 if TYPE_CHECKING:
     from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
     from raylm.engine.actor import NAMESPACE as NAMESPACE
+    from raylm.engine.deployment.memory import check_memory as check_memory
     from raylm.engine.liveness.leases import RENEWAL_S as RENEWAL_S
     from raylm.engine.ray_executor import as_raylm_error as as_raylm_error
     from raylm.engine.supervisor import SUPERVISOR_CPUS as SUPERVISOR_CPUS
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "actor": ("MAX_OUTPUTS_IN_FLIGHT", "NAMESPACE"),
+    "deployment.memory": ("check_memory",),
     "liveness.leases": ("RENEWAL_S",),
     "ray_executor": ("as_raylm_error",),
     "supervisor": ("SUPERVISOR_CPUS", "Engine", "drain_limit_s", "placement_bundles"),

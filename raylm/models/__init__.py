@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raylm.models.checkpoint_check import check_checkpoint as check_checkpoint
     from raylm.models.elementwise import KVPlaces as KVPlaces
     from raylm.models.loader import load_model as load_model
+    from raylm.models.loader import outline as outline
     from raylm.models.loader import resolve_dtype as resolve_dtype
     from raylm.models.lora import LowRank as LowRank
     from raylm.models.lora import LowRankLayers as LowRankLayers
@@ -28,7 +29,7 @@ _MODULES = {
     "causal_lm": ("AttentionSpec", "CausalLM"),
     "checkpoint_check": ("check_checkpoint",),
     "elementwise": ("KVPlaces",),
-    "loader": ("load_model", "resolve_dtype"),
+    "loader": ("load_model", "outline", "resolve_dtype"),
     "lora": (
         "LowRank", "LowRankLayers", "ModuleAdapter", "adaptable_shapes", "adapter_digest", "pack_native",
         "read_adapter",

@@ -37,11 +37,7 @@ def load_model(
     Raises:
         ConfigError: an entry of config.json is not supported, or weights are missing, unexpected or of another shape.
     """
-    cls = model_class(checkpoint)
-    chosen = _select_quantization(checkpoint, quantization, device, ranks)
-    with torch.device("meta"):
-        model = cls.from_checkpoint(checkpoint, ranks)
-    model.quantization = chosen.description
+    model, chosen = _outline(checkpoint, quantization, device, ranks)
     with device:
         chosen.apply(model, tied=f"{HEAD}.weight" in model.redundant)
     model.materialize(dtype, device)
@@ -51,6 +47,31 @@ def load_model(
     model.freeze(select_kernels(device, dtype))
     changes = sum(layer.nbytes - size for layer, size in loaded.items() if layer.format is not PLAIN)
     return model, total + changes
+
+
+def outline(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None) -> CausalLM:
+    """The model that ``load_model`` would load, on the meta device: all of it but the numbers.
+
+    Raises:
+        ConfigError: as of ``load_model``, but for what the weights' files hold.
+    """
+    model, chosen = _outline(checkpoint, quantization, device, SINGLE_RANK)
+    meta = torch.device("meta")
+    with meta:
+        chosen.apply(model, tied=f"{HEAD}.weight" in model.redundant)
+    model.materialize(dtype, meta)
+    return model
+
+
+def _outline(
+    checkpoint: Checkpoint, quantization: str | None, device: torch.device, ranks: Ranks
+) -> tuple[CausalLM, Quantization]:
+    cls = model_class(checkpoint)
+    chosen = _select_quantization(checkpoint, quantization, device, ranks)
+    with torch.device("meta"):
+        model = cls.from_checkpoint(checkpoint, ranks)
+    model.quantization = chosen.description
+    return model, chosen
 
 
 def _select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch.device, ranks: Ranks) -> Quantization:

@@ -8,8 +8,13 @@ from raylm.lazy import front_door
 
 if TYPE_CHECKING:
     from raylm.native import library as library
+    from raylm.native.build import INSTRUCTION_SETS as INSTRUCTION_SETS
     from raylm.native.build import NativeError as NativeError
     from raylm.native.build import build_beside as build_beside
+    from raylm.native.build import find_compiler as find_compiler
+    from raylm.native.build import instruction_set as instruction_set
+    from raylm.native.build import is_built as is_built
+    from raylm.native.build import missing_features as missing_features
     from raylm.native.decoder import NativeDecoder as NativeDecoder
     from raylm.native.decoder import batch_struct as batch_struct
     from raylm.native.decoder import paged_attention as paged_attention
@@ -25,12 +30,15 @@ if TYPE_CHECKING:
     from raylm.native.runtime import use_threads as use_threads
 
 _MODULES = {
-    "build": ("NativeError", "build_beside"),  # needs no torch: the child of `raylm serve` compiles beside Ray's start
+    "build": (  # needs no torch: the child of `raylm serve` compiles beside Ray's start
+        "INSTRUCTION_SETS", "NativeError", "build_beside", "find_compiler", "instruction_set", "is_built",
+        "missing_features",
+    ),
     "decoder": ("NativeDecoder", "batch_struct", "paged_attention"),
     "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
     "memory": ("huge_empty",),
     "packed_adapter": ("AdapterRun", "PackedAdapter"),
     "runtime": ("kernels", "use_threads"),
-}
+}  # fmt: skip
 
 __getattr__ = front_door(__name__, _MODULES)

@@ -53,14 +53,17 @@ def offered(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return INSTRUCTION_SETS[instructions][0] <= _cpu_flags(cpuinfo)
 
 
+def missing_features(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Names of /proc/cpuinfo that not every core has, of those that one of INSTRUCTION_SETS needs."""
+    return sorted(INSTRUCTION_SETS[instructions][0] - _cpu_flags(cpuinfo))
+
+
 def build(instructions: str) -> Path:
     """The library for one of INSTRUCTION_SETS, compiled in some seconds unless it is in the cache, or NativeError."""
-    compiler = find_compiler()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
-    library = cache / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
+    compiler, library = _library(instructions)
     if library.exists():
         return library
-    with _locked(cache) as lock:
+    with _locked(library.parent) as lock:
         if not library.exists():
             started = time.perf_counter()
             report("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
@@ -69,6 +72,18 @@ def build(instructions: str) -> Path:
             fresh.replace(library)
             report("stage", "native", f"compiled in {time.perf_counter() - started:.1f} s")
     return library
+
+
+def is_built(instructions: str) -> bool:
+    """Whether ``build`` has nothing to compile; NativeError without a compiler."""
+    return _library(instructions)[1].exists()
+
+
+def _library(instructions: str) -> tuple[str, Path]:
+    """The compiler, and what it makes."""
+    compiler = find_compiler()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
+    return compiler, cache / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
 
 
 def build_beside() -> None:

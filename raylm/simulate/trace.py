@@ -89,7 +89,13 @@ class TraceLine(Frozen):
 
 
 def read_trace(paths: list[Path], block_size: int) -> list[SimulatedRequest]:
-    """All requests of some files in the order of their arrival, the first at 0.
+    """All requests of some files in the order of their arrival, the first at 0; ConfigError as of ``read_lines``."""
+    lines = read_lines(paths)
+    return [line.request(number, lines[0].arrival, block_size) for number, line in enumerate(lines)]
+
+
+def read_lines(paths: list[Path]) -> list[TraceLine]:
+    """All requests of some files as they stand there, in the order of their arrival.
 
     Raises:
         ConfigError: it names the file, the line and the field.
@@ -97,8 +103,7 @@ def read_trace(paths: list[Path], block_size: int) -> list[SimulatedRequest]:
     lines = [line for path in paths for line in _read(path)]
     if not lines:
         raise ConfigError(f"{', '.join(map(str, paths))}: there is no request.")
-    lines.sort(key=lambda line: line.arrival)
-    return [line.request(number, lines[0].arrival, block_size) for number, line in enumerate(lines)]
+    return sorted(lines, key=lambda line: line.arrival)
 
 
 def _read(path: Path) -> Iterator[TraceLine]:

@@ -1,6 +1,16 @@
 """Front door of the worker; importing it does not import torch."""
 
-from raylm.worker.cgroup import available_memory
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raylm.lazy import front_door
+from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.worker import Worker
 
-__all__ = ["Worker", "available_memory"]
+if TYPE_CHECKING:
+    from raylm.worker.forecast import Forecast, forecast_pool, torch_build
+
+__all__ = ["Forecast", "Worker", "available_cores", "available_memory", "forecast_pool", "torch_build"]
+
+__getattr__ = front_door(__name__, {"forecast": ("Forecast", "forecast_pool", "torch_build")})

@@ -143,7 +143,7 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     torch.set_num_threads(threads)
     if not on_gpu:
         use_threads(threads)
-    block_size = config.cache.block_size or _BLOCK_SIZES[device.type]
+    block_size = block_size_of(config, device)
     backend = select_backend(model.attention_specs, dtype, device, block_size)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
     sampler = Sampler(ranks=ranks)
@@ -197,6 +197,10 @@ def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool
     It is not alone where other ranks take over what it draws, or where drafts are made from tokens that the host knows.
     """
     return ASYNC_DECODES[device.type](limits, device) if alone and device.type in ASYNC_DECODES else AsyncDecode()
+
+
+def block_size_of(config: Config, device: torch.device) -> int:
+    return config.cache.block_size or _BLOCK_SIZES[device.type]
 
 
 def check_extras(config: Config, device: torch.device) -> None:

@@ -1,0 +1,141 @@
+"""The loads of one `raylm bench`, one after the other, against one server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+from pydantic import Field
+
+from raylm.bench.loops import closed_loop, open_loop, poisson
+from raylm.bench.prompts import PromptSettings, Question, Scale, drawn, tools, traced, words
+from raylm.bench.report import Load
+from raylm.client import Answer, Connection, ServerError, ask
+from raylm.config import Frozen
+from raylm.errors import ConfigError
+from raylm.simulate import TraceLine
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
+_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_OPEN_S = 20.0
+_SHORT, _LONG = 32, 160  # words of the prompts by which the server's tokens for a word are found
+
+
+class BenchSettings(Frozen):
+    """What is sent beside the prompts; closed loops where there are neither rates nor a trace."""
+
+    model: str
+    endpoint: Literal["chat", "completions"] = "chat"
+    concurrency: tuple[int, ...] = (1, 8, 32)
+    rates: tuple[float, ...] = ()
+    requests: int | None = Field(None, ge=1)
+    speed: float = Field(1.0, gt=0)
+    ignore_eos: bool = True
+    warm_up: int = Field(4, ge=1)
+    body: dict[str, Any] = Field(default_factory=dict)
+
+    def questions_of(self, default: int) -> int:
+        return self.requests or default
+
+
+def body_of(question: Question, settings: BenchSettings, prompts: PromptSettings) -> dict[str, Any]:
+    """The request: streamed, with its usage, greedy unless ``settings.body`` says otherwise."""
+    text: Any = list(question.prompt)
+    if not (text and isinstance(text[0], int)):
+        text = " ".join(text)
+    asked = {"prompt": text} if settings.endpoint == "completions" else {"messages": [_user(text)]}
+    exact = {"ignore_eos": True} if settings.ignore_eos and not prompts.tools else {}
+    given = {"tools": tools(prompts.tools), "tool_choice": prompts.tool_choice} if prompts.tools else {}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    lengths = {"max_tokens": question.output_tokens, "temperature": 0}
+    return {"model": settings.model} | asked | lengths | exact | given | settings.body | streamed
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Bench:
+    """Asks one server; ``scale`` is known after ``warm_up``."""
+
+    def __init__(self, connection: Connection, settings: BenchSettings, prompts: PromptSettings) -> None:
+        self._connection, self._settings, self._prompts = connection, settings, prompts
+        self.scale = Scale()
+
+    async def warm_up(self) -> None:
+        """A few requests, from whose usage the tokens of a word are found; ServerError where they all fail."""
+        short, long = await asyncio.gather(*(self._ask(self._warming(at, n)) for at, n in enumerate((_SHORT, _LONG))))
+        for answer in (short, long):
+            if answer.error is not None:
+                raise ServerError(answer.kind, answer.error)
+        per_word = max(0.1, (long.prompt_tokens - short.prompt_tokens) / (_LONG - _SHORT))
+        self.scale = Scale(per_word, short.prompt_tokens - _SHORT * per_word)
+        await asyncio.gather(*(self._ask(self._warming(at, _LONG)) for at in range(2, self._settings.warm_up)))
+
+    def _warming(self, number: int, length: int) -> Question:
+        return Question(words(f"warm {self._prompts.seed} {number}", length), self._prompts.output_tokens[0])
+
+    async def _ask(self, question: Question) -> Answer:
+        body = body_of(question, self._settings, self._prompts)
+        exact = question.output_tokens if body.get("ignore_eos") else None
+        return await ask(self._connection, _PATHS[self._settings.endpoint], body, exact)
+
+    def _asks(
+        self, questions: Sequence[Question], asked: list[tuple[Question, Answer]]
+    ) -> list[Callable[[], Awaitable[Answer]]]:
+        async def one(question: Question) -> Answer:
+            answer = await self._ask(question)
+            asked.append((question, answer))
+            return answer
+
+        return [partial(one, question) for question in questions]
+
+    async def load(self, name: str, questions: Sequence[Question], concurrency: int | None, progress: Progress) -> Load:
+        """One load: a closed loop of ``concurrency``, or each question at its time."""
+        asked: list[tuple[Question, Answer]] = []
+        begun, late = time.perf_counter(), [0.0]
+        with progress(name, len(questions)) as ended:
+            if concurrency is not None:
+                await closed_loop(self._asks(questions, asked), concurrency, ended)
+            else:
+                _, late = await open_loop(self._asks(questions, asked), [one.at for one in questions], ended)
+        return Load(name, time.perf_counter() - begun, asked, max(late), self.scale)
+
+
+async def run_all(
+    connection: Connection,
+    settings: BenchSettings,
+    prompts: PromptSettings,
+    trace: Sequence[TraceLine],
+    progress: Progress,
+    report: Callable[[Load], object],
+) -> None:
+    """Warm up, then each load; ``report`` is called with each as it ends.
+
+    Raises:
+        ServerError: the server cannot be asked at all.
+        ConfigError: the trace does not go with the endpoint.
+    """
+    if settings.endpoint == "chat" and any(line.prompt is not None for line in trace):
+        raise ConfigError("--endpoint: chat takes no token ids, which the trace has; use completions.")
+    bench = Bench(connection, settings, prompts)
+    await bench.warm_up()
+    if trace:
+        questions = traced(trace, bench.scale, settings.speed)[: settings.requests]
+        report(await bench.load("trace", questions, None, progress))
+        return
+    for number, rate in enumerate(settings.rates):
+        count = settings.questions_of(max(8, int(_OPEN_S * rate)))
+        times = poisson(rate, count, prompts.seed + number)
+        fresh = islice(drawn(prompts, bench.scale, number), count)
+        timed = [Question(one.prompt, one.output_tokens, at) for one, at in zip(fresh, times, strict=True)]
+        report(await bench.load(f"rate {rate:g}/s", timed, None, progress))
+    for number, clients in enumerate(() if settings.rates else settings.concurrency):
+        count = settings.questions_of(max(4, 3 * clients))
+        fresh = islice(drawn(prompts, bench.scale, number), count)
+        report(await bench.load(f"concurrency {clients}", list(fresh), clients, progress))

@@ -1,0 +1,268 @@
+"""`raylm chat`: a conversation in the terminal with any OpenAI-compatible server, or turn by turn from a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raylm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from raylm.cli.conversation import Conversation
+    from raylm.client import Answer, Connection, ServerError
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what could move the cursor or begin an escape sequence
+_HISTORY = 1000
+_PROMPT = "> "
+
+
+def chat(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL|MODEL]", help="A server's address, or a model of http://127.0.0.1:8000."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="By default the first one that the server lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="Sent with each request.")] = None,
+    system: Annotated[str, typer.Option(help="The system prompt.")] = "",
+    temperature: Annotated[float | None, typer.Option(help="As /set temperature does.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="As /set max_tokens does.")] = None,
+) -> None:
+    """Chat with any OpenAI-compatible server. Ctrl-C stops an answer, Ctrl-D ends; in a pipe each line is a turn.
+
+    For example: raylm chat http://localhost:8000 --system "Answer in one sentence."
+    """
+    from rich.console import Console
+
+    from raylm.cli.conversation import Conversation
+    from raylm.client import ServerError, is_address
+
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    with asyncio.Runner() as runner:
+        try:
+            is_url = target is not None and is_address(target)
+            if target is not None and not is_url and model is not None:
+                raise ConfigError(f"--model: the model is {target!r} already.")
+            connection = runner.run(_connect(target if is_url else None, api_key))
+            try:
+                named = model or (None if is_url else target) or runner.run(connection.first_model())
+                kept = {name: value for name, value in given.items() if value is not None}
+                talk = Conversation(named, system, kept)
+                if sys.stdin.isatty():
+                    status = Terminal(runner, connection, talk, Console(highlight=False)).run()
+                else:
+                    status = _piped(runner, connection, talk)
+            finally:
+                runner.run(connection.__aexit__(None, None, None))
+        except ConfigError as error:
+            print(f"raylm: {error.message}", file=sys.stderr)
+            status = 2
+        except ServerError as error:
+            print(f"raylm: {no_server(error)}", file=sys.stderr)
+            status = 1
+        except KeyboardInterrupt:
+            status = 130
+    raise typer.Exit(status)
+
+
+def no_server(error: ServerError) -> str:
+    """What went wrong, and what helps where that is known."""
+    if error.kind == "connection":
+        return f"{error.message}; `raylm serve embedded` starts one."
+    if error.kind in ("401", "403"):
+        return f"{error.message} (--api-key, or {KEY_VARIABLE})"
+    return error.message
+
+
+def clean(text: str) -> str:
+    """Text of a model for a terminal: what would control it is shown as a replacement character."""
+    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def speed(answer: Answer) -> str:
+    """Tokens, time to the first one, and tokens a second after it, as far as they are known."""
+    parts = [f"{answer.tokens:,} tokens"] if answer.tokens else []
+    if answer.chunks:
+        parts.append(f"the first after {answer.ttft:.2f} s")
+    if answer.tokens > 1 and answer.last > answer.ttft:
+        parts.append(f"{1 / answer.itl:,.1f} a second")
+    if answer.finish not in ("", "stop"):
+        parts.append({"length": "cut off at max_tokens"}.get(answer.finish, answer.finish))
+    return ", ".join(parts)
+
+
+async def _connect(url: str | None, key: str | None) -> Connection:
+    from raylm.client import Connection
+
+    return Connection(url, key) if url is not None else Connection(key=key)
+
+
+class _Writer:
+    """Writes the parts of one answer as they come; thoughts dimmed, or left out in a pipe."""
+
+    def __init__(self, screen: Console | None) -> None:
+        self._screen, self._thinking = screen, False
+        self.text = ""
+
+    def write(self, text: str, thoughts: str) -> None:
+        if thoughts and self._screen is not None:
+            self._thinking = True
+            self._screen.out(clean(thoughts), style="dim italic", end="")
+        if text:
+            if self._thinking and self._screen is not None:
+                self._screen.out("\n")
+                self._thinking = False
+            self.text += text
+            if self._screen is None:
+                print(clean(text), end="", flush=True)
+            else:
+                self._screen.out(clean(text), end="")
+
+
+async def _answer(connection: Connection, talk: Conversation, screen: Console | None) -> Answer:
+    """Ask for the next answer and write it as it comes; what there is of it is kept, however it ends."""
+    import time
+
+    from raylm.client import Answer, delta_of
+
+    writer, answer = _Writer(screen), Answer(sent=time.perf_counter())
+    try:
+        async for event in connection.stream("/v1/chat/completions", talk.body()):
+            answer.take(event)
+            delta = delta_of(event)
+            writer.write(delta.text, delta.thoughts)
+    finally:
+        talk.answers(writer.text)
+        if answer.chunks:
+            print(flush=True)
+    return answer
+
+
+def _piped(runner: asyncio.Runner, connection: Connection, talk: Conversation) -> int:
+    """Each line of stdin is a turn, its answer goes to stdout; the first failure ends it with status 1."""
+    for line in sys.stdin:
+        text = line.rstrip("\n")
+        if text.startswith("/") and not text.startswith("//"):
+            reply = talk.command(text)
+            if reply.quit:
+                break
+            if not reply.ask:
+                continue
+        elif text.strip():
+            talk.asks(text.removeprefix("/") if text.startswith("//") else text)
+        else:
+            continue
+        runner.run(_answer(connection, talk, None))
+    return 0
+
+
+class Terminal:
+    """Reads lines with editing and history, and answers them until the end."""
+
+    def __init__(self, runner: asyncio.Runner, connection: Connection, talk: Conversation, screen: Console) -> None:
+        self._runner, self._connection, self._talk, self._screen = runner, connection, talk, screen
+
+    def run(self) -> int:
+        """Until Ctrl-D or /quit; returns the exit status."""
+        self._say(f"{self._talk.model} at {self._connection.url}   (/help, Ctrl-D ends)")
+        for text in self._lines():
+            try:
+                if text.startswith("/") and not text.startswith("//"):
+                    reply = self._talk.command(text)
+                    if reply.quit:
+                        break
+                    if reply.text:
+                        self._say(reply.text)
+                    if not reply.ask:
+                        continue
+                else:
+                    self._talk.asks(text.removeprefix("/") if text.startswith("//") else text)
+                self._ask()
+            except ConfigError as error:
+                self._complain(error.message)
+        return 0
+
+    def _ask(self) -> None:
+        from raylm.client import ServerError
+
+        try:
+            self._say(speed(self._runner.run(_answer(self._connection, self._talk, self._screen))))
+        except KeyboardInterrupt:
+            self._say("stopped; /retry asks again")
+        except ServerError as error:
+            self._complain(no_server(error))
+
+    def _lines(self) -> Iterator[str]:
+        """What is entered, without empty lines; a line that ends in a backslash goes on with the next one."""
+        history = _read_history()
+        begun = ""
+        while True:
+            try:
+                line = input(". " if begun else _PROMPT)
+            except KeyboardInterrupt:
+                begun = ""
+                print()
+                continue
+            except EOFError:
+                print()
+                break
+            if line.endswith("\\"):
+                begun += line[:-1] + "\n"
+                continue
+            text, begun = (begun + line).strip(), ""
+            if text:
+                yield text
+        _write_history(history)
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._screen.out(clean(text), style="dim")
+
+    def _complain(self, text: str) -> None:
+        self._screen.out(clean(text), style="red")
+
+
+def _read_history() -> Path | None:
+    """Set up line editing, completion of commands, and what was entered before."""
+    from raylm.cli.conversation import COMMANDS
+
+    try:
+        import readline
+    except ImportError:  # a Python without it reads plain lines
+        return None
+    names = list(COMMANDS)
+
+    def complete(text: str, state: int) -> str | None:
+        found: list[Any] = [name for name in names if name.startswith(text)] if text.startswith("/") else []
+        return found[state] if state < len(found) else None
+
+    readline.set_completer(complete)
+    readline.set_completer_delims(" ")
+    readline.parse_and_bind("tab: complete")
+    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "raylm" / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(path)
+    return path
+
+
+def _write_history(path: Path | None) -> None:
+    """For its owner alone; where it cannot be written, there is none next time."""
+    if path is None:
+        return
+    import readline
+
+    readline.set_history_length(_HISTORY)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.write_history_file(path)

@@ -1,0 +1,128 @@
+"""Conversation: what `raylm chat` keeps between turns, and the commands that change it; nothing here is a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raylm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a command comes to: a line to show, the last question to ask again, the end."""
+
+    text: str = ""
+    ask: bool = False
+    quit: bool = False
+
+
+@dataclass
+class Conversation:
+    """Owns the messages, the system prompt and the fields that each request has beside."""
+
+    model: str
+    system: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    question: str = ""  # the last one, answered or not
+    answered: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """The request for the next answer, streamed."""
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"model": self.model, "messages": self.all_messages()} | self.fields | streamed
+
+    def all_messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+
+    def asks(self, text: str) -> None:
+        self.question, self.answered = text, False
+        self.messages.append({"role": "user", "content": text})
+
+    def answers(self, text: str) -> None:
+        """Take in the answer, whole or stopped; without any text its question is withdrawn."""
+        self.answered = bool(text)
+        if text:
+            self.messages.append({"role": "assistant", "content": text})
+        else:
+            self.messages.pop()
+
+    def command(self, line: str) -> Reply:
+        """Do what a line says that begins with a slash; ConfigError where it cannot be done."""
+        name, _, rest = line.partition(" ")
+        if name not in COMMANDS:
+            raise ConfigError(f"there is no {name}; /help lists the commands, and // begins a text with a slash.")
+        return COMMANDS[name][0](self, rest.strip())
+
+    def _help(self, rest: str) -> Reply:
+        width = max(len(usage) for _, usage, _ in COMMANDS.values())
+        return Reply("\n".join(f"{usage:{width}}  {what}" for _, usage, what in COMMANDS.values()))
+
+    def _system(self, rest: str) -> Reply:
+        self.system = rest
+        return Reply("the system prompt is set" if rest else "there is no system prompt")
+
+    def _set(self, rest: str) -> Reply:
+        name, _, text = rest.partition(" ")
+        if not name:
+            return Reply(
+                "\n".join(f"{name} {json.dumps(value)}" for name, value in self.fields.items()) or "none is set"
+            )
+        if name in ("messages", "stream", "stream_options"):
+            raise ConfigError(f"/set {name}: it is what a chat is made of.")
+        if not text:
+            self.fields.pop(name, None)
+            return Reply(f"{name} is the server's default")
+        try:
+            self.fields[name] = json.loads(text)
+        except ValueError:
+            self.fields[name] = text
+        return Reply(f"{name} is {json.dumps(self.fields[name])}")
+
+    def _clear(self, rest: str) -> Reply:
+        self.messages.clear()
+        self.question, self.answered = "", False
+        return Reply("a new conversation" + (", the system prompt stays" if self.system else ""))
+
+    def _retry(self, rest: str) -> Reply:
+        if not self.question:
+            raise ConfigError("/retry: nothing was asked yet.")
+        if self.answered:
+            del self.messages[-2:]
+        self.asks(self.question)
+        return Reply(ask=True)
+
+    def _save(self, rest: str) -> Reply:
+        """As a request that can be sent again, or as Markdown."""
+        if not rest:
+            raise ConfigError("/save: a file is missing, such as chat.json or chat.md.")
+        path = Path(rest).expanduser()
+        if path.suffix == ".md":
+            text = "\n\n".join(f"**{message['role']}**\n\n{message['content']}" for message in self.all_messages())
+        else:
+            request = {"model": self.model, "messages": self.all_messages()} | self.fields
+            text = json.dumps(request, indent=1, ensure_ascii=False)
+        try:
+            path.write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"/save {rest}: {error.strerror}.") from None
+        return Reply(f"{len(self.messages)} messages are in {path}")
+
+    def _quit(self, rest: str) -> Reply:
+        return Reply(quit=True)
+
+
+# By name: what does it, how it is written, what it is for.
+COMMANDS: dict[str, tuple[Callable[[Conversation, str], Reply], str, str]] = {
+    "/system": (Conversation._system, "/system TEXT", "set the system prompt; without TEXT there is none"),
+    "/set": (Conversation._set, "/set NAME VALUE", "a field of each request, as temperature 0.2; alone it lists them"),
+    "/clear": (Conversation._clear, "/clear", "begin a new conversation"),
+    "/retry": (Conversation._retry, "/retry", "ask the last question again"),
+    "/save": (Conversation._save, "/save FILE", "write the conversation: a request as JSON, or text into a .md"),
+    "/help": (Conversation._help, "/help", "this list"),
+    "/quit": (Conversation._quit, "/quit", "end, as Ctrl-D does"),
+}

@@ -1,0 +1,30 @@
+"""KnobCommand: a command that takes every knob as an option beside its own, and completes their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+from raylm.config import knobs
+
+
+def hyphens(option: str) -> str:
+    return option.replace("_", "-")
+
+
+KNOBS = {"ignore_unknown_options": True, "token_normalize_func": hyphens}  # settings of the context
+
+
+class KnobCommand(TyperCommand):
+    """What the words come to, `raylm.cli.options` says."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Of the knobs those that begin so, by their dotted names and by the last part."""
+        found: list[Any] = super().shell_complete(ctx, incomplete)
+        if not incomplete.startswith("-"):
+            return found
+        item = type(super().shell_complete(ctx, "--")[0])  # typer's own class, which has no public name
+        names = {name: text for dotted, text, _ in knobs() for name in (dotted, dotted.rpartition(".")[2])}
+        options = {f"--{hyphens(name)}": text for name, text in names.items()}
+        return found + [item(name, help=text) for name, text in options.items() if name.startswith(incomplete)]

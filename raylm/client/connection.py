@@ -1,0 +1,148 @@
+"""Connection: requests to one server, and its streams of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_ADDRESS = re.compile(r"(https?://.+|(\[[0-9a-f:]+\]|[\w.-]+):\d+(/.*)?|localhost)$", re.IGNORECASE)
+_LONGEST_MESSAGE = 300
+_BUFFER = 2**20  # bytes; a line may have twice as many
+
+
+class ServerError(Exception):
+    """A request that failed. ``kind`` is the HTTP status, or one of
+
+    connection  nobody answers at the address, or the connection was lost
+    timeout     the answer took longer than asked
+    stream      the server told an error, or something that is no event, behind the beginning of its answer
+    cut off     the stream ended without its end
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind, self.message = kind, message
+
+
+def is_address(word: str) -> bool:
+    """Whether a word is meant as a server's address: http(s)://…, HOST:PORT or localhost."""
+    return _ADDRESS.match(word) is not None
+
+
+class Connection:
+    """An async context; ``url`` may leave out http:// and may end in /v1. Without a ``key`` none is sent.
+
+    ``timeout_s`` is for a whole answer. As many requests as one likes may be open. Without ``keep_alive`` each has a
+    TCP connection of its own: llama-server ends the one of a stream, at times after it was used again.
+    """
+
+    def __init__(
+        self, url: str = DEFAULT_URL, key: str | None = None, timeout_s: float | None = None, *, keep_alive: bool = True
+    ) -> None:
+        whole = url if "://" in url else f"http://{url}"
+        self.url = whole.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=not keep_alive),
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=30),
+            headers=headers,
+            read_bufsize=_BUFFER,
+        )
+
+    async def __aenter__(self) -> Connection:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def models(self) -> list[str]:
+        """The ids that /v1/models lists.
+
+        Raises:
+            ServerError
+        """
+        try:
+            async with self._session.get(f"{self.url}/v1/models") as response:
+                await _check(response)
+                return [str(model["id"]) for model in (await response.json(content_type=None))["data"]]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._failure(error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError("stream", f"{self.url}/v1/models is no list of models: {error!r}") from error
+
+    async def first_model(self) -> str:
+        """The first that it lists."""
+        found = await self.models()
+        if not found:
+            raise ServerError("404", f"{self.url} serves no model")
+        return found[0]
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events of the answer to ``body``, posted to ``path``, up to [DONE].
+
+        Raises:
+            ServerError: no answer, one that is an error, one that tells an error, or one without its end.
+        """
+        try:
+            async with self._session.post(self.url + path, json=body) as response:
+                await _check(response)
+                async for event in events(response):
+                    if event.get("error"):
+                        raise ServerError("stream", _message(event))
+                    yield event
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._failure(error) from error
+        except ValueError as error:  # a line that is longer than the buffer
+            raise ServerError("stream", f"the answer cannot be read: {error}") from error
+
+    def _failure(self, error: Exception) -> ServerError:
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return ServerError("connection", f"no server answers at {self.url} ({error.strerror or error})")
+        if isinstance(error, aiohttp.ServerTimeoutError | TimeoutError):
+            return ServerError("timeout", "the answer took too long")
+        return ServerError("connection", f"the connection to {self.url} was lost: {error}")
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream up to [DONE]; ServerError where it ends before."""
+    async for line in response.content:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            try:
+                yield json.loads(data)
+            except ValueError:
+                raise ServerError("stream", f"an event is no JSON: {_short(data.decode(errors='replace'))}") from None
+    raise ServerError("cut off", "the stream ended before its end")
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    text = await response.text(errors="replace")
+    try:
+        text = _message(json.loads(text))
+    except ValueError:
+        text = _short(text)
+    raise ServerError(str(response.status), f"{response.status} {text or response.reason}")
+
+
+def _message(said: Any) -> str:
+    """What an error's JSON says, in the forms that servers have."""
+    error = said.get("error", said) if isinstance(said, dict) else said
+    found = error.get("message", error) if isinstance(error, dict) else error
+    return _short(str(found))
+
+
+def _short(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST_MESSAGE else f"{words[:_LONGEST_MESSAGE]} …"
