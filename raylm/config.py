@@ -165,6 +165,13 @@ class IngressConfig(Frozen):
     """Origins whose pages may call this server from a browser; '*' is any."""
     access_log: bool = False
     """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
+    slow_request_s: float | None = Field(None, ge=0)
+    """Write a line with its phases for each request that took longer, in seconds."""
+    otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s]+(/\S*)?$")
+    """URL of an OpenTelemetry collector, such as http://localhost:4318, to which spans of each request are sent by OTLP
+    over HTTP; needs `raylm[otel]`."""
+    otlp_content: bool = False
+    """Spans have prompts and answers too."""
     store: str | None = Field(None, min_length=1)
     """File (SQLite) of stored and background responses, ':memory:' for none; by default one by the application's name
     in ~/.local/state/raylm (or XDG_STATE_HOME)."""
@@ -172,6 +179,12 @@ class IngressConfig(Frozen):
     """Seconds that requests whose engine was lost wait for another one, on which they go on; longer than its start."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
     """Seconds that running streams get to end at shutdown."""
+
+    @model_validator(mode="after")
+    def _content_is_sent_somewhere(self) -> IngressConfig:
+        if self.otlp_content and self.otlp_endpoint is None:
+            raise ValueError("otlp_content: spans are sent nowhere; set otlp_endpoint too")
+        return self
 
     @property
     def has_keys(self) -> bool:
@@ -200,6 +213,8 @@ class Config(Frozen):
     """Form of tool calls: auto (by the chat template), none, or a parser's name."""
     reasoning_parser: str = "auto"
     """Form of reasoning before an answer: auto (by the chat template), none, or a parser's name."""
+    log_format: Literal["text", "json"] = "text"
+    """json: every line that RayLM's processes and `raylm serve` write is a JSON object."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()

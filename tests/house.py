@@ -44,6 +44,7 @@ BESIDE_THE_CORE = {
     "API description": ("ingress/http/openapi.py", "ingress/http/docs.py"),
     "tokenize endpoints": ("ingress/openai/tokenize.py",),
     "timelines and console": ("engine/timelines/", "frontend/timelines/", "ingress/console/"),
+    "OpenTelemetry": ("frontend/tracing/",),
     "recording and simulator": ("simulate/", "engine/recording/"),
     "numbers of engines": ("engine/deployment/", "engine/load_report.py"),
     "streams that go on": ("ingress/http/stream_ids.py",),

@@ -31,12 +31,14 @@ from raylm.ingress.http.gate import Gate
 from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted
 from raylm.ingress.openai.fields import Body
 from raylm.messages import ServiceLevel
+from raylm.stages import about
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
 _Callback = Callable[[], None]
 
 _ERROR_EVENT_TIMEOUT_S = 1.0
+_LONGEST_TRACE = 512  # characters; what is longer, vendors must not count on
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 # Seconds, as OpenAI's and Anthropic's clients announce their own time limits; what is no number is ignored.
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
@@ -75,8 +77,8 @@ class JSONEndpoint:
         key, path = scope.get("raylm.api_key"), str(scope["path"])
         if self.for_admins and key is not None and not key.admin:
             raise PermissionDeniedError("Only an API key of an admin may do this.")
-        name = scope.get("raylm.key", "")
-        with suppress(ClientDisconnectedError), self.timelines.request(scope["raylm.request_id"], name, path) as record:
+        request = scope["raylm.request_id"], scope.get("raylm.key", ""), path, _trace(Headers(scope=scope))
+        with suppress(ClientDisconnectedError), self.timelines.request(*request) as record:
             await self._answer(scope, receive, record.sending(send), record, key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, key: ApiKey | None) -> None:
@@ -119,6 +121,15 @@ class JSONEndpoint:
         if self.resumable:
             return (Posted(content, key, Headers(scope=scope).get(LAST_EVENT_ID, "")),)
         return (key,) if self.by_key else ()
+
+
+def _trace(headers: Headers) -> tuple[str, str] | None:
+    """The caller's span, as W3C's Trace Context has it: traceparent and tracestate."""
+    parent = headers.get("traceparent")
+    if parent is None or len(parent) > _LONGEST_TRACE:
+        return None
+    state = ",".join(headers.getlist("tracestate"))
+    return parent, state if len(state) <= _LONGEST_TRACE else ""
 
 
 @contextmanager
@@ -186,7 +197,7 @@ async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
     except Exception as error:
-        logger.warning("the connection to a client broke: %s", error)
+        logger.warning("the connection to a client broke: %s", error, extra=about("client.lost"))
     ongoing.interrupt(ClientDisconnectedError())
 
 
