@@ -56,5 +56,5 @@ class JSONTerminal(Terminal):
             print(json.dumps(fields), flush=True)
             return
         record = logging.LogRecord("raylm", level, "", 0, "%s", (text,), None)
-        record.__dict__.update(about(event, **values))  # type: ignore[arg-type]
+        record.__dict__.update(about(event, **values))
         print(self._formatter.format(record), flush=True)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from raylm.frontend.timelines.record import Record as Record
     from raylm.frontend.timelines.record import current_id as current_id
     from raylm.frontend.timelines.record import note_body as note_body
+    from raylm.frontend.timelines.record import note_call as note_call
+    from raylm.frontend.timelines.record import trace_of as trace_of
     from raylm.frontend.timelines.ring import Filter as Filter
     from raylm.frontend.timelines.ring import Timelines as Timelines
     from raylm.frontend.types import ChatRequest as ChatRequest
@@ -64,7 +66,7 @@ _MODULES = {
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),
     "timelines.observers": ("check_observers", "open_observers"),
-    "timelines.record": ("Record", "current_id", "note_body"),
+    "timelines.record": ("Record", "current_id", "note_body", "note_call", "trace_of"),
     "timelines.ring": ("Filter", "Timelines"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }

@@ -177,6 +177,20 @@ class Record:
 
 
 CURRENT: ContextVar[Record | None] = ContextVar("current_record", default=None)
+BY_HANDLE: ContextVar[tuple[str, Trace]] = ContextVar("call_by_handle", default=("handle", None))
+LONGEST_TRACE = 512  # characters of a tracestate; what is longer, vendors must not count on
+
+
+def trace_of(traceparent: str | None, tracestate: str) -> Trace:
+    """The span of a caller, as W3C's Trace Context has it; a traceparent that cannot be one is left out."""
+    if traceparent is None or len(traceparent) > LONGEST_TRACE:
+        return None
+    return traceparent, tracestate if len(tracestate) <= LONGEST_TRACE else ""
+
+
+def note_call(path: str, trace: Trace) -> None:
+    """What the call by handle that this task serves asks for: the ``path`` of its record, and its caller's span."""
+    BY_HANDLE.set((path, trace))
 
 
 def current_id() -> str:

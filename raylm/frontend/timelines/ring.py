@@ -14,7 +14,7 @@ import orjson
 
 from raylm.errors import RayLMError
 from raylm.frontend.timelines.describe import Raw, summary
-from raylm.frontend.timelines.record import CURRENT, Clock, Part, Record, Trace
+from raylm.frontend.timelines.record import BY_HANDLE, CURRENT, Clock, Part, Record, Trace
 
 Cancel = Callable[[RayLMError], None]
 
@@ -26,9 +26,6 @@ class RequestObserver(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Bring to its end what was begun, on any thread."""
-
-
-_BY_HANDLE = "handle"  # the path of requests that did not come over HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class Timelines:
     def part(self, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
         """A prompt of the current request; without one it is a request of its own, as those by handle are."""
         current = CURRENT.get()
-        record = current or self._open(request_id, "", _BY_HANDLE)
+        record = current or self._open(request_id, "", *BY_HANDLE.get())
         record.model = record.model or model
         if record.cancel is None:
             record.cancel = cancel

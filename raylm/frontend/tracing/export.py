@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import orjson
 from opentelemetry.context import Context
@@ -20,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from raylm.config import Config
 from raylm.frontend.timelines.describe import Raw
-from raylm.frontend.timelines.record import Record
+from raylm.frontend.timelines.record import Part, Record, Trace
 from raylm.frontend.tracing.spans import Attributes, SpanData, request_spans
 from raylm.stages import about
 from raylm.version import VERSION
@@ -29,6 +30,7 @@ logger = logging.getLogger("raylm.frontend")
 
 PATH = "/v1/traces"
 MAX_WAITING = 1000  # ended requests
+MAX_WAITING_WITH_TEXT = 100  # they keep their token ids
 BATCH_REQUESTS = 32  # some 300 spans
 BATCH_S = 1.0
 _LAST_JOIN_S = 0.5
@@ -51,14 +53,15 @@ class SpanExport:
         resource: Resource,
         collector: str = "",
         text_of: TextOf | None = None,
-        max_waiting: int = MAX_WAITING,
+        max_waiting: int | None = None,
     ) -> None:
         """``collector`` is its name in the log; with ``text_of`` tokens the spans have prompts and answers."""
+        most = MAX_WAITING if text_of is None else MAX_WAITING_WITH_TEXT
         self.lost = 0
         self._exporter = exporter
         self._collector = collector
         self._text_of = text_of
-        self._waiting: queue.Queue[tuple[Raw, Record] | None] = queue.Queue(max_waiting)
+        self._waiting: queue.Queue[_Ended | None] = queue.Queue(max_waiting or most)
         self._is_taking = True
         self._ended = _EndedSpans()
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -70,8 +73,9 @@ class SpanExport:
         self._thread.start()
 
     def __call__(self, raw: Raw, record: Record) -> None:
+        ended = _Ended(raw, record.trace, None if self._text_of is None else record.parts)
         try:
-            self._waiting.put_nowait((raw, record))
+            self._waiting.put_nowait(ended)
         except queue.Full:
             self.lost += 1
 
@@ -101,13 +105,15 @@ class SpanExport:
             is_open = ended[-1] is not None
             self._send([one for one in ended if one is not None])
 
-    def _send(self, requests: list[tuple[Raw, Record]]) -> None:
-        for raw, record in requests:
+    def _send(self, requests: list[_Ended]) -> None:
+        for ended in requests:
             try:
-                self._trace(raw, record)
+                self._trace(ended)
             except Exception:  # of any class: the others are to be sent
                 self.lost += 1
-                logger.exception("request %s: no spans could be made of it", record.id, extra=about("otlp", record.id))
+                request_id = ended.raw["id"]
+                failed = about("otlp.failed", request_id)
+                logger.exception("request %s: no spans could be made of it", request_id, extra=failed)
             time.sleep(0)  # the event loop may go on
         if not (spans := self._ended.take()):
             return
@@ -135,16 +141,15 @@ class SpanExport:
             extra=about("otlp.refused"),
         )
 
-    def _trace(self, raw: Raw, record: Record) -> None:
+    def _trace(self, ended: _Ended) -> None:
         """Make its spans, which end in ``_ended`` if they are sampled."""
         context = Context()
-        if record.trace is not None:
-            traceparent, tracestate = record.trace
-            headers = {"traceparent": traceparent, "tracestate": tracestate}
+        if ended.trace is not None:
+            headers = dict(zip(("traceparent", "tracestate"), ended.trace, strict=True))
             context = TraceContextTextMapPropagator().extract(headers, context)
-        data, phases = request_spans(raw)
-        if self._text_of is not None:
-            data.attributes.update(_content(record, self._text_of))
+        data, phases = request_spans(ended.raw)
+        if self._text_of is not None and ended.parts is not None:
+            data.attributes.update(_content(ended.parts, self._text_of))
         span = self._tracer.start_span(
             data.name, context, SpanKind.SERVER, data.attributes, start_time=_nanoseconds(data.start)
         )
@@ -163,6 +168,14 @@ class SpanExport:
         start = _nanoseconds(phase.start)
         child = self._tracer.start_span(phase.name, inside, attributes=phase.attributes, start_time=start)
         child.end(_nanoseconds(phase.end))
+
+
+class _Ended(NamedTuple):
+    """A request that waits to be sent; of its parts only what is to be told."""
+
+    raw: Raw
+    trace: Trace
+    parts: list[Part] | None
 
 
 class _EndedSpans(SpanProcessor):
@@ -194,10 +207,10 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _content(record: Record, text_of: TextOf) -> Attributes:
+def _content(parts: list[Part], text_of: TextOf) -> Attributes:
     """Prompts and answers as the model read and wrote them, with the special tokens of its template."""
     asked, answered = [], []
-    for part in record.parts:
+    for part in parts:
         if part.request is None:
             continue
         asked.append(_message("user", text_of(part.request.prompt_token_ids)))

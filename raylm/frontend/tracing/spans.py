@@ -22,6 +22,8 @@ _OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "handle/chat": "chat",
+    "handle/completions": "text_completion",
 }
 _CLIENT_LEFT = "client_left"
 _REQUEST_FIELDS = ("max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty")

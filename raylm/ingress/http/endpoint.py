@@ -23,6 +23,7 @@ from raylm.frontend import (
     Record,
     Timelines,
     note_body,
+    trace_of,
 )
 from raylm.ingress.http.body import JSONObject, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
@@ -38,7 +39,6 @@ Answer = bytes | list[bytes] | Chunks
 _Callback = Callable[[], None]
 
 _ERROR_EVENT_TIMEOUT_S = 1.0
-_LONGEST_TRACE = 512  # characters; what is longer, vendors must not count on
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 # Seconds, as OpenAI's and Anthropic's clients announce their own time limits; what is no number is ignored.
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
@@ -77,7 +77,9 @@ class JSONEndpoint:
         key, path = scope.get("raylm.api_key"), str(scope["path"])
         if self.for_admins and key is not None and not key.admin:
             raise PermissionDeniedError("Only an API key of an admin may do this.")
-        request = scope["raylm.request_id"], scope.get("raylm.key", ""), path, _trace(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        trace = trace_of(headers.get("traceparent"), ",".join(headers.getlist("tracestate")))
+        request = scope["raylm.request_id"], scope.get("raylm.key", ""), path, trace
         with suppress(ClientDisconnectedError), self.timelines.request(*request) as record:
             await self._answer(scope, receive, record.sending(send), record, key)
 
@@ -121,15 +123,6 @@ class JSONEndpoint:
         if self.resumable:
             return (Posted(content, key, Headers(scope=scope).get(LAST_EVENT_ID, "")),)
         return (key,) if self.by_key else ()
-
-
-def _trace(headers: Headers) -> tuple[str, str] | None:
-    """The caller's span, as W3C's Trace Context has it: traceparent and tracestate."""
-    parent = headers.get("traceparent")
-    if parent is None or len(parent) > _LONGEST_TRACE:
-        return None
-    state = ",".join(headers.getlist("tracestate"))
-    return parent, state if len(state) <= _LONGEST_TRACE else ""
 
 
 @contextmanager

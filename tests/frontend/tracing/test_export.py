@@ -16,11 +16,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.resources import Resource
 
 from raylm.config import Config
-from raylm.frontend import open_observers
+from raylm.errors import InvalidRequestError
+from raylm.frontend import Lifecycle, open_observers
 from raylm.frontend.timelines.describe import PHASES
 from raylm.frontend.timelines.ring import Timelines
 from raylm.frontend.tracing import export
 from raylm.frontend.tracing.export import SpanExport, traces_url
+from raylm.ingress.handle_calls import HandleCalls
 from raylm.version import VERSION
 from tests.frontend.tracing.collector import Collector, values
 from tests.ingress.console.test_requests import Stack
@@ -137,6 +139,21 @@ async def test_the_caller_is_the_parent_and_its_flag_decides(collector: Collecto
     assert second.parent_span_id == b""
     assert second.trace_id.hex() != TRACE
     assert len(collector.spans) == 2 + len(collector.children(first)) + len(collector.children(second))
+
+
+async def test_calls_by_handle_have_parents_too(collector: Collector) -> None:
+    async with traced(collector) as stack:
+        calls = HandleCalls(stack.llm, stack.config, Lifecycle(8))
+        fields = {"max_tokens": 2, **SAMPLED}
+        await calls.whole(calls.completion("Say", None, dict(fields)))
+        messages = [{"role": "user", "content": "Hi"}]
+        assert [output async for output in calls.stream(calls.conversation(messages, None, {"max_tokens": 2}))]
+        with pytest.raises(InvalidRequestError) as refused:
+            await calls.whole(calls.completion("Say", None, {"traceparent": 5}))
+        assert refused.value.param == "traceparent"
+    first, second = sorted(collector.roots, key=lambda span: span.start_time_unix_nano)
+    assert (first.name, first.trace_id.hex(), first.parent_span_id.hex()) == ("text_completion embedded", TRACE, PARENT)
+    assert (second.name, second.parent_span_id) == ("chat embedded", b"")
 
 
 async def test_a_refusal_is_the_callers_and_a_failure_is_ours(collector: Collector) -> None:
