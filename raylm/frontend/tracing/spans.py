@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from raylm.frontend.timelines.describe import PHASES, Raw, timeline
+from raylm.frontend.timelines.describe import Raw, timeline
 
 Attributes = dict[str, str | bool | int | float | list[str]]
 
@@ -39,7 +39,7 @@ class SpanData:
     name: str
     start: float
     end: float
-    attributes: Attributes
+    attributes: Attributes = field(default_factory=dict)
     events: list[tuple[str, float, Attributes]] = field(default_factory=list)
     error: str = ""
 
@@ -141,5 +141,4 @@ def _events(raw: Raw) -> Iterator[tuple[str, float, Attributes]]:
 
 def _phase(raw: Raw, phase: dict[str, Any]) -> SpanData:
     start = raw["received"] + phase["start_s"]
-    name = phase["phase"]
-    return SpanData(name, start, start + phase["seconds"], {"raylm.phase": PHASES[name]})
+    return SpanData(phase["phase"], start, start + phase["seconds"])
