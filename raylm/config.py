@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -167,7 +168,7 @@ class IngressConfig(Frozen):
     """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
     slow_request_s: float | None = Field(None, ge=0)
     """Write a line with its phases for each request that took longer, in seconds."""
-    otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s]+(/\S*)?$")
+    otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector, such as http://localhost:4318, to which spans of each request are sent by OTLP
     over HTTP; needs `raylm[otel]`."""
     otlp_content: bool = False
@@ -181,7 +182,9 @@ class IngressConfig(Frozen):
     """Seconds that running streams get to end at shutdown."""
 
     @model_validator(mode="after")
-    def _content_is_sent_somewhere(self) -> IngressConfig:
+    def _spans_can_be_sent(self) -> IngressConfig:
+        if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL such as http://localhost:4318")
         if self.otlp_content and self.otlp_endpoint is None:
             raise ValueError("otlp_content: spans are sent nowhere; set otlp_endpoint too")
         return self

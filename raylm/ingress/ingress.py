@@ -228,8 +228,8 @@ class Ingress:
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(routed_for_s() + _LEAVE_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
-        await self._llm.timelines.close(_LAST_SPANS_S)
         await self._state.close()
+        await self._llm.timelines.close(_LAST_SPANS_S)
 
     def __del__(self) -> None:
         """Serve calls this when no request is left: engines that drain need not wait for this client."""
