@@ -16,6 +16,7 @@ from raylm import checkpoint
 from raylm.config import Config, EngineConfig, ReplicaRange, faults
 from raylm.engine import SUPERVISOR_CPUS, Engine, EnginePolicy, Targets, drain_limit_s, placement_bundles
 from raylm.errors import ConfigError
+from raylm.frontend import check_observers
 from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
 
 INGRESS_CPUS = 0.1
@@ -37,6 +38,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
     config = _checked(config)
     checkpoint.resolve(config.model, config.revision)
     read_keys(config.ingress)
+    check_observers(config)
     gpus = _gpus(config)
     deployment = functools.partial(
         serve.deployment,

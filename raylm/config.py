@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -167,6 +168,13 @@ class IngressConfig(Frozen):
     """Origins whose pages may call this server from a browser; '*' is any."""
     access_log: bool = False
     """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
+    slow_request_s: float | None = Field(None, ge=0)
+    """Write a line with its phases for each request that took longer, in seconds."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector, such as http://localhost:4318, to which spans of each request are sent by OTLP
+    over HTTP; needs `raylm[otel]`."""
+    otlp_content: bool = False
+    """Spans have prompts and answers too."""
     store: str | None = Field(None, min_length=1)
     """File (SQLite) of stored and background responses, ':memory:' for none; by default one by the application's name
     in ~/.local/state/raylm (or XDG_STATE_HOME)."""
@@ -174,6 +182,14 @@ class IngressConfig(Frozen):
     """Seconds that requests wait for another engine where the last one was lost; longer than an engine's start."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
     """Seconds that running streams get to end at shutdown."""
+
+    @model_validator(mode="after")
+    def _spans_can_be_sent(self) -> IngressConfig:
+        if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL such as http://localhost:4318")
+        if self.otlp_content and self.otlp_endpoint is None:
+            raise ValueError("otlp_content: spans are sent nowhere; set otlp_endpoint too")
+        return self
 
     @property
     def has_keys(self) -> bool:
@@ -202,6 +218,8 @@ class Config(Frozen):
     """Form of tool calls: auto (by the chat template), none, or a parser's name."""
     reasoning_parser: str = "auto"
     """Form of reasoning before an answer: auto (by the chat template), none, or a parser's name."""
+    log_format: Literal["text", "json"] = "text"
+    """json: every line that RayLM's processes and `raylm serve` write is a JSON object."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()

@@ -18,7 +18,7 @@ P = TypeVar("P", SamplingParams, PoolingParams)
 Prompt = str | list[int]
 Conversation = list[dict[str, Any]]
 
-_SERVERS = ("ingress.", "engine.replicas", "engine.num_cpus", "tool_parser", "reasoning_parser")
+_SERVERS = ("ingress.", "engine.replicas", "engine.num_cpus", "tool_parser", "reasoning_parser", "log_format")
 _VLLM_ARGUMENTS = {
     "sampling_params": "params",
     "pooling_params": "params",

@@ -1,21 +1,137 @@
-"""Stage lines: how actors tell the person at the terminal what they have decided, and how the terminal finds it."""
+"""Lines: how every process writes what happens, as text or JSON, and how the terminal finds what it tells at start."""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from typing import Literal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 Kind = Literal["stage", "error"]
+Format = Literal["text", "json"]
 
+_LOGGER = "raylm"  # whose children all loggers of the package are
 _LINE = re.compile(r"\[raylm (stage|error)\] (\S+)\s+(.*)")
+_JSON_BEGINS = '{"ts": '
 
 
-def report(kind: Kind, stage: str, text: str) -> None:
-    """Write one line to this process's stdout; Ray carries it to the driver, with a prefix of its own."""
-    print(f"[raylm {kind}] {stage:8} {' '.join(text.split())}", flush=True)
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who writes: what kind of process, and the application and the engine that it serves, if there is one."""
+
+    process: str
+    application: str = ""
+    engine: str = ""
+
+
+def about(event: str, request_id: str = "", **values: object) -> dict[str, object]:
+    """The ``extra`` of a call of a logger: what happened, to which request, and what JSON has of it as fields."""
+    return {"event": event, "request_id": request_id, "values": values}
+
+
+class LineFormatter(logging.Formatter):
+    """A line with ts (UTC), level, process, application, engine, request_id, event and message.
+
+    Of errors of a request the traceback is without their messages, which may hold a part of a prompt.
+    """
+
+    def __init__(self, kind: Format, source: Source, request_id: Callable[[], str] = str) -> None:
+        """``request_id`` tells the one that is served now, where a call does not name any."""
+        super().__init__()
+        self.is_json = kind == "json"
+        self._source = source
+        self._request_id = request_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        """``record`` may have what ``about`` makes."""
+        given = record.__dict__
+        milliseconds = int(record.created * 1000)
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
+        fields: dict[str, Any] = {
+            "ts": f"{at}.{milliseconds % 1000:03}Z",
+            "level": record.levelname,
+            "process": self._source.process,
+            "application": self._source.application,
+            "engine": self._source.engine,
+            "request_id": given.get("request_id") or self._request_id(),
+            "event": given.get("event") or record.name.removeprefix(f"{_LOGGER}."),
+            "message": " ".join(record.getMessage().split()),
+        }
+        error = record.exc_info[1] if record.exc_info else None
+        told = "" if error is None else _traceback(error, with_messages=not fields["request_id"])
+        if self.is_json:
+            return json.dumps(fields | given.get("values", {}) | ({"traceback": told} if told else {}), default=str)
+        who = "/".join(filter(None, (fields["process"], fields["application"], fields["engine"])))
+        request = f" request={fields['request_id']}" if fields["request_id"] else ""
+        line = f"{fields['ts']} {fields['level']} {who} {fields['event']}{request}: {fields['message']}"
+        return f"{line}\n{told}" if told else line
+
+
+def _traceback(error: BaseException, *, with_messages: bool) -> str:
+    if with_messages:
+        return "".join(traceback.format_exception(error)).rstrip()
+    found: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        found = [*traceback.format_tb(cause.__traceback__), f"{type(cause).__qualname__}\n", *found]
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "".join(found).rstrip()
+
+
+class _Lines(logging.Handler):
+    """Writes to this process's stdout; Ray carries it to the driver, with a prefix of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), flush=True)
+        except Exception:  # as logging's own handlers do
+            self.handleError(record)
+
+
+def configure_logs(kind: Format, source: Source, request_id: Callable[[], str] = str) -> None:
+    """From now on this process's loggers write lines, for an actor to call when it begins."""
+    logger = logging.getLogger(_LOGGER)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
+        logger.removeHandler(handler)
+    lines = _Lines()
+    lines.setFormatter(LineFormatter(kind, source, request_id))
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def report(kind: Kind, stage: str, text: str, request_id: str = "") -> None:
+    """Write one line that the terminal shows: what an actor has decided at start, or why it cannot."""
+    text = " ".join(text.split())
+    for handler in logging.getLogger(_LOGGER).handlers:
+        if isinstance(handler.formatter, LineFormatter) and handler.formatter.is_json:
+            level = logging.ERROR if kind == "error" else logging.INFO
+            names = {"name": _LOGGER, "levelno": level, "levelname": logging.getLevelName(level)}
+            handler.handle(logging.makeLogRecord(names | {"msg": text} | about(f"{kind}.{stage}", request_id)))
+            return
+    print(f"[raylm {kind}] {stage:8} {text}", flush=True)
 
 
 def parse(line: str) -> tuple[Kind, str, str] | None:
     """(kind, stage, text) of a line that ``report`` wrote, wherever in the line it begins; else None."""
+    if (fields := parse_json(line)) is not None:
+        kind, _, stage = str(fields["event"]).partition(".")
+        return (kind, stage, str(fields["message"])) if kind in ("stage", "error") and stage else None  # type: ignore[return-value]
     found = _LINE.search(line)
     return (found[1], found[2], found[3]) if found else None  # type: ignore[return-value]
+
+
+def parse_json(line: str) -> dict[str, Any] | None:
+    """The fields of a line of a LineFormatter for JSON, wherever in the line it begins; else None."""
+    at = line.find(_JSON_BEGINS)
+    if at < 0:
+        return None
+    try:
+        found = json.loads(line[at:])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "event" in found and "message" in found else None

@@ -67,6 +67,10 @@ EXTRAS = {
         paths=("raylm/frontend/answers/tool_parsers", "tests/frontend/answers/tool_parsers"),
         lines={"raylm/frontend/answers/tool_calls.py": ("raylm.frontend.answers.tool_parsers.",)},
     ),
+    "otel": Extra(
+        paths=("raylm/frontend/tracing", "tests/frontend/tracing"),
+        lines={"raylm/frontend/timelines/observers.py": ('"otlp": "raylm.frontend.tracing',)},
+    ),
     "quantization": Extra(
         paths=("raylm/models/quantization", "tests/models/quantization"),
         lines={"raylm/models/registry.py": ("raylm.models.quantization",)},

@@ -312,6 +312,7 @@ def test_knobs_have_short_names_and_vllms(path: Path) -> None:
         ({"max_queued_requests": 4}, "ingress.max_queued_requests: it is a server's, and does nothing for an LLM."),
         ({"engine": {"replicas": 2}}, "engine.replicas: it is a server's, and does nothing for an LLM."),
         ({"tool_parser": "hermes"}, "tool_parser: it is a server's, and does nothing for an LLM."),
+        ({"log_format": "json"}, "log_format: it is a server's, and does nothing for an LLM."),
     ],
 )
 def test_wrong_knobs_are_refused_in_one_line(given: dict[str, Any], said: str) -> None:

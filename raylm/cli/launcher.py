@@ -19,10 +19,12 @@ from raylm.checkpoint import resolve
 from raylm.cli.serve_file import ServedApplication, ServedFile
 from raylm.cli.serve_process import ServeProcess, claim_port, port_is_free
 from raylm.cli.start_checks import check_cluster, check_machine, ray_address
+from raylm.cli.terminal import JSONTerminal, Terminal
 from raylm.config import Config, IngressConfig
 from raylm.errors import ConfigError
+from raylm.frontend import check_observers
 from raylm.models import check_checkpoint
-from raylm.stages import parse
+from raylm.stages import Kind, parse
 
 TEARDOWN_S = 7.0
 KILL_S = 2.0
@@ -56,6 +58,8 @@ class Launcher:
         }
         self._waited_for = {application.name for application in served.applications}
         self._started = time.monotonic()
+        is_json = any(config.log_format == "json" for config in served.configs())
+        self._terminal = JSONTerminal() if is_json else Terminal()
         self._signals = 0
         self._ready = False
         self._failure: str | None = None
@@ -77,6 +81,7 @@ class Launcher:
                 raise ConfigError(f"http_options.port: something listens on port {served.port} already.")
         for config in served.configs():
             check_checkpoint(resolve(config.model, config.revision))
+            check_observers(config)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self._report("config", f"RayLM {__version__}, {served.source}: {'; '.join(map(_describe, served.configs()))}")
@@ -156,15 +161,15 @@ class Launcher:
     def _handle_line(self, line: str) -> None:
         from_actor = _OUR_ACTORS.search(line)
         if self._settings.verbose:
-            print(line, flush=True)
+            self._terminal.verbose(line)
         if stage_line := parse(line):
-            self._handle_stage(*stage_line)
+            self._handle_stage(*stage_line, line)
         elif from_actor and self._ready and not self._signals and not self._settings.verbose:
-            print(from_actor[1], flush=True)
+            self._terminal.output(line, from_actor[1])
         else:
             self._hidden.append(line)
 
-    def _handle_stage(self, kind: str, stage: str, text: str) -> None:
+    def _handle_stage(self, kind: Kind, stage: str, text: str, line: str = "") -> None:
         if self._failure is not None:
             return  # what follows from it
         if kind == "error" and stage == "config" and not self._ready:
@@ -172,7 +177,7 @@ class Launcher:
             return
         if kind == "error" and stage == "serve":
             self._fail("the server ends; the reason is above")
-        self._report(stage, text)
+        self._report(stage, text, kind, line)
         if stage == "running":
             self._waited_for.discard(text.partition(" at ")[0])
         if kind == "error" and not self._ready:
@@ -180,7 +185,7 @@ class Launcher:
 
     def _fail(self, failure: str) -> None:
         if not self._settings.verbose:
-            print("\n".join(self._hidden), flush=True)
+            self._terminal.output("\n".join(self._hidden))
         self._failure = failure
 
     def _is_healthy(self, application: ServedApplication) -> bool:
@@ -195,9 +200,9 @@ class Launcher:
         except OSError:
             return False
 
-    def _report(self, stage: str, text: str) -> None:
+    def _report(self, stage: str, text: str, kind: Kind = "stage", line: str = "") -> None:
         self._reported.add(stage)
-        print(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}", flush=True)
+        self._terminal.stage(kind, stage, text, line)
 
 
 def _describe(config: Config) -> str:

@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from raylm.config import Config
+from raylm.engine.deployment.names import EngineName
 from raylm.engine.engine_core import EngineCore
 from raylm.engine.liveness.heartbeats import send_heartbeats
 from raylm.engine.liveness.leases import PERIOD_S, Leases
@@ -22,6 +23,7 @@ from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, EngineSnapshot, EngineStats, LoRAAdapter
+from raylm.stages import Source, about, configure_logs
 
 logger = logging.getLogger("raylm.engine")
 
@@ -38,6 +40,8 @@ class EngineCoreActor:
     def __init__(
         self, config: Config, engine_id: str, workers: list[ActorHandle], heartbeats: str | None = None
     ) -> None:
+        own = EngineName.parse(ray.get_runtime_context().get_actor_name() or "")
+        configure_logs(config.log_format, Source("engine core", own.app_name if own else "", engine_id))
         if heartbeats is not None:
             send_heartbeats(heartbeats, ENGINE_CORE)
         self._core = EngineCore(config, _executor(config, workers))
@@ -62,7 +66,7 @@ class EngineCoreActor:
             self._lost = True
             if isinstance(error.__cause__, RayActorError):
                 return error.message
-            logger.error("the engine failed", exc_info=error)
+            logger.error("the engine failed", exc_info=error, extra=about("engine.failed"))
             return error.message
         finally:
             leases.cancel()
@@ -86,7 +90,9 @@ class EngineCoreActor:
                 collected_at = steps
             for client_id in self._leases.expired():
                 if requests := self._core.scheduler.open_requests(client_id):
-                    logger.warning("an ingress is gone; its %d open requests end", len(requests))
+                    logger.warning(
+                        "an ingress is gone; its %d open requests end", len(requests), extra=about("ingress.lost")
+                    )
                 self._core.drop_client(client_id)
 
     async def drain(self) -> None:

@@ -19,6 +19,7 @@ from raylm.engine.model_executor import ModelExecutor
 from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from raylm.stages import Source, configure_logs
 from raylm.worker import Worker
 
 T = TypeVar("T")
@@ -63,7 +64,10 @@ class WorkerActor(Worker):
     threads: while one step computes, the next one waits unpacked, and the result of the last one is being packed.
     """
 
-    def __init__(self, config: Config, rank: int = 0, heartbeats: str | None = None) -> None:
+    def __init__(
+        self, config: Config, rank: int = 0, heartbeats: str | None = None, source: Source | None = None
+    ) -> None:
+        configure_logs(config.log_format, source or Source("worker"))
         if heartbeats is not None:
             send_heartbeats(heartbeats, worker_name(config, rank))
         prepare_process()
@@ -93,13 +97,20 @@ def worker_name(config: Config, rank: int) -> str:
     return "worker" if config.engine.tensor_parallel_size == 1 else f"worker of rank {rank}"
 
 
-def create_worker(config: Config, rank: int = 0, heartbeats: str | None = None, **options: Any) -> ActorHandle:
+def create_worker(
+    config: Config, rank: int = 0, heartbeats: str | None = None, engine: tuple[str, str] = ("", ""), **options: Any
+) -> ActorHandle:
     """Start one worker process, which is never restarted, as its state is lost.
 
-    ``heartbeats`` is the path of its HeartbeatMonitor; ``options`` are Ray's (resources, placement).
+    ``heartbeats`` is the path of its HeartbeatMonitor, ``engine`` the names of its application and engine in the log;
+    ``options`` are Ray's (resources, placement).
     """
     options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": WORKER_THREADS}
-    return ray.remote(WorkerActor).options(**options).remote(config, rank, heartbeats)
+    return (
+        ray.remote(WorkerActor)
+        .options(**options)
+        .remote(config, rank, heartbeats, Source(worker_name(config, rank), *engine))
+    )
 
 
 class RayExecutor(ModelExecutor):

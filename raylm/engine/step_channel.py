@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, cast
 
 from raylm.errors import EngineCrashedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
+from raylm.stages import about
 
 Output = Callable[[], ModelRunnerOutput]  # waits for what a step drew
 
@@ -135,7 +136,7 @@ class StepClient(asyncio.Protocol):
         error: Exception = ConnectionError("the worker has hung up")
         if self._received.startswith(_FATAL):
             told = self._received.decode(errors="replace").strip()
-            logger.error("the worker crashed\n%s", told)
+            logger.error("the worker crashed\n%s", told, extra=about("worker.crashed", traceback=told))
             error = EngineCrashedError(f"The worker crashed: {told.splitlines()[0]}")
         for waiting in self._waiting:
             if not waiting.done():

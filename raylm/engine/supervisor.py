@@ -25,7 +25,7 @@ from raylm.engine.load_report import PERIOD_S, LoadReport, Pace
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
 from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
-from raylm.stages import report
+from raylm.stages import Source, configure_logs, report
 from raylm.worker import available_memory
 
 SUPERVISOR_CPUS = 0.1
@@ -61,7 +61,9 @@ class EngineProcesses:
         _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
         self._monitor = HeartbeatMonitor([ENGINE_CORE, *(worker_name(config, rank) for rank in range(len(workers)))])
         path = self._monitor.path
-        self._workers = [create_worker(config, rank, path, **options) for rank, options in enumerate(workers)]
+        own = EngineName.parse(name)
+        names = ("" if own is None else own.app_name, engine_id)
+        self._workers = [create_worker(config, rank, path, names, **options) for rank, options in enumerate(workers)]
         self._core = create_engine_core(config, name, engine_id, self._workers, path, **core)
 
     async def start(self) -> EngineInfo:
@@ -158,6 +160,7 @@ class Engine:
         self._replica = context.replica_tag
         self._incarnation = 0
         self._watch: asyncio.Task[None] | None = None
+        configure_logs(config.log_format, Source("engine", self._app_name, self._replica))
         await asyncio.to_thread(self._check_memory)
         self._processes, info = await self._launch()
         _report(info, self._title)

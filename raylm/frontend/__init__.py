@@ -35,8 +35,13 @@ if TYPE_CHECKING:
     from raylm.frontend.threads import offload as offload
     from raylm.frontend.timelines.describe import timeline as timeline
     from raylm.frontend.timelines.describe import trace as trace
+    from raylm.frontend.timelines.observers import check_observers as check_observers
+    from raylm.frontend.timelines.observers import open_observers as open_observers
     from raylm.frontend.timelines.record import Record as Record
+    from raylm.frontend.timelines.record import current_id as current_id
     from raylm.frontend.timelines.record import note_body as note_body
+    from raylm.frontend.timelines.record import note_call as note_call
+    from raylm.frontend.timelines.record import trace_of as trace_of
     from raylm.frontend.timelines.ring import Filter as Filter
     from raylm.frontend.timelines.ring import Timelines as Timelines
     from raylm.frontend.types import ChatRequest as ChatRequest
@@ -60,7 +65,8 @@ _MODULES = {
     "state.messages": ("KeyLimits",),
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),
-    "timelines.record": ("Record", "note_body"),
+    "timelines.observers": ("check_observers", "open_observers"),
+    "timelines.record": ("Record", "current_id", "note_body", "note_call", "trace_of"),
     "timelines.ring": ("Filter", "Timelines"),
     "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }

@@ -262,6 +262,10 @@ class AsyncLLM:
         """The text of ``ids``, special tokens included."""
         return await self._tokenizer.decode(ids)
 
+    def text_of(self, ids: list[int]) -> str:
+        """As ``detokenize``, for ids of this model and on the calling thread."""
+        return self._tokenizer.decode_now(ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 

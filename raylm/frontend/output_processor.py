@@ -20,6 +20,7 @@ from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
 from raylm.frontend.timelines.record import Part, Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
@@ -250,7 +251,12 @@ class OutputProcessor:
         except Exception as error:
             known = error if isinstance(error, RayLMError) else RayLMError("The answer could not be decoded.")
             if known is not error:
-                logger.exception("request %s: its tokens could not be made text", opened.request.request_id)
+                request_id = opened.request.request_id
+                logger.exception(
+                    "request %s: its tokens could not be made text",
+                    request_id,
+                    extra=about("request.failed", request_id),
+                )
             opened.fail(known)
             self._count_unfinished(opened, "error")
             return range(len(opened.texts))

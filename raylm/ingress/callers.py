@@ -11,6 +11,7 @@ import ray
 from ray import ObjectRef
 
 from raylm.frontend import ClientDisconnectedError, OngoingRequest
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.ingress")
 
@@ -61,7 +62,7 @@ class Callers:
             try:
                 missing = await asyncio.to_thread(self._silent, asked)
             except Exception as error:
-                logger.warning("it is not known whether callers by handle are alive: %s", error)
+                logger.warning("it is not known whether callers by handle are alive: %s", error, extra=about("callers"))
                 continue
             for caller in missing & missed:
                 for ongoing in self._requests.get(caller, ()):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
-from raylm.frontend import Lifecycle, Place
+from raylm.frontend import Lifecycle, Place, note_call, trace_of
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
@@ -37,6 +37,16 @@ _OF_HTTP = frozenset({
 })  # fmt: skip
 # Fields of bodies that say how to sample, beside those that SamplingParams has by the same names.
 _OF_SAMPLING = frozenset({"best_of", "max_completion_tokens", "response_format", "top_logprobs"})
+
+
+# The paths of calls in timelines.
+_PATHS: dict[type[RequestBody], str] = {
+    CompletionRequest: "handle/completions",
+    ChatCompletionRequest: "handle/chat",
+    EmbeddingRequest: "handle/embeddings",
+    ScoreRequest: "handle/score",
+    RerankRequest: "handle/rerank",
+}
 
 
 class HandleCalls:
@@ -131,11 +141,20 @@ class HandleCalls:
 
     async def _read(self, body: type[B], fields: JSONObject) -> B:
         given = {name: value for name, value in fields.items() if value is not None}
+        parent, state = (_header(given, name) for name in ("traceparent", "tracestate"))
+        note_call(_PATHS[body], trace_of(parent or None, state))
         for name in given:
             if name in _OF_HTTP:
                 message = f"'{name}' says how an answer over HTTP is written; calls by handle do not have it."
                 raise UnsupportedFieldError(message, param=name)
         return await body.read({"model": self._llm.model_name} | given)
+
+
+def _header(given: JSONObject, name: str) -> str:
+    """Take out what a client of HTTP would say in a header."""
+    if not isinstance(value := given.pop(name, ""), str):
+        raise InvalidRequestError(f"'{name}' must be a str.", param=name)
+    return value
 
 
 def _name(body: RequestBody) -> str:

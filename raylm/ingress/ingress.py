@@ -22,7 +22,7 @@ from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
 from raylm.ray_private import raylm_actors, routed_for_s, shared_secret, stop_flag
-from raylm.stages import report
+from raylm.stages import Source, about, configure_logs, report
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput, StateClient
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("raylm.ingress")
 
 _POLL_S = 0.1
+_LAST_SPANS_S = 2.0  # for observers of requests to tell of the last ones
 _LEAVE_S = 0.5  # for proxies to forget this replica, beyond the time that Serve itself gives them
 
 # Actors that all replicas share where there are several, by the name under which the app knows them.
@@ -67,13 +68,24 @@ class Ingress:
         It ends when there is an engine. So an update takes away the old replicas, and with them what they serve, only
         when new ones can answer.
         """
-        from raylm.frontend import Admission, AsyncLLM, Discovery, RemoteState, StateClient  # building need not wait
+        from raylm.frontend import (  # building need not wait for them
+            Admission,
+            AsyncLLM,
+            Discovery,
+            RemoteState,
+            StateClient,
+            check_observers,
+            current_id,
+            open_observers,
+        )
         from raylm.ingress.handle_calls import HandleCalls
         from raylm.ingress.routes import Surroundings, build_asgi_app
 
         bounds, app_name = self._config.ingress, serve.get_replica_context().app_name
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
+        configure_logs(self._config.log_format, Source("ingress", app_name), current_id)
         try:
+            check_observers(self._config)
             wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None
             self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake)
         except ConfigError as error:
@@ -83,7 +95,8 @@ class Ingress:
         link = RemoteState(app_name) if _is_shared(self._config) else None
         context = serve.get_replica_context()
         self._state = StateClient(link, context.replica_tag)
-        self._llm.timelines.ingress = context.replica_id.unique_id
+        self._llm.timelines.ingress = instance = context.replica_id.unique_id
+        self._llm.timelines.observers = open_observers(self._config, app_name, instance, self._llm.text_of)
         app = build_asgi_app(
             self._llm,
             self._config,
@@ -202,7 +215,7 @@ class Ingress:
             try:
                 await self._engine.wake.remote()
             except Exception as error:  # of any class; whoever waits for an engine asks again
-                logger.warning("No engine could be asked for: %s", error)
+                logger.warning("No engine could be asked for: %s", error, extra=about("engines.none"))
 
     async def _drain_when_stopped(self) -> None:
         """End running streams in order when Serve stops this replica.
@@ -216,6 +229,7 @@ class Ingress:
         await asyncio.sleep(routed_for_s() + _LEAVE_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
         await self._state.close()
+        await self._llm.timelines.close(_LAST_SPANS_S)
 
     def __del__(self) -> None:
         """Serve calls this when no request is left: engines that drain need not wait for this client."""

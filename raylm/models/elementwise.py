@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylm.lazy import Family
+from raylm.stages import about
 
 logger = logging.getLogger(__name__)
 
@@ -92,5 +93,7 @@ def select_elementwise(device: torch.device) -> Elementwise:
     try:
         return ELEMENTWISE[device.type]()
     except ModuleNotFoundError as error:
-        logger.warning("Norms, rotations and activations are computed by torch, and slower: %s", error)
+        logger.warning(
+            "Norms, rotations and activations are computed by torch, and slower: %s", error, extra=about("slower")
+        )
         return TORCH

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm.native import NativeError, NativeLinear, Weight, kernels
+from raylm.stages import about
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +162,11 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> KernelFactory:
     try:
         return partial(NativeLinear, kernels())
     except NativeError as error:
-        logger.warning("The native kernels are not used, and decoding is slower: %s", error)
+        logger.warning("The native kernels are not used, and decoding is slower: %s", error, extra=about("slower"))
     reason = probe(dtype)
     if reason is None:
         return prepacked
-    logger.warning("Linear layers run without prepacked weights, and slower: %s", reason)
+    logger.warning("Linear layers run without prepacked weights, and slower: %s", reason, extra=about("slower"))
     return dense
 
 

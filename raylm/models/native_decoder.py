@@ -15,6 +15,7 @@ from raylm.models.layers import Decoder, DecoderLayer, HeadNorm
 from raylm.models.linear import Linear
 from raylm.native import NativeDecoder, NativeLinear
 from raylm.native import library as layout
+from raylm.stages import about
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def native_decoder(
     """A loaded ``decoder`` with native linear layers as one call; None, and a warning, where the kernels cannot."""
     dtype, embedding = decoder.norm.weight.dtype, decoder.embed_tokens.weight
     if reasons := list(_refusals(config)):
-        logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons))
+        logger.warning("The model runs layer by layer, and slower: %s", ", ".join(reasons), extra=about("slower"))
         return None
     kept = [config.rope.inv_freq.float().contiguous(), _floats(decoder.norm.weight)]
     modules = cast("list[DecoderLayer]", list(decoder.layers))

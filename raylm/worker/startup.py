@@ -19,6 +19,7 @@ from raylm.lazy import Family
 from raylm.messages import WorkerInfo
 from raylm.models import SINGLE_RANK, CausalLM, Ranks, load_model, resolve_dtype
 from raylm.native import use_threads
+from raylm.stages import about
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores, available_memory
 from raylm.worker.distributed.process_group import join_ranks
@@ -207,7 +208,10 @@ def check_extras(config: Config, device: torch.device) -> None:
     if config.scheduler.speculative_tokens and not SPECULATORS:
         raise ConfigError("scheduler.speculative_tokens: raylm.worker.speculation is not installed; only 0 is served.")
     if device.type == "cuda" and not GRAPH_FORWARDS:
-        logger.warning("Steps on a GPU are slower: raylm.worker.gpu, with its kernels and graphs, is not installed.")
+        logger.warning(
+            "Steps on a GPU are slower: raylm.worker.gpu, with its kernels and graphs, is not installed.",
+            extra=about("slower"),
+        )
 
 
 def resolve_device(asked: str) -> torch.device:
@@ -246,7 +250,9 @@ def useful_threads(most: int, weights_bytes: int) -> int:
 def _wants_graphs(engine: EngineConfig) -> bool:
     """Whether steps are captured; not between ranks, where one without memory for a graph would lose the others."""
     if engine.cuda_graphs and engine.tensor_parallel_size > 1:
-        logger.warning("Steps run without CUDA graphs, and slower: several ranks share each of them.")
+        logger.warning(
+            "Steps run without CUDA graphs, and slower: several ranks share each of them.", extra=about("slower")
+        )
         return False
     return engine.cuda_graphs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import subprocess
@@ -258,11 +259,12 @@ def answering() -> Iterator[int]:
     thread.join()
 
 
-def watching(port: int, tmp_path: Path, settings: launcher.Settings) -> launcher.Launcher:
+def watching(port: int, tmp_path: Path, settings: launcher.Settings, args: str = "") -> launcher.Launcher:
     """A launcher whose file has a model and another application."""
     file = tmp_path / "serve.yaml"
     file.write_text(
-        "applications: [{import_path: 'raylm:build_app'}, {name: c, route_prefix: /c, import_path: 'a:b'}]\n"
+        f"applications: [{{{args}import_path: 'raylm:build_app'}}, "
+        "{name: c, route_prefix: /c, import_path: 'a:b'}]\n"
         f"http_options: {{host: 127.0.0.1, port: {port}}}"
     )
     return launcher.Launcher(read_serve_file(file), settings)
@@ -302,6 +304,31 @@ def test_what_the_user_must_change_is_the_refusal_and_nothing_else_is_said(
     watched._handle_line("[raylm error] serve    ConnectionError: gone")
     assert watched._refusal == "RAY_ADDRESS: wrong"
     assert capsys.readouterr().out == ""
+
+
+def test_as_json_every_line_is_an_object(
+    answering: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_ENGINE_LINES_S", 0)
+    for verbose in (False, True):
+        watched = watching(answering, tmp_path, launcher.Settings(verbose=verbose), "args: {log_format: json}, ")
+        of_engine = '{"ts": "2026-11-22T16:45:12.123Z", "process": "engine", "event": "stage.kv", "message": "m"}'
+        of_request = of_engine.replace("stage.kv", "request.slow")
+        for line in ("[raylm stage] deploy   default, c", "[raylm stage] running  c at http://127.0.0.1/c"):
+            watched._handle_line(line)
+        watched._look_for_answers(Child())  # type: ignore[arg-type]
+        for line in (of_engine, of_request, "Warning: plain"):
+            watched._handle_line(f"(ServeReplica:default:Engine pid=7) {line}")
+        watched._handle_line("(raylet) hidden")
+        watched._fail("it ended")
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [(line["process"], line["event"]) for line in lines if line["event"] != "output"] == [
+            ("launcher", "stage.deploy"), ("launcher", "stage.running"), ("launcher", "stage.ready"),
+            ("launcher", "stage.try"), ("engine", "stage.kv"), ("engine", "request.slow"),
+        ]  # fmt: skip
+        outputs = [(line["by"], line["message"]) for line in lines if line["event"] == "output"]
+        assert ("ServeReplica:default:Engine", "Warning: plain") in outputs
+        assert ("raylet", "hidden") in outputs
 
 
 def test_the_request_to_copy_names_the_key_where_one_is_asked_for(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from raylm.errors import EngineUnavailableError, InvalidRequestError, ModelNotFo
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.state.messages import AdapterEntry
 from raylm.messages import LoRAAdapter
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
+_EVENT = about("adapter")
 
 
 class AdapterDirectory:
@@ -171,7 +173,9 @@ class AdapterDirectory:
         try:
             await client.unload_adapter(adapter.name)
         except RayLMError as error:
-            logger.warning("engine %s may still have adapter %s: %s", client.info.engine_id, adapter.name, error)
+            logger.warning(
+                "engine %s may still have adapter %s: %s", client.info.engine_id, adapter.name, error, extra=_EVENT
+            )
 
     async def _undo(self, client: EngineClient, adapter: LoRAAdapter) -> None:
         """Only what this loading has brought: the name may stand for an adapter that was there before."""
@@ -180,13 +184,17 @@ class AdapterDirectory:
         try:
             await client.unload_adapter(adapter.name)
         except RayLMError as error:
-            logger.warning("engine %s may still have adapter %s: %s", client.info.engine_id, adapter.name, error)
+            logger.warning(
+                "engine %s may still have adapter %s: %s", client.info.engine_id, adapter.name, error, extra=_EVENT
+            )
 
     async def _restore(self, client: EngineClient, adapter: LoRAAdapter) -> None:
         try:
             await client.load_adapter(adapter)
         except RayLMError as error:
-            logger.warning("engine %s: adapter %s was not restored: %s", client.info.engine_id, adapter.name, error)
+            logger.warning(
+                "engine %s: adapter %s was not restored: %s", client.info.engine_id, adapter.name, error, extra=_EVENT
+            )
             elsewhere = any(adapter in adapters for _, adapters in self._engines.values())
             if self.known.get(adapter.name) == adapter and not elsewhere:
                 del self.known[adapter.name]

@@ -14,6 +14,7 @@ from raylm.engine import NAMESPACE, EngineName, as_raylm_error
 from raylm.errors import EngineDiedError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.ray_engine_client import RayEngineClient
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
@@ -43,7 +44,9 @@ class Discovery:
             try:
                 self._follow(await asyncio.to_thread(self._names))
             except Exception as error:  # whatever Ray's control plane fails with, it may be well the next time
-                logger.warning("Ray could not be asked for engines, and will be again: %s", error)
+                logger.warning(
+                    "Ray could not be asked for engines, and will be again: %s", error, extra=about("engines.unknown")
+                )
             await asyncio.sleep(PERIOD_S)
 
     def _follow(self, names: set[EngineName]) -> None:
@@ -65,7 +68,7 @@ class Discovery:
             client = await RayEngineClient.connect(core)
         except (ValueError, RayError, EngineDiedError) as error:
             reason = as_raylm_error(error) if isinstance(error, RayError) else error
-            logger.warning("%s was gone before it was ready: %s", name, reason)
+            logger.warning("%s was gone before it was ready: %s", name, reason, extra=about("engine.gone"))
             return
         if name.digest == self._digest:
             self._fingerprints.add(client.info.worker.fingerprint)
@@ -74,7 +77,9 @@ class Discovery:
         if client.draining:
             return
         await asyncio.sleep(RECONNECT_S)
-        logger.warning("The line to %s was lost, which lives; it is opened again.", name)
+        logger.warning(
+            "The line to %s was lost, which lives; it is opened again.", name, extra=about("engine.line_lost")
+        )
         self._connecting.pop(name, None)
 
     async def _until_known(self, fingerprint: str) -> None:

@@ -25,6 +25,7 @@ from raylm.messages import (
     EngineSnapshot,
     LoRAAdapter,
 )
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
@@ -94,7 +95,9 @@ class RayEngineClient(EngineClient):
                 await self._core.submit.remote(self._client_id, batch)
             except RayError as error:
                 if not isinstance(getattr(error, "cause", error), RayActorError | RayLMError):
-                    logger.exception("engine %s could not take a batch", self.info.engine_id)
+                    engine_id = self.info.engine_id
+                    failed = about("engine.failed", engine=engine_id)
+                    logger.exception("engine %s could not take a batch", engine_id, extra=failed)
                 ray.cancel(self._stream)
                 return
 

@@ -22,6 +22,7 @@ from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
@@ -268,11 +269,16 @@ class Router:
         except EngineDiedError as error:
             # Its supervisor tells what was lost; a line to an engine that lives is Discovery's to tell.
             open_requests = f"{len(engine.open)} open requests"
-            logger.info("engine %s was lost with %s: %s", engine.client.info.engine_id, open_requests, error)
+            engine_id = engine.client.info.engine_id
+            lost_with = about("engine.lost", engine=engine_id, open_requests=len(engine.open))
+            logger.info("engine %s was lost with %s: %s", engine_id, open_requests, error, extra=lost_with)
             lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
             crashed = isinstance(error, EngineCrashedError)
         except Exception as error:
-            logger.exception("engine %s: reading its outputs failed", engine.client.info.engine_id)
+            engine_id = engine.client.info.engine_id
+            logger.exception(
+                "engine %s: reading its outputs failed", engine_id, extra=about("engine.failed", engine=engine_id)
+            )
             lost.__cause__ = error
         self._leave(engine, lost, crashed=crashed)
 
@@ -290,7 +296,9 @@ class Router:
 
     def _hand_over(self, engine: RoutedEngine) -> None:
         """Its requests go on on others; what it still says of them is not heard."""
-        logger.info("engine %s ends; %d open requests move", engine.client.info.engine_id, len(engine.open))
+        engine_id, moving = engine.client.info.engine_id, len(engine.open)
+        ends = about("engine.ends", engine=engine_id, open_requests=moving)
+        logger.info("engine %s ends; %d open requests move", engine_id, moving, extra=ends)
         if engine.reader is not None and engine.reader is not asyncio.current_task():
             engine.reader.cancel()
         self._leave(engine, EngineDiedError("The engine that served this request has ended."), crashed=False)

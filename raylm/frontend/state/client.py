@@ -29,6 +29,7 @@ from raylm.frontend.state.messages import (
     StateReport,
 )
 from raylm.frontend.state.series import merge
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
@@ -199,7 +200,9 @@ class StateClient:
             except Exception as error:  # whatever it fails with, it may be well the next time
                 if not was_lost:
                     known = isinstance(error, StateLostError)
-                    logger.warning("the application's state is asked again: %s", error, exc_info=not known)
+                    logger.warning(
+                        "the application's state is asked again: %s", error, exc_info=not known, extra=about("state")
+                    )
                 was_lost, self._told = True, told or self._told
                 self._introduce()  # it may or may not have taken in the last report
                 await asyncio.sleep(_RETRY_S)

@@ -91,8 +91,11 @@ class Tokenizer:
             raise InvalidRequestError(f"tokens has more than {MAX_IDS} entries.", param="tokens")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise InvalidRequestError(f"tokens must hold ids from 0 to {self.vocab_size - 1}.", param="tokens")
-        decode = partial(self.backend.decode_batch, [token_ids], skip_special_tokens=False)
-        texts: list[str] = await self._run(len(token_ids), decode)
+        return await self._run(len(token_ids), partial(self.decode_now, token_ids))
+
+    def decode_now(self, token_ids: list[int]) -> str:
+        """Text of ``token_ids``, special tokens included, on the calling thread. It lets go of the GIL."""
+        texts: list[str] = self.backend.decode_batch([token_ids], skip_special_tokens=False)
         return texts[0]
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -15,6 +15,7 @@ MAX_EVENTS = 1024  # of a part; a sequence that is preempted over and over again
 Clock = Callable[[], float]
 Message = MutableMapping[str, Any]
 Mark = tuple[str, float]
+Trace = tuple[str, str] | None
 Score = tuple[str, float, int, int, int, int, float]
 """(engine, predicted seconds, tokens to compute, tokens queued there, sequences of this ingress there, sequences that
 wait there, seconds since the engine told)."""
@@ -30,7 +31,7 @@ class Part:
 
     __slots__ = (
         "adapter", "cached_tokens", "clock", "drawn", "dropped_events", "ended", "error", "events", "finish_reasons",
-        "first_token", "last_token", "marks", "max_tokens", "prompt_tokens", "request_id", "routings",
+        "first_token", "last_token", "marks", "prompt_tokens", "request", "request_id", "routings",
     )  # fmt: skip
 
     def __init__(self, request_id: str = "", clock: Clock = time.time) -> None:
@@ -39,7 +40,7 @@ class Part:
         self.adapter: str | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self.max_tokens: int | None = None
+        self.request: EngineCoreRequest | None = None
         self.drawn: list[list[int]] = []
         self.marks: list[Mark] = []
         self.events: list[tuple[int, str, float, int, int, str]] = []
@@ -57,8 +58,8 @@ class Part:
 
     def on_open(self, request: EngineCoreRequest, drawn: list[list[int]]) -> None:
         """What is asked of the engine is known now; ``drawn`` grows while it is served."""
-        self.prompt_tokens, self.adapter, self.drawn = len(request.prompt_token_ids), request.adapter, drawn
-        self.max_tokens = request.params.max_tokens if request.pooling is None else None
+        self.request, self.drawn = request, drawn
+        self.prompt_tokens, self.adapter = len(request.prompt_token_ids), request.adapter
 
     def on_sent(self, engine_id: str, scores: tuple[Score, ...]) -> None:
         """It is on its way to an engine, for the first time or after another one was lost."""
@@ -74,12 +75,14 @@ class Part:
             self.dropped_events += 1
 
     def raw(self) -> dict[str, Any]:
+        sampling = _sampling(self.request)
         return {
             "request_id": self.request_id,
             "adapter": self.adapter,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "max_tokens": self.max_tokens,
+            "max_tokens": sampling.pop("max_tokens", None),
+            "sampling": sampling,
             "drawn_tokens": [len(ids) for ids in self.drawn],
             "marks": self.marks,
             "events": self.events,
@@ -93,20 +96,31 @@ class Part:
         }
 
 
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "n")
+
+
+def _sampling(request: EngineCoreRequest | None) -> dict[str, Any]:
+    """How its tokens are drawn, without what is text; empty where none are."""
+    if request is None or request.pooling is not None:
+        return {}
+    return {name: getattr(request.params, name) for name in _SAMPLING}
+
+
 class Record:
     """One request of a caller, from its arrival to the last byte of its answer. Times are seconds since the epoch.
 
-    ``key`` is the name of its API key. ``blocked_s`` were spent waiting for the client, or the proxy before it, to
-    take what was written. ``cancel`` ends it with an error, None where nothing can.
+    ``key`` is the name of its API key, ``trace`` the caller's traceparent and tracestate. ``blocked_s`` were spent
+    waiting for the client, or the proxy before it, to take what was written. ``cancel`` ends it with an error, None
+    where nothing can.
     """
 
     __slots__ = (
         "blocked_s", "cancel", "clock", "ended", "error", "first_byte", "id", "is_stream", "key", "last_byte", "marks",
-        "model", "parts", "path", "received", "status",
+        "model", "parts", "path", "received", "status", "trace",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, key: str, path: str, clock: Clock) -> None:
-        self.id, self.key, self.path = request_id, key, path
+    def __init__(self, request_id: str, key: str, path: str, clock: Clock, trace: Trace = None) -> None:
+        self.id, self.key, self.path, self.trace = request_id, key, path, trace
         self.clock = clock
         self.model = ""
         self.is_stream = False
@@ -163,6 +177,25 @@ class Record:
 
 
 CURRENT: ContextVar[Record | None] = ContextVar("current_record", default=None)
+BY_HANDLE: ContextVar[tuple[str, Trace]] = ContextVar("call_by_handle", default=("handle", None))
+LONGEST_TRACE = 512  # characters of a tracestate; what is longer, vendors must not count on
+
+
+def trace_of(traceparent: str | None, tracestate: str) -> Trace:
+    """The span of a caller, as W3C's Trace Context has it; a traceparent that cannot be one is left out."""
+    if traceparent is None or len(traceparent) > LONGEST_TRACE:
+        return None
+    return traceparent, tracestate if len(tracestate) <= LONGEST_TRACE else ""
+
+
+def note_call(path: str, trace: Trace) -> None:
+    """What the call by handle that this task serves asks for: the ``path`` of its record, and its caller's span."""
+    BY_HANDLE.set((path, trace))
+
+
+def current_id() -> str:
+    """The id of the request that this task serves, "" without one."""
+    return "" if (record := CURRENT.get()) is None else record.id
 
 
 def mark(phase: str) -> None:

@@ -8,16 +8,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import orjson
 
 from raylm.errors import RayLMError
-from raylm.frontend.timelines.describe import summary
-from raylm.frontend.timelines.record import CURRENT, Clock, Part, Record
+from raylm.frontend.timelines.describe import Raw, summary
+from raylm.frontend.timelines.record import BY_HANDLE, CURRENT, Clock, Part, Record, Trace
 
 Cancel = Callable[[RayLMError], None]
 
-_BY_HANDLE = "handle"  # the path of requests that did not come over HTTP
+
+class RequestObserver(Protocol):
+    """Is told of each request when it has ended; may not raise, nor keep the event loop waiting."""
+
+    def __call__(self, raw: Raw, record: Record) -> None: ...
+
+    def close(self, timeout_s: float) -> None:
+        """Bring to its end what was begun, on any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +66,16 @@ class Timelines:
     def __init__(self, max_requests: int = 10_000, max_bytes: int = 48 * 2**20, clock: Clock = time.time) -> None:
         self.ingress = "ingress"
         self.clock = clock
+        self.observers: tuple[RequestObserver, ...] = ()
         self._max_requests, self._max_bytes = max_requests, max_bytes
         self._in_flight: dict[Record, None] = {}
         self._ended: deque[_Ended] = deque()
         self._size = 0
 
     @contextmanager
-    def request(self, request_id: str, key: str, path: str) -> Iterator[Record]:
+    def request(self, request_id: str, key: str, path: str, trace: Trace = None) -> Iterator[Record]:
         """The record of what is done in this block, for it and the tasks that it starts."""
-        record = self._open(request_id, key, path)
+        record = self._open(request_id, key, path, trace)
         token = CURRENT.set(record)
         try:
             yield record
@@ -82,7 +91,7 @@ class Timelines:
     def part(self, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
         """A prompt of the current request; without one it is a request of its own, as those by handle are."""
         current = CURRENT.get()
-        record = current or self._open(request_id, "", _BY_HANDLE)
+        record = current or self._open(request_id, "", *BY_HANDLE.get())
         record.model = record.model or model
         if record.cancel is None:
             record.cancel = cancel
@@ -101,8 +110,8 @@ class Timelines:
                 record.ended = part.ended
             self._close(record)
 
-    def _open(self, request_id: str, key: str, path: str) -> Record:
-        record = Record(request_id, key, path, self.clock)
+    def _open(self, request_id: str, key: str, path: str, trace: Trace = None) -> Record:
+        record = Record(request_id, key, path, self.clock, trace)
         self._in_flight[record] = None
         return record
 
@@ -131,6 +140,13 @@ class Timelines:
         self._size += _size(entry)
         while len(self._ended) > self._max_requests or self._size > self._max_bytes:
             self._size -= _size(self._ended.popleft())
+        for observe in self.observers:
+            observe(raw, record)
+
+    async def close(self, timeout_s: float) -> None:
+        """Let the observers tell what they still have to; each may take so long."""
+        for observer in self.observers:
+            await asyncio.to_thread(observer.close, timeout_s)
 
     # ---------------------------------------------------------------- what is asked
 

@@ -19,6 +19,7 @@ from raylm.errors import AuthenticationError, ConfigError
 from raylm.frontend import ApiKey, KeyLimits, StateClient
 from raylm.ingress.http.errors import logger
 from raylm.ingress.http.middleware import route_path
+from raylm.stages import about
 
 CHECK_S = 1.0  # between looks at the file
 _MAX_NAME = 64
@@ -66,9 +67,9 @@ class APIKeys:
         self._seen = state
         try:
             self._digests = _digests(read_keys(self._config) or [])
-            logger.info("the API keys were read again: %d", len(self._digests))
+            logger.info("the API keys were read again: %d", len(self._digests), extra=about("api_keys"))
         except ConfigError as error:
-            logger.error("the API keys stay as they were: %s", error.message)
+            logger.error("the API keys stay as they were: %s", error.message, extra=about("api_keys"))
 
     def _file_state(self) -> tuple[int, int, int] | None:
         if self._config.api_keys_file is None:

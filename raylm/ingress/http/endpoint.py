@@ -23,6 +23,7 @@ from raylm.frontend import (
     Record,
     Timelines,
     note_body,
+    trace_of,
 )
 from raylm.ingress.http.body import JSONObject, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
@@ -31,6 +32,7 @@ from raylm.ingress.http.gate import Gate
 from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted
 from raylm.ingress.openai.fields import Body
 from raylm.messages import ServiceLevel
+from raylm.stages import about
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
@@ -75,8 +77,10 @@ class JSONEndpoint:
         key, path = scope.get("raylm.api_key"), str(scope["path"])
         if self.for_admins and key is not None and not key.admin:
             raise PermissionDeniedError("Only an API key of an admin may do this.")
-        name = scope.get("raylm.key", "")
-        with suppress(ClientDisconnectedError), self.timelines.request(scope["raylm.request_id"], name, path) as record:
+        headers = Headers(scope=scope)
+        trace = trace_of(headers.get("traceparent"), ",".join(headers.getlist("tracestate")))
+        request = scope["raylm.request_id"], scope.get("raylm.key", ""), path, trace
+        with suppress(ClientDisconnectedError), self.timelines.request(*request) as record:
             await self._answer(scope, receive, record.sending(send), record, key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, key: ApiKey | None) -> None:
@@ -186,7 +190,7 @@ async def _watch_disconnect(receive: Receive, ongoing: OngoingRequest) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
     except Exception as error:
-        logger.warning("the connection to a client broke: %s", error)
+        logger.warning("the connection to a client broke: %s", error, extra=about("client.lost"))
     ongoing.interrupt(ClientDisconnectedError())
 
 

@@ -14,6 +14,7 @@ from starlette.types import Scope
 from raylm.errors import MethodNotAllowedError, NotFoundError, RayLMError
 from raylm.ingress.http.body import JSONObject
 from raylm.lazy import Family
+from raylm.stages import about
 
 logger = logging.getLogger("raylm.ingress")
 
@@ -84,7 +85,8 @@ def as_known_error(error: Exception, request_id: str) -> RayLMError:
     """``error`` itself if it was raised on purpose; anything else is logged and becomes a neutral 500."""
     if isinstance(error, RayLMError):
         return error
-    logger.error("request %s failed unexpectedly", request_id, exc_info=error)
+    failed = about("request.failed", request_id)
+    logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra=failed)
     return RayLMError("The server had an error while processing your request.")
 
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylm.errors import EngineUnavailableError, HeadersTooLargeError, NotFoundError, OverloadedError, RayLMError
 from raylm.frontend import Throttle
 from raylm.ingress.http.errors import as_known_error, error_response, logger, routing_error
-from raylm.stages import report
+from raylm.stages import about, report
 
 if TYPE_CHECKING:
     from raylm.ingress.http.ops import HTTPMetrics
@@ -100,7 +100,8 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if status is not None:
-                logger.error("request %s broke off after its answer had begun", request_id, exc_info=error)
+                failed = about("request.failed", request_id)
+                logger.error("request %s broke off after its answer began", request_id, exc_info=error, extra=failed)
                 raise
             if isinstance(error, HTTPException):
                 response = error_response(routing_error(error, scope), scope["path"], error.headers)
@@ -109,7 +110,7 @@ class RequestContextMiddleware:
             await response(scope, receive, send_with_id)
         finally:
             if self._access_log and not is_probe:
-                report("stage", "access", _access_line(scope, status, time.perf_counter() - began))
+                report("stage", "access", _access_line(scope, status, time.perf_counter() - began), request_id)
 
 
 def route_path(scope: Scope) -> str:

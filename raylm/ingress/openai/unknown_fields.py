@@ -16,6 +16,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip, logger
 from raylm.ingress.openai.fields import Body, OneOf, count_entries
 from raylm.ingress.openai.generation import IncomingFields
+from raylm.stages import about
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -59,7 +60,11 @@ class KnownFields(IncomingFields):
         for name in names:
             if name not in self._told and len(self._told) < MAX_TOLD:
                 self._told.add(name)
-                logger.warning("a client sends the field %s, which is not served here and is left out", name)
+                logger.warning(
+                    "a client sends the field %s, which is not served here and is left out",
+                    name,
+                    extra=about("field.ignored", field=name),
+                )
 
 
 def _size(data: JSONObject) -> int:

@@ -28,6 +28,7 @@ from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
 from raylm.ingress.responses.input import chat_messages, input_items
 from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
 from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
+from raylm.stages import about
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, Hold
@@ -73,12 +74,15 @@ class CreateResponse:
             try:
                 await self.take_over_once()
             except Exception as error:
-                logger.warning("responses in the background could not be looked after: %s", error)
+                logger.warning(
+                    "responses in the background could not be looked after: %s", error, extra=about("responses")
+                )
             await asyncio.sleep(_RENEW_S)
 
     async def take_over_once(self) -> None:
         for lost in await self._store.renew(self._maker, _MOST_AT_ONCE if self._llm.is_ready else 0):
-            logger.info("response %s goes on here: who made it is gone", lost.response_id)
+            goes_on = about("response.taken_over", lost.response_id)
+            logger.info("response %s goes on here: who made it is gone", lost.response_id, extra=goes_on)
             self._begin(self._make_again(lost))
 
     async def _start(
@@ -187,7 +191,8 @@ class CreateResponse:
         try:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
             if cancelled.done() and cancelled.exception() is not None:
-                logger.warning("response %s can not be cancelled any more", job.id, exc_info=cancelled.exception())
+                failed = about("response.failed", job.id)
+                logger.warning("response %s can not be cancelled", job.id, exc_info=cancelled.exception(), extra=failed)
                 await making
         finally:
             for task in (making, cancelled):

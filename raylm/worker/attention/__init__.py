@@ -10,6 +10,7 @@ import torch
 from raylm.errors import ConfigError
 from raylm.lazy import Family
 from raylm.models import AttentionSpec
+from raylm.stages import about
 from raylm.worker.attention.base import AnyBackend, AttentionBackend, AttentionMetadata, StepLimits
 
 __all__ = ["BACKENDS", "AnyBackend", "AttentionBackend", "AttentionMetadata", "StepLimits", "select_backend"]
@@ -33,7 +34,9 @@ def select_backend(
         reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
         if not reasons:
             if passed_over:
-                logger.warning("Attention is computed by %s, and slower: %s", name, "; ".join(passed_over))
+                logger.warning(
+                    "Attention is computed by %s, and slower: %s", name, "; ".join(passed_over), extra=about("slower")
+                )
             return backend
         refusals.append(f"{name}: {', '.join(sorted(reasons))}")
         if backend.device_type == device.type:

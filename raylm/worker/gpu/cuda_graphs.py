@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from raylm.models import LowRank, ModuleAdapter
+from raylm.stages import about
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.forward import Forward, ModuleForward
 from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
@@ -174,6 +175,11 @@ class GraphForward(Forward):
             try:
                 self._graphs[key] = self._capture(lambda: self.eager.hidden(inputs))
             except torch.OutOfMemoryError as error:
-                logger.warning("Steps of %d sequences are slower, their CUDA graph has no memory: %s", size, error)
+                logger.warning(
+                    "Steps of %d sequences are slower, their CUDA graph has no memory: %s",
+                    size,
+                    error,
+                    extra=about("slower"),
+                )
                 self._graphs[key] = None
         return self._graphs[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from raylm.stages import about
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger("raylm.worker")
+_KIND_OF_ERROR = re.compile(r"[A-Za-z ]{0,60}")
 
 MAX_KEPT = 256
 SLOW_S = 1e-3
@@ -209,6 +213,7 @@ class Answer:
             self._fail(matcher.get_error())
 
     def _fail(self, reason: str) -> None:
-        logger.warning("a grammar cannot go on: %s", reason[:200])
+        kind = _KIND_OF_ERROR.match(reason)[0]  # type: ignore[index]  # what follows may be a part of the answer
+        logger.warning("a grammar cannot go on: %s", kind, extra=about("grammar.failed"))
         self.failed, self.over, self._matcher = True, False, None
         self._mask[:] = 0

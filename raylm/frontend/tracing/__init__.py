@@ -1,0 +1,1 @@
+"""OpenTelemetry: spans of ended requests, made from their timelines and sent by OTLP."""
