@@ -83,6 +83,7 @@ EXTRAS = {
             "raylm/worker/startup.py": ('"cuda": "raylm.worker.gpu',),
             "raylm/worker/attention/__init__.py": ('"xformers": "raylm.worker.gpu',),
             "raylm/models/elementwise.py": ('"cuda": "raylm.models.gpu',),
+            "raylm/models/experts.py": ('"cuda": "raylm.models.gpu',),
         },
     ),
 }

@@ -15,6 +15,7 @@ import torch
 from raylm.models import AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
+from raylm.models.gpu.experts import TritonExperts
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
 from raylm.worker.gpu.xformers import XformersBackend
@@ -90,6 +91,26 @@ def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> Non
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
         assert "ld.global.v" in kernel.ptx, f"{kernel.name} loads one number at a time"
+
+
+@pytest.mark.parametrize("tokens", [8, 4096])
+def test_expert_kernels(capability: tuple[int, int], tokens: int, tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B, its weights without memory: eight of 128 experts for each token."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.bfloat16).expand(shape)
+
+    experts = TritonExperts(zeros(128, 1536, 2048), zeros(128, 2048, 768), lambda gate_up: gate_up[:, :768])
+    index = torch.arange(8 * tokens).view(tokens, 8) % 128
+    with compiling(capability, tmp_path) as found:
+        experts(zeros(tokens, 2048), index, zeros(tokens, 8))
+    assert [kernel.name for kernel in found] == ["product_by_expert", "product_by_expert", "add_weighted"]
+    for kernel in found:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+    for kernel in found[:2]:
+        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
+        assert ".mma" in kernel.ptx or "mma.sync" in kernel.ptx
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])
