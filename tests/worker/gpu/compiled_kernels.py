@@ -16,6 +16,9 @@ from raylm.models import AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.experts import TritonExperts
+from raylm.models.gpu.low_rank import GroupedLowRank
+from raylm.models.linear import Linear, dense
+from raylm.models.lora import AdapterLimits
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
 from raylm.worker.gpu.xformers import XformersBackend
@@ -111,6 +114,28 @@ def test_expert_kernels(capability: tuple[int, int], tokens: int, tmp_path: Path
     for kernel in found[:2]:
         assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
         assert ".mma" in kernel.ptx or "mma.sync" in kernel.ptx
+
+
+def test_low_rank_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
+    """Of q, k and v and of the output of Llama-3.1-8B; few rows and many."""
+    model: Any = torch.nn.Module()
+    for name, inputs, parts in (("qkv", 4096, {"q": 4096, "k": 1024, "v": 1024}), ("down", 14336, {"down": 4096})):
+        layer = Linear(16, parts, bias=False)
+        layer.freeze(dense)
+        layer.in_features = inputs
+        model.add_module(name, layer)
+    layers = GroupedLowRank(model, torch.bfloat16, torch.device("cpu"), AdapterLimits(2048, 64, 64))
+    with compiling(capability, tmp_path) as found:
+        layers.compile_all()
+        at_start = {kernel.ptx for kernel in found}
+        for tokens in (1, 7, 64, 513, 2048):
+            layers._add(0, torch.zeros(tokens, 4096).bfloat16(), torch.zeros(tokens, 6144).bfloat16())
+    assert {kernel.ptx for kernel in found} == at_start, "a step compiles"
+    for kernel in found:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+        assert "mma" in kernel.ptx
+        assert "ld.global.v" in kernel.ptx or "cp.async" in kernel.ptx, f"{kernel.name} loads one number at a time"
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])

@@ -55,10 +55,6 @@ def make(path: Path, architecture: str) -> Path:
     return make_family(path, architecture)
 
 
-def absent(*weights: object) -> None:
-    raise ModuleNotFoundError("No module named 'triton'")
-
-
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_tokens_are_the_cpus_and_steps_are_captured_and_wait_for_nothing(
     grouped: Gpu, tmp_path: Path, architecture: str
@@ -81,11 +77,11 @@ def test_experts_one_by_one_would_wait(
     grouped: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As without triton: the log says so, and nothing is captured."""
-    monkeypatch.setitem(GROUPED_EXPERTS._homes, "cuda", f"{__name__}:absent")
+    monkeypatch.setitem(GROUPED_EXPERTS._homes, "cuda", "raylm.models.gpu.absent:TritonExperts")
     path = make(tmp_path, "Qwen3MoeForCausalLM")
     runner = start(path)
     assert isinstance(runner.forward, ModuleForward)
-    assert "one by one, and much slower: No module named 'triton'" in caplog.text
+    assert "one by one, and much slower: No module named 'raylm.models.gpu.absent'" in caplog.text
     assert drawn(runner, {}) == drawn(start(path, device="cpu"), {})
     assert any("bincount" in wait for wait in grouped.waits)
 
