@@ -16,9 +16,12 @@ from raylm.models import AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.experts import TritonExperts
+from raylm.models.gpu.fp8 import round_rows
+from raylm.models.gpu.int4 import Int4Linear
 from raylm.models.gpu.low_rank import GroupedLowRank
 from raylm.models.linear import Linear, dense
 from raylm.models.lora import AdapterLimits
+from raylm.native import Int4Weight
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
 from raylm.worker.gpu.xformers import XformersBackend
@@ -136,6 +139,34 @@ def test_low_rank_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
         assert kernel.shared <= SHARED[capability]
         assert "mma" in kernel.ptx
         assert "ld.global.v" in kernel.ptx or "cp.async" in kernel.ptx, f"{kernel.name} loads one number at a time"
+
+
+@pytest.mark.parametrize("size", [4096, 14336])
+def test_fp8_kernel(capability: tuple[int, int], size: int, tmp_path: Path) -> None:
+    """Where fp8 is served."""
+    if capability < (8, 9):
+        return
+    with compiling(capability, tmp_path) as found:
+        round_rows(torch.zeros(3, size, dtype=torch.bfloat16))
+    (kernel,) = found
+    assert kernel.spilled == 0, kernel
+    assert "cvt.rn.satfinite.e4m3x2" in kernel.ptx
+    assert "ld.global.v" in kernel.ptx
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_kernel(capability: tuple[int, int], group: int, tmp_path: Path) -> None:
+    """Few rows and many, times weights of 4,096 inputs."""
+    linear = Int4Linear(Int4Weight(torch.zeros(256, 4096, dtype=torch.uint8), torch.ones(256, 4096 // group)), None)
+    with compiling(capability, tmp_path) as found:
+        for tokens in (1, 7, 64, 65, 1000):
+            linear(torch.zeros(tokens, 4096).bfloat16())
+    assert len({kernel.ptx for kernel in found}) == 2
+    for kernel in found:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+        assert "mma" in kernel.ptx
+        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])

@@ -73,6 +73,7 @@ def test_tokens_are_the_cpus_and_steps_are_captured_and_wait_for_nothing(
     assert grouped.waits == []
 
 
+@pytest.mark.long
 def test_experts_one_by_one_would_wait(
     grouped: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,6 +87,7 @@ def test_experts_one_by_one_would_wait(
     assert any("bincount" in wait for wait in grouped.waits)
 
 
+@pytest.mark.long
 def test_routing_by_modeling_code_of_its_own_is_not_captured(grouped: Gpu, tmp_path: Path) -> None:
     """JetMoe's experts are no module of the common kind: they ask the host for the number of rows."""
     path = make(tmp_path, "JetMoeForCausalLM")

@@ -14,6 +14,7 @@ from torch import Tensor
 from raylm.checkpoint import EMBEDDED
 from raylm.grammar import grammar_of
 from raylm.messages import NewSequence
+from raylm.models.gpu.int4 import Int4Linear
 from raylm.models.gpu.low_rank import GroupedLowRank
 from raylm.models.lora import LOW_RANK_LAYERS
 from raylm.native import AdapterRun
@@ -202,6 +203,33 @@ def test_fp8_is_captured(machine: Gpu, tmp_path: Path) -> None:  # noqa: F811
     layer_by_layer = drawn(start(quantized, engine={"cuda_graphs": False}), {})
     assert machine.replays == 0
     assert drawn(start(quantized), {}) == layer_by_layer
+    assert machine.replays
+
+
+FORMATS = ["GPTQ", "AWQ", "compressed W4A16 with zeros, a layer ignored"]
+
+
+@pytest.mark.uses("quantization")
+@pytest.mark.parametrize("name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS[1:])])
+def test_4_bit_weights(machine: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:  # noqa: F811
+    """What the kernel computes is compared with torch by interpreted_int4.py."""
+    from tests.models.quantization.test_quantization import BY_NAME
+    from tests.models.quantization.test_quantization import make as quantize
+
+    def product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, half: int) -> Tensor:
+        blocks = packed.view(len(packed), -1, 1, half)
+        codes = torch.cat([blocks & 15, blocks >> 4], dim=2).view(len(packed), -1)
+        group = codes.shape[1] // len(scales)
+        shifts, factors = (each.t().repeat_interleave(group, 1) for each in (zeros.float(), scales))
+        return x @ ((codes - shifts) * factors).to(x.dtype).t()
+
+    def call(self: Int4Linear, x: Tensor) -> Tensor:
+        tables = self._packed, self._scales, self._zeros
+        return machine.kernel(product)(x, *tables, self._half)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Int4Linear, "__call__", call)
+    quantized, _ = quantize(tmp_path, BY_NAME[name])
+    assert drawn(start(quantized), {}) == drawn(start(quantized, device="cpu"), {})
     assert machine.replays
 
 
