@@ -30,6 +30,9 @@ class Family(Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         return member(self._homes[name])  # type: ignore[no-any-return]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes  # without an import, which may fail
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
 

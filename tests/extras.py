@@ -93,6 +93,10 @@ EXTRAS = {
             "raylm/worker/startup.py": ('"cuda": "raylm.worker.gpu',),
             "raylm/worker/attention/__init__.py": ('"xformers": "raylm.worker.gpu',),
             "raylm/models/elementwise.py": ('"cuda": "raylm.models.gpu',),
+            "raylm/models/experts.py": ('"cuda": "raylm.models.gpu',),
+            "raylm/models/linear.py": ('"cuda": "raylm.models.gpu',),
+            "raylm/models/lora.py": ('"cuda": "raylm.models.gpu',),
+            "raylm/models/quantization/fp8.py": ('"cuda": "raylm.models.gpu',),
         },
     ),
 }

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from raylm.models.loader import load_model as load_model
     from raylm.models.loader import outline as outline
     from raylm.models.loader import resolve_dtype as resolve_dtype
+    from raylm.models.lora import AdapterLimits as AdapterLimits
     from raylm.models.lora import LowRank as LowRank
     from raylm.models.lora import LowRankLayers as LowRankLayers
-    from raylm.models.lora import ModuleAdapter as ModuleAdapter
     from raylm.models.lora import adaptable_shapes as adaptable_shapes
     from raylm.models.lora import adapter_digest as adapter_digest
+    from raylm.models.lora import low_rank_layers as low_rank_layers
     from raylm.models.lora import pack_native as pack_native
     from raylm.models.lora import read_adapter as read_adapter
     from raylm.models.native_decoder import heads_struct as heads_struct
@@ -31,8 +32,8 @@ _MODULES = {
     "elementwise": ("KVPlaces",),
     "loader": ("load_model", "outline", "resolve_dtype"),
     "lora": (
-        "LowRank", "LowRankLayers", "ModuleAdapter", "adaptable_shapes", "adapter_digest", "pack_native",
-        "read_adapter",
+        "AdapterLimits", "LowRank", "LowRankLayers", "adaptable_shapes", "adapter_digest", "low_rank_layers",
+        "pack_native", "read_adapter",
     ),
     "native_decoder": ("heads_struct",),
     "ranks": ("SINGLE_RANK", "Ranks"),

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raylm.native import NativeError, NativeLinear, Weight, kernels
+from raylm.lazy import Family
+from raylm.native import Int4Weight, NativeError, NativeLinear, Weight, kernels
 from raylm.stages import about
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,12 @@ logger = logging.getLogger(__name__)
 HEAD = "lm_head"
 LinearKernel = Callable[[Tensor], Tensor]
 KernelFactory = Callable[[Weight, Tensor | None], LinearKernel]
+
+
+# What multiplies by 4-bit weights, by device, beside the native kernels of CPUs; without its line they are refused.
+INT4_LINEARS = Family[Callable[[Int4Weight, Tensor | None], LinearKernel]]({
+    "cuda": "raylm.models.gpu.int4:Int4Linear",
+})  # fmt: skip
 
 
 class Weighted(nn.Module):
@@ -143,7 +150,9 @@ def _unrounded(weight: Weight, bias: Tensor | None) -> LinearKernel:
 
 
 def dense(weight: Weight, bias: Tensor | None) -> LinearKernel:
-    """torch's product, on any device."""
+    """torch's product, on any device, or that of the device for 4-bit weights."""
+    if isinstance(weight, Int4Weight) and weight.values.device.type in INT4_LINEARS:
+        return INT4_LINEARS[weight.values.device.type](weight, bias)
     assert isinstance(weight, Tensor), "quantized weights need the native kernels"
     return lambda x: F.linear(x, weight, bias)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from raylm.errors import InvalidRequestError
+from raylm.lazy import Family
 from raylm.models.causal_lm import CausalLM
 from raylm.models.linear import HEAD, Linear, LinearKernel, linear_layers
 from raylm.native import AdapterRun, PackedAdapter
+
+logger = logging.getLogger(__name__)
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -163,34 +167,74 @@ def adaptable_shapes(model: CausalLM) -> dict[str, tuple[int, int]]:
     }
 
 
-class LowRankLayers:
-    """Adds low-rank products to the linear layers of a model; ``runs`` says to which tokens of the next pass.
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """The largest step, and the highest rank of an adapter."""
 
-    Made after whatever else reads the layers' kernels.
+    max_num_tokens: int
+    max_num_seqs: int
+    max_rank: int
+
+
+class LowRankLayers:
+    """Adds low-rank products to the linear layers of a model, by torch, for one run of rows after the other.
+
+    Made after whatever else reads the layers' kernels. Where it is ``capturable`` a pass with adapters is the same
+    operations whatever they are.
     """
 
-    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-        self.runs: Sequence[AdapterRun] = ()
+    capturable: ClassVar[bool] = False
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, limits: AdapterLimits) -> None:
+        self._runs: Sequence[AdapterRun] = ()
         self._layers, self._dtype, self._device = _adaptable_layers(model), dtype, device
         for at, (_, layer) in enumerate(self._layers):
             assert layer.kernel is not None, "adapters are served before the weights are loaded"
             layer.kernel = partial(self._multiply, layer.kernel, at)
 
-    def pack(self, weights: Weights) -> ModuleAdapter:
-        """Bring an adapter to the device, in the type of the model."""
+    def begin(self, runs: Sequence[AdapterRun]) -> None:
+        """Say which tokens of the next pass have which adapter."""
+        self._runs = runs
+
+    def hold(self, adapted: bool) -> None:
+        """Be as in a step with adapters, or in one without, while no row has one; only where it is ``capturable``."""
+        raise AssertionError("adapters are not captured")
+
+    def pack(self, weights: Weights) -> object:
+        """Bring an adapter to the device, in the type of the model, in the form that a pass reads."""
         pairs = [_fused(prefix, layer, weights) for prefix, layer in self._layers]
         to = self._device, self._dtype
         return ModuleAdapter([pair and (pair[0].to(*to), pair[1].to(*to)) for pair in pairs])
 
+    def compile_all(self) -> None:
+        """Compile what steps of any size launch."""
+
     def _multiply(self, base: LinearKernel, at: int, x: Tensor) -> Tensor:
         out = base(x)
-        for run in self.runs:
+        for run in self._runs:
             assert isinstance(run.adapter, ModuleAdapter)
             pair = run.adapter.pairs[at]
             if pair is not None:
                 rows = slice(run.start, run.start + run.count)
                 out[rows] += F.linear(F.linear(x[rows], pair[0]), pair[1])
         return out
+
+
+# By device; without its line torch multiplies the runs there.
+LOW_RANK_LAYERS = Family[type[LowRankLayers]]({
+    "cuda": "raylm.models.gpu.low_rank:GroupedLowRank",
+})  # fmt: skip
+
+
+def low_rank_layers(model: CausalLM, dtype: torch.dtype, device: torch.device, limits: AdapterLimits) -> LowRankLayers:
+    """The fastest for ``device``; a slower one than usual is named in the log."""
+    cls = LowRankLayers
+    if device.type in LOW_RANK_LAYERS:
+        try:
+            cls = LOW_RANK_LAYERS[device.type]
+        except ModuleNotFoundError as error:
+            logger.warning("Adapters are multiplied one by one, without CUDA graphs: %s", error)
+    return cls(model, dtype, device, limits)
 
 
 def _fused(prefix: str, layer: Linear, weights: Weights) -> tuple[Tensor, Tensor] | None:

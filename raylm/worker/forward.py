@@ -8,8 +8,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from raylm.models import AttentionSpec, CausalLM, KVPlaces, LowRank, LowRankLayers, ModuleAdapter, pack_native
-from raylm.native import NativeDecoder, PackedAdapter
+from raylm.models import (
+    AdapterLimits,
+    AttentionSpec,
+    CausalLM,
+    KVPlaces,
+    LowRank,
+    LowRankLayers,
+    low_rank_layers,
+    pack_native,
+)
+from raylm.native import AdapterRun, NativeDecoder
 from raylm.worker.attention import AnyBackend, StepLimits
 from raylm.worker.attention.cpu import CpuBackend
 from raylm.worker.input_buffers import StepInputs
@@ -33,11 +42,11 @@ class Forward(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states -> float32 logits (rows, vocab_size), in memory of their own."""
 
-    def serve_adapters(self) -> None:  # noqa: B027  # the native decoder is ready for them
+    def serve_adapters(self, limits: AdapterLimits) -> None:  # noqa: B027  # the native decoder is ready for them
         """Called once, before the first step, if steps may have adapters."""
 
     @abstractmethod
-    def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter | PackedAdapter:
+    def pack(self, weights: Mapping[str, LowRank]) -> object:
         """An adapter, by the names of its modules, in the form that ``hidden`` reads; may be called beside a step."""
 
     def compile_at_start(self) -> None:  # noqa: B027  # most have nothing to compile
@@ -74,22 +83,43 @@ class ModuleForward(Forward):
         self._model, self._backend, self._kv_caches = model, backend, list(kv_caches)
         self._low_rank: LowRankLayers | None = None
 
-    def serve_adapters(self) -> None:
-        self._low_rank = LowRankLayers(self._model, self._kv_caches[0].dtype, self._kv_caches[0].device)
+    @property
+    def captures_adapters(self) -> bool:
+        """Whether ``run`` is the same operations whatever the adapters of a step are."""
+        return self._low_rank is not None and self._low_rank.capturable
 
-    def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter:
+    def serve_adapters(self, limits: AdapterLimits) -> None:
+        caches = self._kv_caches[0]
+        self._low_rank = low_rank_layers(self._model, caches.dtype, caches.device, limits)
+
+    def pack(self, weights: Mapping[str, LowRank]) -> object:
         assert self._low_rank is not None
         return self._low_rank.pack(weights)
 
     def hidden(self, inputs: StepInputs) -> Tensor:
+        self.adapt(inputs.adapters)
+        return self.run(inputs)
+
+    def adapt(self, runs: Sequence[AdapterRun]) -> None:
+        """Say which tokens of what runs next have which adapter."""
         if self._low_rank is not None:
-            self._low_rank.runs = inputs.adapters
+            self._low_rank.begin(runs)
+
+    def hold(self, *, adapted: bool) -> None:
+        """Let what is captured next be a step with adapters, or one without."""
+        if self._low_rank is not None and self._low_rank.capturable:
+            self._low_rank.hold(adapted)
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """The layers of a step, whatever its ``adapters`` say."""
         attend = StepAttention(self._backend, self._kv_caches, self._backend.prepare(inputs.metadata))
         return self._model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
 
     def compile_at_start(self) -> None:
         specs = self._model.attention_specs
         self._backend.compile_all([(spec, self._kv_caches[spec.layer]) for spec in specs])
+        if self._low_rank is not None:
+            self._low_rank.compile_all()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
@@ -105,7 +135,7 @@ class NativeForward(Forward):
     ) -> None:
         self._model, self._decoder, self._backend, self._kv_caches = model, decoder, backend, list(kv_caches)
 
-    def pack(self, weights: Mapping[str, LowRank]) -> PackedAdapter:
+    def pack(self, weights: Mapping[str, LowRank]) -> object:
         return pack_native(self._model, self._kv_caches[0].dtype, weights)
 
     def hidden(self, inputs: StepInputs) -> Tensor:

@@ -9,8 +9,9 @@ import numpy as np
 from raylm.config import LoRAConfig
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.messages import NewSequence
-from raylm.models import CausalLM, ModuleAdapter, adaptable_shapes, adapter_digest, read_adapter
-from raylm.native import AdapterRun, PackedAdapter
+from raylm.models import AdapterLimits, CausalLM, adaptable_shapes, adapter_digest, read_adapter
+from raylm.native import AdapterRun
+from raylm.worker.attention import StepLimits
 from raylm.worker.features import Adapters
 from raylm.worker.forward import Forward
 from raylm.worker.step_batch import StepBatch
@@ -26,7 +27,7 @@ class LoRASlots(Adapters):
         self._root, self._max_rank = Path(config.root), config.max_rank
         self._shapes = adaptable_shapes(model)
         self._forward = forward
-        self._packed: dict[int, ModuleAdapter | PackedAdapter] = {}
+        self._packed: dict[int, object] = {}
         self._adapter_of = np.zeros(max_num_seqs, np.int64)
 
     def load(self, adapter: int, path: str) -> str:
@@ -60,15 +61,15 @@ class LoRASlots(Adapters):
         return [AdapterRun(self._packed[adapter], start, count) for adapter, start, count in columns if adapter != BASE]
 
 
-def create_adapters(config: LoRAConfig, model: CausalLM, forward: Forward, max_num_seqs: int) -> Adapters:
+def create_adapters(config: LoRAConfig, model: CausalLM, forward: Forward, limits: StepLimits) -> Adapters:
     if config.root is None:
         return Adapters()
     if not Path(config.root).is_dir():
         raise ConfigError(f"lora.root: {config.root} is no directory on the machine of the worker.")
     if not model.adaptable:
         raise ConfigError("lora.root: adapters are served for the Llama, Qwen2, Qwen3 and Mistral families only.")
-    forward.serve_adapters()
-    return LoRASlots(config, model, forward, max_num_seqs)
+    forward.serve_adapters(AdapterLimits(limits.max_num_tokens, limits.max_num_seqs, config.max_rank))
+    return LoRASlots(config, model, forward, limits.max_num_seqs)
 
 
 def inside(root: Path, asked: str) -> Path:

@@ -181,7 +181,7 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
         create_speculator(config.scheduler, limits, longest, loaded.ranks),
         loaded.sampler,
         create_async_decode(limits, device, alone=loaded.ranks.world_size == 1 and not drafts),
-        create_adapters(config.lora, model, forward, limits.max_num_seqs),
+        create_adapters(config.lora, model, forward, limits),
     )
 
 

@@ -10,7 +10,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models.linear import HEAD, WeightFormat
 from raylm.models.quantization.formats import Awq, Gptq, Int8Channels, PackQuantized
-from raylm.models.quantization.fp8 import Fp8Tensors
+from raylm.models.quantization.fp8 import Fp8Rows, Fp8Tensors
 
 # A description of the weights, their format, and whether a module is left as floats.
 Found = tuple[str, WeightFormat, Callable[[str], bool]]
@@ -20,8 +20,7 @@ _OBSERVED = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 _INPUTS = frozenset({"num_bits", "type", "symmetric", "strategy", "dynamic"})
 _WEIGHTS = _INPUTS | {"group_size", "actorder"}
 _INT8 = {"num_bits": (8,), "type": ("int",), "symmetric": (True,)}
-# Scales that were fixed by calibration, one a tensor: others couple the rows of a batch, or need other kernels.
-_FP8 = {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ("tensor",), "dynamic": (False,)}
+_FP8 = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
 
 
 class Section:
@@ -92,9 +91,7 @@ def _compressed_tensors(section: Section) -> Found:
     inputs = scheme.section("input_activations")
     inputs.only(_OBSERVED | _INPUTS)
     if layout == "float-quantized":
-        _check(weights, _FP8, dynamic=False)
-        _check(inputs, _FP8, dynamic=False)
-        return "compressed-tensors W8A8, fp8", Fp8Tensors(), ignored
+        return "compressed-tensors W8A8, fp8", _fp8(weights, inputs), ignored
     _check(weights, _INT8 | {"strategy": ("channel",)})
     _check(inputs, _INT8 | {"strategy": ("token",), "dynamic": (True,)})
     return "compressed-tensors W8A8", Int8Channels(), ignored
@@ -104,6 +101,18 @@ def _check(section: Section, served: Mapping[str, Collection[Any]], dynamic: boo
     """``dynamic`` is what it means to leave that entry out."""
     for name, values in served.items():
         section.choice(name, values, {"symmetric": True, "dynamic": dynamic}.get(name))
+
+
+def _fp8(weights: Section, inputs: Section) -> WeightFormat:
+    """One scale a tensor, fixed by calibration, or inputs rounded by token: others couple the rows of a batch."""
+    if not inputs.choice("dynamic", (True, False), default=False):
+        _check(weights, _FP8 | {"strategy": ("tensor",)})
+        _check(inputs, _FP8 | {"strategy": ("tensor",)})
+        return Fp8Tensors()
+    by_channel = weights.choice("strategy", ("tensor", "channel")) == "channel"
+    _check(weights, _FP8)
+    _check(inputs, _FP8 | {"strategy": ("token",)})
+    return Fp8Rows(by_channel)
 
 
 def _pack_quantized(scheme: Section, weights: Section) -> WeightFormat:

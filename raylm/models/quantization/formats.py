@@ -110,7 +110,8 @@ class Gptq(GroupedInt4):
 
     def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         inputs, groups = len(stored["g_idx"]), len(stored["scales"])
-        if not torch.equal(stored["g_idx"].long(), torch.arange(inputs) // (inputs // groups)):
+        neighbours = torch.arange(inputs, device=stored["g_idx"].device) // (inputs // groups)
+        if not torch.equal(stored["g_idx"].long(), neighbours):
             raise ConfigError(
                 f"model: the g_idx of {name} orders inputs by activation (desc_act); supported: groups of neighbours."
             )
@@ -127,7 +128,8 @@ class Awq(GroupedInt4):
 
     def part(self, name: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         words = (unpacked(stored[kind]) for kind in ("qweight", "qzeros"))
-        values, zeros = (each.view(len(each), -1, 8)[..., _AWQ_PLACES].flatten(1) for each in words)
+        places = torch.tensor(_AWQ_PLACES, device=stored["qweight"].device)
+        values, zeros = (each.view(len(each), -1, 8).index_select(2, places).flatten(1) for each in words)
         return values.T, stored["scales"].T, zeros.T.float()
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
-from raylm.models.linear import HEAD, PLAIN, Quantization, WeightFormat, linear_layers
+from raylm.models.linear import HEAD, INT4_LINEARS, PLAIN, Quantization, WeightFormat, linear_layers
 from raylm.models.quantization.config import read_quantization_config
-from raylm.models.quantization.formats import RoundedInt4, RoundedInt8
-from raylm.models.quantization.fp8 import Fp8Tensors, check_fp8
+from raylm.models.quantization.formats import GroupedInt4, RoundedInt4, RoundedInt8
+from raylm.models.quantization.fp8 import Fp8Rows, Fp8Tensors, check_fp8
 from raylm.models.ranks import Ranks
 from raylm.native import NativeError, kernels
 
@@ -64,8 +64,20 @@ def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch
         )
     description, form, ignored = read_quantization_config(checkpoint)
     what = f"model: the quantized weights of {checkpoint.path} ({description}) are"
-    (check_fp8 if isinstance(form, Fp8Tensors) else _check_kernels)(what, device)
+    if isinstance(form, (Fp8Rows, Fp8Tensors)):
+        check_fp8(what, device)
+    elif isinstance(form, GroupedInt4) and device.type in INT4_LINEARS:
+        _check_int4(what, device)
+    else:
+        _check_kernels(what, device)
     return ByModule(description, lambda module: PLAIN if ignored(module) else form)
+
+
+def _check_int4(what: str, device: torch.device) -> None:
+    try:
+        INT4_LINEARS[device.type]
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what} served on {device} by a Triton kernel only, and there is none: {error}") from error
 
 
 def _check_kernels(what: str, device: torch.device) -> None:

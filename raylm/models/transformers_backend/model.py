@@ -31,8 +31,6 @@ class TransformersForCausalLM(CausalLM):
         self.checkpoint, self.modeling = checkpoint, modeling
         self.vocab_size = int(modeling.causal.config.vocab_size)
         self.attention_specs: list[AttentionSpec] = list(modeling.specs.values())
-        routed = getattr(modeling.causal.config, "num_experts_per_tok", None) is not None
-        self.capturable = not routed and not any(isinstance(module, Experts) for module in modeling.decoder.modules())
         for name, child in modeling.causal.named_children():
             self.add_module(name, child)
         self.add_module(modeling.causal.base_model_prefix, modeling.decoder)
@@ -117,6 +115,10 @@ class TransformersForCausalLM(CausalLM):
                 module.freeze(kernels)
         if self.redundant and isinstance(head.kernel, NativeLinear) and head.kernel.dtype is not None:
             self._share(embeddings, head.kernel)
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
+        routed = getattr(self.modeling.causal.config, "num_experts_per_tok", None) is not None
+        # Experts that are multiplied one by one, or by modeling code of their own, need to know how many rows each has.
+        self.capturable = all(module.grouped is not None for module in experts) and (bool(experts) or not routed)
         self._check_tokens_apart(embeddings.weight.device)
 
     def _share(self, embeddings: nn.Module, head: NativeLinear) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from raylm.models.experts import GroupedExperts, group_experts
 from raylm.models.linear import HEAD, Head, KernelFactory, Linear
 from raylm.models.transformers_backend.inspection import UnservedError, layer_shape
 
@@ -100,11 +101,16 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """Replaces transformers' stacked experts: each computes the tokens that were routed to it."""
+    """Replaces transformers' stacked experts: each computes the tokens that were routed to it, or all of them at once.
+
+    Where they are ``grouped`` after loading, the modules of single experts are gone.
+    """
 
     def __init__(self, count: int, hidden: int, inner: int, gate: Callable[[Tensor], Tensor]) -> None:
         super().__init__(Expert(hidden, inner, gate) for _ in range(count))
+        self.gate = gate
         self.stacked: dict[str, Tensor] = {}
+        self.grouped: GroupedExperts | None = None
 
     def stack(self) -> None:
         """Let the plain weights of all experts lie in one piece of memory, as checkpoints may hold them."""
@@ -117,11 +123,17 @@ class Experts(nn.ModuleList):
                     linear.weight = nn.Parameter(memory, requires_grad=False)
 
     def freeze(self, kernels: KernelFactory) -> None:
-        """Called once after loading: the experts' kernels, made one by one, then hold all there is."""
+        """Called once after loading, before single experts: these make their kernels one by one, or go."""
+        if len(self.stacked) == 2:
+            self.grouped = group_experts(self.stacked["gate_up_proj"], self.stacked["down_proj"], self.gate)
+        if self.grouped is not None:
+            del self[:]
         self.stacked = {}
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """``x`` (tokens, hidden), ``index`` and ``weights`` (tokens, chosen) -> (tokens, hidden)."""
+        if self.grouped is not None:
+            return self.grouped(x, index, weights)
         chosen = index.shape[-1]
         order = index.flatten().argsort(stable=True)
         counts = torch.bincount(index.flatten(), minlength=len(self)).tolist()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from raylm.models import LowRank, ModuleAdapter
+from raylm.models import AdapterLimits, LowRank
 from raylm.stages import about
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.forward import Forward, ModuleForward
@@ -114,9 +114,10 @@ class DecodeBuffers:
 
 
 class GraphForward(Forward):
-    """Steps that only decode are one launch; others, and those with adapters, go layer by layer through ``eager``.
+    """Steps that only decode are one launch; others go layer by layer through ``eager``.
 
-    There is a graph for each batch bucket and each width of block tables. Those of up to 256 sequences are captured by
+    There is a graph for each batch bucket and each width of block tables, and another one for steps with adapters,
+    where these can be captured. Those of up to 256 sequences are captured by
     ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
     without: the log says so.
     """
@@ -133,47 +134,50 @@ class GraphForward(Forward):
     ) -> None:
         self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
-        self._graphs: dict[tuple[int, int], Run | None] = {}  # by (sequences, blocks of a table)
+        self._graphs: dict[tuple[int, int, bool], Run | None] = {}  # by (sequences, blocks of a table, adapters)
 
     def capture_at_start(self) -> None:
         """Largest first, so that the smaller ones fit into its memory."""
         sizes = buckets(min(self._limits.max_num_seqs, _AT_START))[::-1]
-        shapes = [(size, width) for width in table_widths(self._limits) for size in sizes]
+        adapted = (False, True) if self.eager.captures_adapters else (False,)
+        shapes = [(size, width, has) for has in adapted for width in table_widths(self._limits) for size in sizes]
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
             self._graph(*shape)
 
     def compile_at_start(self) -> None:
         self.eager.compile_at_start()
 
-    def serve_adapters(self) -> None:
-        self.eager.serve_adapters()
+    def serve_adapters(self, limits: AdapterLimits) -> None:
+        self.eager.serve_adapters(limits)
 
-    def pack(self, weights: Mapping[str, LowRank]) -> ModuleAdapter:
+    def pack(self, weights: Mapping[str, LowRank]) -> object:
         return self.eager.pack(weights)
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         meta = inputs.metadata
         count = len(meta.seq_lens_host)
-        if meta.num_decodes < count or inputs.adapters:
+        if meta.num_decodes < count or (inputs.adapters and not self.eager.captures_adapters):
             return self.eager.hidden(inputs)
         size, width = bucket(count), table_width(int(meta.seq_lens_host.max()), self._limits)
-        graph = self._graph(size, width)
+        graph = self._graph(size, width, bool(inputs.adapters))
         if graph is None:
             return self.eager.hidden(inputs)
         self._buffers.fill(inputs, size, width)
+        self.eager.adapt(inputs.adapters)
         return graph()[:count]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.eager.logits(hidden)
 
-    def _graph(self, size: int, width: int) -> Run | None:
-        key = size, width
+    def _graph(self, size: int, width: int, adapted: bool) -> Run | None:
+        key = size, width, adapted
         if key not in self._graphs:
             inputs = self._buffers.inputs(size, width)
             # What lies in the buffers may be of another step: capturing runs it, and must not write to its blocks.
             self._buffers.clear()
+            self.eager.hold(adapted=adapted)
             try:
-                self._graphs[key] = self._capture(lambda: self.eager.hidden(inputs))
+                self._graphs[key] = self._capture(lambda: self.eager.run(inputs))
             except torch.OutOfMemoryError as error:
                 logger.warning(
                     "Steps of %d sequences are slower, their CUDA graph has no memory: %s",

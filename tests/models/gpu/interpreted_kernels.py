@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raylm.models.elementwise import TORCH, HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
+from raylm.models.gpu.fp8 import round_rows
 
 KERNELS = TritonElementwise()
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -66,6 +67,22 @@ def test_rotate_and_write(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         torch.testing.assert_close(mine.float(), theirs.float(), atol=scale * BOUNDS[dtype], rtol=scale * BOUNDS[dtype])
     rest = [slot for slot in range(48) if slot not in slots.tolist()]
     assert all((pool[rest] == 7).all() for pool in pools[0])
+
+
+def test_rows_are_brought_to_fp8(dtype: torch.dtype) -> None:
+    """By a scale of their own, a row of zeros too.
+
+    Of numbers that fp8 has: the interpreter rounds others wrongly where they come to a power of two. That the GPU
+    rounds to the nearest is seen in the compiled kernel.
+    """
+    values = torch.randint(-7, 8, (5, 96)) * 2.0 ** torch.randint(-2, 7, (5, 96))
+    values[:, 0], values[3] = 448, 0
+    steps = torch.tensor([0.125, 2**-6, 1, 1e-12, 0.5])[:, None]
+    rounded, scales = round_rows((values * steps).to(dtype))
+    assert rounded.dtype == torch.float8_e4m3fn
+    assert torch.equal(rounded.float(), values)
+    assert torch.allclose(scales[[0, 1, 2, 4]], steps[[0, 1, 2, 4]], rtol=1e-6, atol=0)
+    assert float(scales[3]) > 0
 
 
 def test_no_tokens() -> None:

@@ -15,15 +15,25 @@ from raylm.models import elementwise
 from raylm.models.elementwise import TORCH, select_elementwise
 
 ROOT = Path(__file__).parents[3]
+FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
 
-def test_the_kernels_in_tritons_interpreter() -> None:
-    """All of interpreted_kernels.py; the interpreter is chosen for a whole process."""
+def interpreted(marks: str) -> None:
+    """All of interpreted_*.py; the interpreter is chosen for a whole process."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/gpu/interpreted_kernels.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marks, *map(str, FILES)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    interpreted("not long")
+
+
+@pytest.mark.long
+def test_the_kernels_in_tritons_interpreter_with_other_shapes() -> None:
+    interpreted("long")
 
 
 def test_without_triton_torch_serves_and_the_log_says_so(

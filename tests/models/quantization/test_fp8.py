@@ -19,7 +19,7 @@ from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models import load_model
 from raylm.models.quantization import select as quantization
-from raylm.models.quantization.fp8 import FP8, Fp8Linear, Fp8Part, round_inputs
+from raylm.models.quantization.fp8 import FP8, Fp8Linear, Fp8Part, Fp8RowsLinear, round_inputs, round_rows
 from tests.checkpoints import make_checkpoint
 from tests.models.quantization.quantized_checkpoints import compressed_config, is_quantized
 from tests.models.quantization.test_quantization import set_group, set_inputs, set_weights
@@ -79,6 +79,63 @@ def test_inputs_are_rounded_to_the_nearest_and_end_at_the_largest() -> None:
     assert float(round_inputs(torch.tensor([1e6]), torch.tensor([2.0])).float()) == 448
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_have_scales_of_their_own(dtype: torch.dtype) -> None:
+    """Rows that differ by a factor of 1,000 are rounded alike, and a row is the same beside others."""
+    draw = torch.Generator().manual_seed(3)
+    x = (torch.randn(6, 64, generator=draw) * torch.logspace(-3, 0, 6)[:, None]).to(dtype)
+    weight, scales = torch.randn(48, 64, generator=draw).to(FP8), torch.rand(48, generator=draw) + 0.1
+    bias = torch.randn(48, generator=draw).to(dtype)
+    linear = Fp8RowsLinear(weight, scales, None)
+    steps = x.double().abs().amax(1, keepdim=True) / 448
+    wanted = (nearest(x.double() / steps) * steps) @ (weight.double() * scales.double()[:, None]).T
+    wrong = (linear(x).double() - wanted).abs().amax(1) / wanted.abs().amax(1)
+    assert float(wrong.max()) < (1e-2 if dtype == torch.float32 else 2e-2)
+    assert torch.equal(Fp8RowsLinear(weight, scales, bias)(x), linear(x) + bias)
+    for alone, beside in zip(round_rows(x[2:3]), round_rows(x), strict=True):
+        assert torch.equal(alone.float(), beside[2:3].float())
+    assert linear(x[:0]).shape == (0, 48)
+    assert torch.equal(round_rows(torch.zeros(2, 16))[0].float(), torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_weights_by_channel_or_tensor_with_inputs_by_token(tmp_path: Path, anywhere: None, strategy: str) -> None:
+    source = make_checkpoint(tmp_path / "source", "qwen2", tokenizer=False)
+    weights, meant = load_file(source / "model.safetensors"), {}
+    for name, tensor in list(weights.items()):
+        meant[name] = tensor
+        if is_quantized(name, tensor, PLAIN):
+            scale = (
+                tensor.abs().amax(1, keepdim=True) / 448 if strategy == "channel" else tensor.abs().max().view(1) / 448
+            )
+            weights[name], weights[name + "_scale"] = (tensor / scale).to(FP8), scale
+            meant[name] = weights[name].float() * scale
+    token = TENSOR | {"strategy": "token", "dynamic": True}
+    config = compressed_config("float-quantized", TENSOR | {"strategy": strategy}, token, ["lm_head"])
+    for folder, held, extra in (("fp8", weights, {"quantization_config": config}), ("meant", meant, {})):
+        shutil.copytree(source, tmp_path / folder)
+        save_file(held, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        settings = json.loads((source / "config.json").read_text())
+        (tmp_path / folder / "config.json").write_text(json.dumps(settings | extra))
+    model, _ = load_model(Checkpoint(tmp_path / "fp8"), torch.float32, CPU)
+    with torch.inference_mode():
+        got = model.logits(model(TOKENS, torch.arange(len(TOKENS)), attend))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
+
+    def by_token(_: object, args: tuple[Tensor]) -> tuple[Tensor]:
+        steps = args[0].abs().amax(-1, keepdim=True) / 448
+        return ((nearest(args[0] / steps) * steps).float(),)
+
+    for name, module in reference.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(by_token)
+    with torch.inference_mode():
+        wanted = reference(TOKENS[None]).logits[0]
+    wrong = (got - wanted).abs().amax(1) / wanted.abs().max()
+    assert float(wrong.median()) < 1e-3
+    assert float(wrong.max()) < 0.1
+
+
 def make(path: Path, **overrides: Any) -> tuple[Path, Path]:
     """A checkpoint in fp8, and one of the floats that it stands for."""
     source = make_checkpoint(path / "source", "qwen2", tokenizer=False, **overrides)
@@ -132,9 +189,11 @@ def test_logits_are_those_of_what_the_checkpoint_means(tmp_path: Path, anywhere:
     ("change", "named"),
     [
         (set_weights(strategy="channel"), "weights.strategy is 'channel'; supported: 'tensor'"),
+        (set_weights(strategy="block"), "weights.strategy is 'block'; supported: 'tensor'"),
         (set_weights(type="int"), "weights.type is 'int'; supported: 'float'"),
         (set_inputs(strategy="token"), "input_activations.strategy is 'token'; supported: 'tensor'"),
-        (set_inputs(dynamic=True), "input_activations.dynamic is True; supported: False"),
+        (set_inputs(dynamic=True), "input_activations.strategy is 'tensor'; supported: 'token'"),
+        (set_inputs(dynamic="local"), "input_activations.dynamic is 'local'; supported: True, False"),
         (set_inputs(num_bits=4), "input_activations.num_bits is 4"),
         (set_group(input_activations=None), "input_activations is None"),
     ],

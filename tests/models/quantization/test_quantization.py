@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
+from raylm.lazy import Family
 from raylm.models import load_model
 from raylm.models.quantization import select as quantization
 from raylm.native import NativeError, NativeLinear
@@ -234,6 +235,12 @@ def test_quantized_weights_need_a_cpu_and_its_kernels(tmp_path: Path, monkeypatc
         load_model(plain, torch.float32, CPU, "int4")
     with pytest.raises(ConfigError, match=r"model: the quantized weights of .* are served by the native kernels only"):
         load_model(Checkpoint(quantized), torch.float32, CPU)
+    absent: Family[Any] = Family({"cuda": "raylm.models.gpu.absent:Int4Linear"})
+    monkeypatch.setattr(quantization, "INT4_LINEARS", absent)
+    with pytest.raises(
+        ConfigError, match=r"\(GPTQ, 4 bits\) are served on cuda by a Triton kernel only, and there is no"
+    ):
+        load_model(Checkpoint(quantized), torch.float32, torch.device("cuda"))
 
 
 def test_several_ranks_are_refused_by_name(tmp_path: Path) -> None:

@@ -15,6 +15,13 @@ import torch
 from raylm.models import AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
+from raylm.models.gpu.experts import TritonExperts
+from raylm.models.gpu.fp8 import round_rows
+from raylm.models.gpu.int4 import Int4Linear
+from raylm.models.gpu.low_rank import GroupedLowRank
+from raylm.models.linear import Linear, dense
+from raylm.models.lora import AdapterLimits
+from raylm.native import Int4Weight
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
 from raylm.worker.gpu.xformers import XformersBackend
@@ -90,6 +97,76 @@ def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> Non
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[capability]
         assert "ld.global.v" in kernel.ptx, f"{kernel.name} loads one number at a time"
+
+
+@pytest.mark.parametrize("tokens", [8, 4096])
+def test_expert_kernels(capability: tuple[int, int], tokens: int, tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B, its weights without memory: eight of 128 experts for each token."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.bfloat16).expand(shape)
+
+    experts = TritonExperts(zeros(128, 1536, 2048), zeros(128, 2048, 768), lambda gate_up: gate_up[:, :768])
+    index = torch.arange(8 * tokens).view(tokens, 8) % 128
+    with compiling(capability, tmp_path) as found:
+        experts(zeros(tokens, 2048), index, zeros(tokens, 8))
+    assert [kernel.name for kernel in found] == ["product_by_expert", "product_by_expert", "add_weighted"]
+    for kernel in found:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+    for kernel in found[:2]:
+        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
+        assert ".mma" in kernel.ptx or "mma.sync" in kernel.ptx
+
+
+def test_low_rank_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
+    """Of q, k and v and of the output of Llama-3.1-8B; few rows and many."""
+    model: Any = torch.nn.Module()
+    for name, inputs, parts in (("qkv", 4096, {"q": 4096, "k": 1024, "v": 1024}), ("down", 14336, {"down": 4096})):
+        layer = Linear(16, parts, bias=False)
+        layer.freeze(dense)
+        layer.in_features = inputs
+        model.add_module(name, layer)
+    layers = GroupedLowRank(model, torch.bfloat16, torch.device("cpu"), AdapterLimits(2048, 64, 64))
+    with compiling(capability, tmp_path) as found:
+        layers.compile_all()
+        at_start = {kernel.ptx for kernel in found}
+        for tokens in (1, 7, 64, 513, 2048):
+            layers._add(0, torch.zeros(tokens, 4096).bfloat16(), torch.zeros(tokens, 6144).bfloat16())
+    assert {kernel.ptx for kernel in found} == at_start, "a step compiles"
+    for kernel in found:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+        assert "mma" in kernel.ptx
+        assert "ld.global.v" in kernel.ptx or "cp.async" in kernel.ptx, f"{kernel.name} loads one number at a time"
+
+
+@pytest.mark.parametrize("size", [4096, 14336])
+def test_fp8_kernel(capability: tuple[int, int], size: int, tmp_path: Path) -> None:
+    """Where fp8 is served."""
+    if capability < (8, 9):
+        return
+    with compiling(capability, tmp_path) as found:
+        round_rows(torch.zeros(3, size, dtype=torch.bfloat16))
+    (kernel,) = found
+    assert kernel.spilled == 0, kernel
+    assert "cvt.rn.satfinite.e4m3x2" in kernel.ptx
+    assert "ld.global.v" in kernel.ptx
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_kernel(capability: tuple[int, int], group: int, tmp_path: Path) -> None:
+    """Few rows and many, times weights of 4,096 inputs."""
+    linear = Int4Linear(Int4Weight(torch.zeros(256, 4096, dtype=torch.uint8), torch.ones(256, 4096 // group)), None)
+    with compiling(capability, tmp_path) as found:
+        for tokens in (1, 7, 64, 65, 1000):
+            linear(torch.zeros(tokens, 4096).bfloat16())
+    assert len({kernel.ptx for kernel in found}) == 2
+    for kernel in found:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+        assert "mma" in kernel.ptx
+        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])

@@ -167,7 +167,7 @@ def test_all_graphs_are_captured_at_start(path: Path, monkeypatch: pytest.Monkey
     driver = graph_driver(path, recorder, monkeypatch)
     forward = driver.runner.forward
     assert isinstance(forward, GraphForward)
-    assert list(forward._graphs) == [(size, width) for width in (2, 8, 16) for size in (64, 32, 16, 8, 4, 2, 1)]
+    assert list(forward._graphs) == [(size, width, False) for width in (2, 8, 16) for size in (64, 32, 16, 8, 4, 2, 1)]
     assert recorder.replays == 0
     assert "capture CUDA graphs" in dict(driver.info.stages)
     driver.add(0, random_prompt(4, 0))

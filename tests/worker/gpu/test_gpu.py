@@ -42,7 +42,7 @@ def test_a_worker_has_graphs_and_decodes_asynchronously(tmp_path: Path) -> None:
     runner, info = start_runner(Config.model_validate(tree))
     assert info.attention_backend == "xformers"
     assert isinstance(runner.forward, GraphForward)
-    assert [size for size, _ in runner.forward._graphs] == [8, 4, 2, 1]
+    assert [size for size, *_ in runner.forward._graphs] == [8, 4, 2, 1]
     assert isinstance(runner.async_decode, GPUAsyncDecode)
 
 

@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from raylm.checkpoint import EMBEDDED
 from raylm.grammar import grammar_of
 from raylm.messages import NewSequence
+from raylm.models.gpu.int4 import Int4Linear
+from raylm.models.gpu.low_rank import GroupedLowRank
+from raylm.models.lora import LOW_RANK_LAYERS
+from raylm.native import AdapterRun
 from raylm.params import PoolingParams, SamplingParams, StructuredOutputs
 from raylm.worker.model_runner import ModelRunner
 from tests.adapters import make_adapter
@@ -42,17 +48,102 @@ def drawn(runner: ModelRunner, wishes: dict[int, dict[str, Any]]) -> dict[int, l
     return life.end()
 
 
-def test_adapters(machine: Gpu, path: Path, tmp_path: Path) -> None:  # noqa: F811
-    make_adapter(path, tmp_path / "all", seed=1)
-    make_adapter(path, tmp_path / "some", seed=2, target_modules=["q_proj", "down_proj"])
+def low_rank_on(device: Gpu, patch: pytest.MonkeyPatch) -> None:
+    """What the kernels of adapters compute, as one launch; interpreted_low_rank.py compares them with torch."""
+    known: dict[int, Tensor] = {}
+
+    def address(self: GroupedLowRank, tensor: Any) -> int:
+        known[tensor.memory.data_ptr()] = tensor.memory
+        return int(tensor.memory.data_ptr())
+
+    def add(self: GroupedLowRank, at: int, x: Tensor, out: Tensor) -> None:
+        sizes = list(self._layers[at][1].parts.values())
+
+        def run(x: Tensor, out: Tensor, order: Tensor, ends: Tensor, table: Tensor) -> Tensor:
+            if x.is_meta:
+                return out
+            places = zip([0, *ends.tolist()], ends.tolist(), strict=False)
+            for (down, up, rank, _), (first, last) in zip(table.tolist(), places, strict=True):
+                rows = order[first:last].long()
+                if rank and len(rows):
+                    narrow = (x[rows] @ known[down].T).split(rank, dim=1)
+                    pieces = zip(narrow, known[up].split(sizes), strict=True)
+                    out[rows] += torch.cat([piece @ part.T for piece, part in pieces], dim=1)
+            return out
+
+        side = self._device_side
+        device.kernel(run)(x, out, side["order"], side["ends"], side["table"][:, 4 * at : 4 * at + 4])
+
+    patch.setattr(GroupedLowRank, "_address", address)
+    patch.setattr(GroupedLowRank, "_add", add)
+
+
+def adapters(checkpoint: Path, folder: Path) -> Path:
+    make_adapter(checkpoint, folder / "all", seed=1)
+    make_adapter(checkpoint, folder / "some", seed=2, target_modules=["q_proj", "down_proj"])
+    return folder
+
+
+def with_adapters(checkpoint: Path, folder: Path, device: str, **config: Any) -> ModelRunner:
+    runner = start(checkpoint, device=device, lora={"root": str(folder)}, **config)
+    runner.adapters.load(1, "all")
+    runner.adapters.load(2, "some")
+    return runner
+
+
+ADAPTED: dict[int, dict[str, Any]] = {0: {"adapter": 1}, 2: {"adapter": 2}, 3: {"adapter": 1}}
+
+
+@pytest.mark.parametrize("is_fast", [False, pytest.param(True, marks=pytest.mark.long)], ids=["slow", "fast"])
+def test_adapters(
+    machine: Gpu,  # noqa: F811
+    path: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_fast: bool,
+) -> None:
+    low_rank_on(machine, monkeypatch)
+    machine.is_fast = is_fast
     found = []
     for device in ("cpu", "cuda"):
-        runner = start(path, device=device, lora={"root": str(tmp_path)})
-        runner.adapters.load(1, "all")
-        runner.adapters.load(2, "some")
-        found.append([drawn(runner, wishes) for wishes in ({0: {"adapter": 1}, 2: {"adapter": 2}}, {})])
+        runner = with_adapters(path, adapters(path, tmp_path / device), device)
+        machine.replays = 0
+        found.append([drawn(runner, ADAPTED)])
+        assert (machine.replays > 0) == (device == "cuda"), "adapters do without graphs"
+        found[-1].append(drawn(runner, {}))
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
+
+
+def test_without_triton_adapters_are_multiplied_one_by_one(
+    machine: Gpu,  # noqa: F811
+    path: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(LOW_RANK_LAYERS._homes, "cuda", "raylm.models.gpu.absent:GroupedLowRank")
+    folder = adapters(path, tmp_path)
+    here, there = (drawn(with_adapters(path, folder, device), ADAPTED) for device in ("cpu", "cuda"))
+    assert there == here
+    assert "Adapters are multiplied one by one, without CUDA graphs: No module named" in caplog.text
+
+
+@pytest.mark.long
+def test_a_graph_that_had_other_rows_adapters_would_be_seen(
+    machine: Gpu,  # noqa: F811
+    path: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planted fault: what is uploaded for a step stays the first step's."""
+    low_rank_on(machine, monkeypatch)
+    folder = adapters(path, tmp_path)
+    here = drawn(with_adapters(path, folder, "cpu"), ADAPTED)
+    runner = with_adapters(path, folder, "cuda")
+    monkeypatch.setattr(AdapterRun, "__eq__", lambda self, other: True)
+    with pytest.raises((AssertionError, IndexError)):  # the first step had more rows
+        assert drawn(runner, ADAPTED) == here
 
 
 def test_forms_of_answers(machine: Gpu) -> None:  # noqa: F811
@@ -112,6 +203,33 @@ def test_fp8_is_captured(machine: Gpu, tmp_path: Path) -> None:  # noqa: F811
     layer_by_layer = drawn(start(quantized, engine={"cuda_graphs": False}), {})
     assert machine.replays == 0
     assert drawn(start(quantized), {}) == layer_by_layer
+    assert machine.replays
+
+
+FORMATS = ["GPTQ", "AWQ", "compressed W4A16 with zeros, a layer ignored"]
+
+
+@pytest.mark.uses("quantization")
+@pytest.mark.parametrize("name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS[1:])])
+def test_4_bit_weights(machine: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:  # noqa: F811
+    """What the kernel computes is compared with torch by interpreted_int4.py."""
+    from tests.models.quantization.test_quantization import BY_NAME
+    from tests.models.quantization.test_quantization import make as quantize
+
+    def product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, half: int) -> Tensor:
+        blocks = packed.view(len(packed), -1, 1, half)
+        codes = torch.cat([blocks & 15, blocks >> 4], dim=2).view(len(packed), -1)
+        group = codes.shape[1] // len(scales)
+        shifts, factors = (each.t().repeat_interleave(group, 1) for each in (zeros.float(), scales))
+        return x @ ((codes - shifts) * factors).to(x.dtype).t()
+
+    def call(self: Int4Linear, x: Tensor) -> Tensor:
+        tables = self._packed, self._scales, self._zeros
+        return machine.kernel(product)(x, *tables, self._half)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Int4Linear, "__call__", call)
+    quantized, _ = quantize(tmp_path, BY_NAME[name])
+    assert drawn(start(quantized), {}) == drawn(start(quantized, device="cpu"), {})
     assert machine.replays
 
 
