@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from raylm.models import AttentionSpec, CausalLM, KVPlaces, LowRank, LowRankLayers, ModuleAdapter, pack_native
-from raylm.native import NativeDecoder, PackedAdapter
-from raylm.worker.attention import AnyBackend, StepLimits
+from raylm.native import AdapterRun, NativeDecoder, PackedAdapter
+from raylm.worker.attention import AnyBackend, AttentionMetadata, StepLimits
 from raylm.worker.attention.cpu import CpuBackend
 from raylm.worker.input_buffers import StepInputs
 
@@ -82,10 +82,23 @@ class ModuleForward(Forward):
         return self._low_rank.pack(weights)
 
     def hidden(self, inputs: StepInputs) -> Tensor:
+        plan = self._backend.prepare(inputs.metadata)
+        return self.run(inputs.input_ids, inputs.positions, plan, inputs.adapters)
+
+    def run(self, input_ids: Tensor, positions: Tensor, plan: object, adapters: Sequence[AdapterRun] = ()) -> Tensor:
+        """As ``hidden``, of a step that the backend has planned."""
         if self._low_rank is not None:
-            self._low_rank.runs = inputs.adapters
-        attend = StepAttention(self._backend, self._kv_caches, self._backend.prepare(inputs.metadata))
-        return self._model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
+            self._low_rank.runs = adapters
+        attend = StepAttention(self._backend, self._kv_caches, plan)
+        return self._model(input_ids, positions, attend)  # type: ignore[no-any-return]
+
+    def plan_in_place(self, tokens: int, width: int, scratch_slot: int) -> object | None:
+        """The backend's, if it has one; until a step is taken over all its tokens are written to the scratch slot."""
+        device = self._kv_caches[0].device
+        return self._backend.plan_in_place(tokens, width, self._model.attention_specs, scratch_slot, device)
+
+    def refill(self, plan: object, metadata: AttentionMetadata, scratch_slot: int) -> bool:
+        return self._backend.refill(plan, metadata, scratch_slot)
 
     def compile_at_start(self) -> None:
         specs = self._model.attention_specs

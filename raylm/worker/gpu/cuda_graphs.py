@@ -15,6 +15,7 @@ from raylm.models import LowRank, ModuleAdapter
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.forward import Forward, ModuleForward
 from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
+from raylm.worker.gpu.prompt_graphs import PromptGraphs
 from raylm.worker.input_buffers import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class DecodeBuffers:
 
 
 class GraphForward(Forward):
-    """Steps that only decode are one launch; others, and those with adapters, go layer by layer through ``eager``.
+    """Steps are one launch, with prompts up to some size; those with adapters go layer by layer through ``eager``.
 
     There is a graph for each batch bucket and each width of block tables. Those of up to 256 sequences are captured by
     ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
@@ -133,6 +134,7 @@ class GraphForward(Forward):
         self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
         self._graphs: dict[tuple[int, int], Run | None] = {}  # by (sequences, blocks of a table)
+        self._with_prompts = PromptGraphs(eager, limits, scratch_block, device)
 
     def capture_at_start(self) -> None:
         """Largest first, so that the smaller ones fit into its memory."""
@@ -140,6 +142,7 @@ class GraphForward(Forward):
         shapes = [(size, width) for width in table_widths(self._limits) for size in sizes]
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
             self._graph(*shape)
+        self._with_prompts.capture_all(self._capture)
 
     def compile_at_start(self) -> None:
         self.eager.compile_at_start()
@@ -153,8 +156,11 @@ class GraphForward(Forward):
     def hidden(self, inputs: StepInputs) -> Tensor:
         meta = inputs.metadata
         count = len(meta.seq_lens_host)
-        if meta.num_decodes < count or inputs.adapters:
+        if inputs.adapters:
             return self.eager.hidden(inputs)
+        if meta.num_decodes < count:
+            hidden = self._with_prompts.hidden(inputs)
+            return self.eager.hidden(inputs) if hidden is None else hidden
         size, width = bucket(count), table_width(int(meta.seq_lens_host.max()), self._limits)
         graph = self._graph(size, width)
         if graph is None:

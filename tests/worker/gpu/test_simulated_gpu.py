@@ -95,6 +95,7 @@ def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa
     monkeypatch.setitem(ELEMENTWISE._homes, "cuda", f"{__name__}:SimulatedKernels")
     monkeypatch.setattr(SimulatedKernels, "device", gpu, raising=False)
     monkeypatch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
+    monkeypatch.setattr("raylm.worker.gpu.batch_buckets._MOST_TOKENS", 64)
     yield gpu
     probe.cache_clear()
 
