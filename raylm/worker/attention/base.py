@@ -83,7 +83,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
     def plan_in_place(
         self, tokens: int, width: int, specs: Sequence[AttentionSpec], scratch_slot: int, device: torch.device
     ) -> PlanT | None:
-        """A plan whose memory stays in place, for steps of so many tokens, prompts among them, that can be replayed.
+        """A plan whose memory stays in place, for steps of so many tokens, with prompts, that can be replayed.
 
         Tables are ``width`` blocks wide, the layers those of ``specs``; until a step is taken over all tokens are written
         to ``scratch_slot``. None if the backend has none.

@@ -17,6 +17,7 @@ from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
+from raylm.worker.gpu.triton_attention import PagedAttention
 from raylm.worker.gpu.xformers import XformersBackend
 from tests.worker.gpu.ahead_of_time import SHARED, Compiled, asking, compiling
 
@@ -40,17 +41,24 @@ def capability(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 
 def attention(
-    capability: tuple[int, int], folder: Path, heads: tuple[int, int], head_dim: int, queries: int, block_size: int
+    capability: tuple[int, int],
+    folder: Path,
+    heads: tuple[int, int],
+    head_dim: int,
+    queries: int,
+    block_size: int,
+    kernels: type[Any] = SplitK,
+    **changes: float,
 ) -> list[Compiled]:
     """Both kernels of attention over 16 tiles of a prompt, or over 64 sequences that decode, over 8,192 tokens each."""
-    spec = AttentionSpec(0, *heads, head_dim, head_dim**-0.5)
+    spec = AttentionSpec(0, *heads, head_dim, head_dim**-0.5, **changes)
     count = DECODE if queries == 1 else PROMPT
     tables = torch.zeros(count, 8192 // block_size, dtype=torch.int32)
     pages = Pages(tables, torch.zeros(count, dtype=torch.int32), queries)
     q = torch.zeros(count * queries, heads[0], head_dim, dtype=torch.bfloat16)
     keys, values = torch.zeros(2, 256 * block_size, heads[1], head_dim, dtype=torch.bfloat16)
     with compiling(capability, folder) as found:
-        SplitK(block_size)(q, keys, values, pages, spec)
+        kernels(block_size)(q, keys, values, pages, spec)
     for kernel in found:
         assert kernel.shared <= SHARED[capability], kernel
     return found
@@ -68,6 +76,49 @@ def test_attention(capability: tuple[int, int], head_dim: int, tmp_path: Path) -
         assert "cp.async" in kernel.ptx
     expected = {9: "wgmma.mma_async", 10: "tcgen05.mma"}.get(capability[0], "mma.sync")
     assert expected in prompt.ptx
+
+
+GEMMA_2, GEMMA_3 = {"sliding_window": 4096, "softcap": 50.0}, {"sliding_window": 512}
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "changes"), [((16, 8), 256, GEMMA_2)])
+def test_our_attention(
+    capability: tuple[int, int], heads: tuple[int, int], head_dim: int, changes: dict[str, float], tmp_path: Path
+) -> None:
+    """Of Gemma 2 9B, with windows and soft capping."""
+    spec = AttentionSpec(0, *heads, head_dim, 1.0)
+    for queries in (1, queries_per_tile(spec)):
+        attend, *_ = attention(capability, tmp_path, heads, head_dim, queries, 64, PagedAttention, **changes)
+        assert attend.name == "attend"
+        assert attend.spilled <= SPILLED, (queries, attend.registers, attend.spilled)
+        assert "cp.async" in attend.ptx
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "changes"),
+    [
+        ((4, 1), 256, GEMMA_3),
+        ((32, 8), 128, GEMMA_3),
+        ((32, 32), 96, GEMMA_3),
+        ((32, 8), 80, {}),
+        ((32, 8), 64, GEMMA_2),
+        ((28, 4), 128, {}),
+    ],
+)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_our_attention_of_other_shapes(
+    capability: tuple[int, int],
+    heads: tuple[int, int],
+    head_dim: int,
+    changes: dict[str, float],
+    block_size: int,
+    tmp_path: Path,
+) -> None:
+    spec = AttentionSpec(0, *heads, head_dim, 1.0)
+    for queries in (1, queries_per_tile(spec)):
+        for kernel in attention(capability, tmp_path, heads, head_dim, queries, block_size, PagedAttention, **changes):
+            assert kernel.spilled <= SPILLED, (queries, kernel.name, kernel.registers, kernel.spilled)
 
 
 def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
