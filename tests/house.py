@@ -28,7 +28,7 @@ PURE_CORE = {f"engine/{name}.py" for name in (
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
     "xformers": ("worker/gpu/",),
-    "triton": ("models/gpu/",),
+    "triton": ("models/gpu/", "worker/gpu/"),
     "safetensors": ("models/",),
     "starlette": ("ingress/",),
     "ray": ("app.py", "handles.py", "ray_private.py", "cli/", "engine/", "frontend/", "ingress/"),
@@ -246,7 +246,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 31,500", total <= 31_500
+    yield "lines of Python", f"{total:,}", "at most 32,600", total <= 32_600
     yield "lines of the core", f"{core:,}", "at most 16,600", core <= 16_600
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]

@@ -85,8 +85,8 @@ class AttentionBackend(ABC, Generic[PlanT]):
     ) -> PlanT | None:
         """A plan whose memory stays in place, for steps of so many tokens, with prompts, that can be replayed.
 
-        Tables are ``width`` blocks wide, the layers those of ``specs``; until a step is taken over all tokens are written
-        to ``scratch_slot``. None if the backend has none.
+        Tables are ``width`` blocks wide, the layers those of ``specs``; until a step is taken over all tokens are
+        written to ``scratch_slot``. None if the backend has none.
         """
         return None
 

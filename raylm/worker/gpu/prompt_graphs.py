@@ -46,11 +46,11 @@ class PromptGraphs:
     def capture_all(self, capture: Callable[[Run], Run]) -> None:
         """Largest first, so that the smaller ones fit into its memory."""
         shapes = [(size, width) for width in table_widths(self._limits) for size in token_buckets(self._limits)[::-1]]
-        for shape in tqdm(shapes, desc="Capturing steps with prompts", unit="graph", delay=1.0, file=sys.stderr):
+        for size, width in tqdm(shapes, desc="Capturing steps with prompts", unit="graph", delay=1.0, file=sys.stderr):
             try:
-                self._capture(*shape, capture)
+                self._capture(size, width, capture)
             except torch.OutOfMemoryError as error:
-                logger.warning("Steps of %d tokens are slower, their CUDA graph has no memory: %s", shape[0], error)
+                logger.warning("Steps of %d tokens are slower, their CUDA graph has no memory: %s", size, error)
 
     def _capture(self, tokens: int, width: int, capture: Callable[[Run], Run]) -> None:
         plan = self._eager.plan_in_place(tokens, width, self._scratch_slot)

@@ -74,7 +74,8 @@ class Tiles:
         self._tiles, self._rows = tiles, tiles * queries
         self._column = Column((2 * tiles + self._rows + tokens,), torch.int64, device)
         on_device = self._column.upload(len(self._column.host))
-        self._owners, self._ends, self.sources, self.outputs = on_device.split([tiles, tiles, self._rows, tokens])
+        parts = torch.split_with_sizes(on_device, [tiles, tiles, self._rows, tokens])
+        self._owners, self._ends, self.sources, self.outputs = parts
         tables = torch.zeros(tiles, width, dtype=torch.int32, device=device)
         self.pages = Pages(tables, torch.zeros(tiles, dtype=torch.int32, device=device), queries)
 
@@ -200,7 +201,8 @@ class TiledBackend(PagedBackend[TiledPlan]):
 
     def attend(self, q: Tensor, kv: Tensor, plan: TiledPlan, layer: AttentionSpec) -> Tensor:
         keys, values = kv.flatten(1, 2).unbind(0)
-        parts, meta = [], plan.metadata
+        parts: list[Tensor] = []
+        meta = plan.metadata
         if plan.decodes is not None:
             parts.append(self._attend(_padded(q, len(plan.decodes.lengths)), keys, values, plan.decodes, layer))
         if meta.num_decodes == len(meta.seq_lens_host):

@@ -14,6 +14,7 @@ from raylm.grammar import grammar_of
 from raylm.messages import NewSequence
 from raylm.params import PoolingParams, SamplingParams, StructuredOutputs
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.sampling.grammars import Answer, Grammars
 from tests.adapters import make_adapter
 from tests.worker.driver import random_prompt
 from tests.worker.gpu.simulated_gpu import Gpu, gpu  # noqa: F401 (a fixture)
@@ -154,7 +155,7 @@ EMBEDDED_WISHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_steady_step_waits_for_nothing_whatever_is_asked(machine: Gpu, graphs: bool) -> None:  # noqa: F811
     """Structured rows with a mask that the host makes meanwhile, bad words, log-probabilities; all in one batch."""
     life = Wishing(start(EMBEDDED, dtype="float32", engine={"cuda_graphs": graphs}), 2)
@@ -175,6 +176,7 @@ def test_a_steady_step_waits_for_nothing_whatever_is_asked(machine: Gpu, graphs:
     assert [len(tokens) for tokens in life.end().values()] == [12] * 4
 
 
+@pytest.mark.long
 def test_masks_are_applied_where_the_host_applies_them(machine: Gpu) -> None:  # noqa: F811
     wishes = dict(enumerate(EMBEDDED_WISHES))
     found = []
@@ -225,3 +227,29 @@ def test_pooling(machine: Gpu, path: Path) -> None:  # noqa: F811
     assert told == same
     assert sorted(here) == sorted(there) == [0, 1, 2]
     assert all(np.allclose(here[seq_id], there[seq_id], atol=1e-5) for seq_id in here)
+
+
+@pytest.mark.long
+def test_rows_whose_masks_are_late_sit_the_step_out(machine: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Every third time that masks are asked for they are late; penalties and bad words go on from the right tokens."""
+    wishes = dict(enumerate(EMBEDDED_WISHES))
+    wishes[1] = wishes[1] | {
+        "params": SamplingParams(repetition_penalty=1.3, logprobs=1),
+        "bad_words_token_ids": tuple((at, at + 1) for at in range(40)),
+    }
+    wanted = drawn(start(EMBEDDED, device="cpu", dtype="float32"), wishes)
+    asked, ready = [0], Grammars.ready
+
+    def late(self: Grammars, answers: list[Answer], draws: int) -> list[bool]:
+        asked[0] += 1
+        there = ready(self, answers, draws)
+        return [asked[0] % 3 != 2] * len(there)
+
+    monkeypatch.setattr(Grammars, "ready", late)
+    runner = start(EMBEDDED, dtype="float32")
+    found = drawn(runner, wishes)
+    assert runner.async_decode.has_deferred
+    assert [found[2], found[3]] == [wanted[2], wanted[3]]
+    for seq_id in (0, 1):
+        assert 3 <= len(found[seq_id]) < len(wanted[seq_id])
+        assert found[seq_id] == wanted[seq_id][: len(found[seq_id])]
