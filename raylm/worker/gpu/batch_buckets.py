@@ -30,7 +30,7 @@ def buckets(most: int) -> list[int]:
 
 
 def token_bucket(tokens: int) -> int:
-    """The smallest size from ``tokens`` on: 64, 128, .. 512, 640, .. 1024, 1280, .. ; at most a quarter is padding."""
+    """The smallest size from ``tokens`` on: 64, 128, .. 512, 640, .. 1024, 1280, .. 2048."""
     step = max(_FINE, (1 << (tokens - 1).bit_length()) >> 3)
     return -(-tokens // step) * step
 

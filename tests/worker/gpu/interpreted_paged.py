@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|ov
 TOLERANCE = 4e-3
 
 
-@pytest.fixture(autouse=True, params=[(8, 0), (9, 0)], ids=["ampere", "hopper"])
+@pytest.fixture(autouse=True, params=[pytest.param((8, 0), marks=pytest.mark.long), (9, 0)], ids=["ampere", "hopper"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiles are others on other GPUs."""
     threads = torch.get_num_threads()
