@@ -49,8 +49,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 class WrittenPool(Pool):
     """A pool whose past is there already; tables lead nowhere behind a sequence's own blocks."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case, "xformers")
+    def __init__(self, case: Case, backend: str = "xformers") -> None:
+        super().__init__(case, backend)
         for seq, total in enumerate(self.totals):
             self.tables[seq, -(-total // case.block_size) :] = 1 << 28
 
