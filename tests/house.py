@@ -28,7 +28,7 @@ PURE_CORE = {f"engine/{name}.py" for name in (
 ONLY_IN = {  # package -> prefixes of the files that may import it
     "torch": ("worker/", "models/", "native/"),
     "xformers": ("worker/gpu/",),
-    "triton": ("models/gpu/",),
+    "triton": ("models/gpu/", "worker/gpu/"),
     "safetensors": ("models/",),
     "starlette": ("ingress/",),
     "ray": ("app.py", "handles.py", "ray_private.py", "cli/", "engine/", "frontend/", "ingress/"),

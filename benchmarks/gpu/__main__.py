@@ -1,4 +1,4 @@
-"""What the worker makes of a GPU, in one command: decoding, prompts, and transformers' generate on the same weights.
+"""What the worker makes of a GPU, in one command: decoding, prompts, and other engines on the same weights.
 
     python -m benchmarks.gpu --out results                           # on a GPU: all of it, some ten minutes
     python -m benchmarks.gpu --out results --phases decode prefill --shape llama-3.1-8b
@@ -9,9 +9,11 @@ time is of --steps whole steps of the worker, from a plan to drawn tokens; of de
 Rows are printed as they come, and with --out kept in DIR/gpu.jsonl, to which further runs add theirs.
 
 phases    greedy: whether the embedded model says on the device what it says on the CPU; decode, prefill, mixed: the
-          worker's steps; transformers: its own generate on the same weights
+          worker's steps; transformers: its own generate on the same weights; vllm: the same where it is installed
 mixed     a step in which the batch decodes and a prompt of so many tokens is computed; parts_ms is what both took alone
-sampled   decoding at temperature 0.8; top_p: the same with top-p 0.95; compare both with graphs_ms, which is greedy
+sampled   decoding at temperature 0.8; top_p: the same with top-p 0.95; penalties: with a presence penalty; logprobs:
+          greedy, with the five most likely tokens; compare them with graphs_ms, which is greedy
+stages    with --num-stages N attention loads N tiles of keys ahead, whatever split_k.py chooses
 
 floor     milliseconds to read the weights (the embedding only where it is the head too) and the batch's keys and values
           once, at the bandwidth of a copy
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import platform
 import statistics
@@ -44,12 +47,18 @@ from benchmarks.model.forward import Steps
 from raylm.config import Config
 from raylm.messages import WorkerInfo
 from raylm.params import SamplingParams
+from raylm.worker.gpu import split_k, triton_attention
 from raylm.worker.gpu.cuda_graphs import GraphForward
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 
-PHASES = ["greedy", "decode", "prefill", "mixed", "transformers"]
-SAMPLED = {"sampled": SamplingParams(temperature=0.8), "top_p": SamplingParams(temperature=0.8, top_p=0.95)}
+PHASES = ["greedy", "decode", "prefill", "mixed", "transformers", "vllm"]
+SAMPLED = {
+    "sampled": SamplingParams(temperature=0.8),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.95),
+    "penalties": SamplingParams(temperature=0.8, presence_penalty=0.5),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=5),
+}
 _WARM_UP = 4
 
 
@@ -180,6 +189,45 @@ def generate_row(model: Any, batch: int, args: Any, device: torch.device) -> dic
     return {"batch": batch, "context": min(args.context), "transformers_ms": 1e3 * each, "tok_s": batch / each}
 
 
+def vllm_rows(path: Path, args: Any) -> Iterator[dict]:
+    """vLLM's offline engine on the same weights: what each further token of a batch costs, greedy and sampled."""
+    if "vllm" not in args.phases:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        yield {"left_out": "vllm is not installed"}
+        return
+    import vllm
+
+    context, more = min(args.context), max(2, args.steps)
+    longest = context + more + 2
+    engine = vllm.LLM(str(path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest, seed=0)
+    for batch in args.batch:
+        prompts = [{"prompt_token_ids": torch.randint(5, 500, (context,)).tolist()} for _ in range(batch)]
+        row: dict[str, Any] = {"batch": batch, "context": context}
+        for name, temperature in (("vllm", 0.0), ("vllm_sampled", 0.8)):
+
+            def run(new: int, heat: float = temperature, asked: list[Any] = prompts) -> None:
+                ends = {"max_tokens": new, "min_tokens": new, "ignore_eos": True, "detokenize": False}
+                engine.generate(asked, vllm.SamplingParams(temperature=heat, **ends), use_tqdm=False)
+
+            cpu = torch.device("cpu")  # generate waits for itself
+            each = (seconds(lambda call=run: call(1 + more), cpu, 1) - seconds(lambda call=run: call(1), cpu, 1)) / more
+            row[f"{name}_ms"] = 1e3 * each
+        yield row | {"tok_s": 1e3 * batch / row["vllm_ms"]}
+
+
+def set_stages(stages: int | None) -> None:
+    """Let attention load so many tiles ahead."""
+    if stages is None:
+        return
+    chosen = split_k.tile_of
+
+    def tile_of(*shape: int) -> split_k.Tile:
+        return replace(chosen(*shape), stages=stages)
+
+    split_k.tile_of = triton_attention.tile_of = tile_of
+
+
 def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
     if not {"decode", "prefill", "mixed"} & set(args.phases):
         return
@@ -191,7 +239,12 @@ def ours(path: Path, args: Any, peaks: dict[str, float]) -> Iterator[dict]:
     tree = {"model": str(path), "device": args.device, "dtype": "bfloat16", "cache": cache, "scheduler": sizes}
     started = time.perf_counter()
     runner, info = start_runner(Config.model_validate(tree | {"max_model_len": longest + 1}))
-    about = {"shape": args.model, "attention": info.attention_backend, "forward": type(runner.forward).__name__}
+    about = {
+        "shape": args.model,
+        "attention": info.attention_backend,
+        "num_stages": args.num_stages or 2,
+        "forward": type(runner.forward).__name__,
+    }
     stages = {name: round(taken, 2) for name, taken in info.stages}
     yield about | {
         "weights_gib": info.weights_bytes / 2**30,
@@ -269,7 +322,7 @@ def measure(shape: str, args: Any, device: torch.device, results: Results) -> No
     peaks = {"bandwidth": bandwidth(device), "gemm": gemm_peak(device)}
     results.add({"GB_s": peaks["bandwidth"] / 1e9, "gemm_tflop_s": peaks["gemm"] / 1e12})
     with checkpoint(shape, device) as path:
-        for rows in (ours(path, args, peaks), theirs(path, args, device)):
+        for rows in (ours(path, args, peaks), theirs(path, args, device), vllm_rows(path, args)):
             for row in rows:
                 results.add(row)
             release(device)
@@ -285,6 +338,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--num-stages", type=int, choices=[1, 2, 3, 4])
     parser.add_argument("--out", type=Path, metavar="DIR")
     return parser.parse_args()
 
@@ -292,6 +346,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     device, results = torch.device(args.device), Results(args.out)
+    set_stages(args.num_stages)
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     results.add({"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")})
     if "greedy" in args.phases:

@@ -5,7 +5,7 @@ Each class is the interface of a feature and does nothing itself: it stands wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from raylm.messages import ModelRunnerOutput, NewSequence
 from raylm.native import AdapterRun
@@ -38,7 +38,9 @@ class Speculator:
 
 
 class AsyncDecode:
-    """Runs steps without the host waiting for what they draw."""
+    """Runs steps without the host waiting for what they draw; one of them ``has_deferred`` if a row sat it out."""
+
+    has_deferred = False
 
     def add(self, row: int) -> None:
         """The row belongs to another sequence from now on."""
@@ -47,7 +49,9 @@ class AsyncDecode:
         """Whether the step can run this way."""
         return False
 
-    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> Pending:
+    def launch(
+        self, number: int, step: StepBatch, batch: InputBatch, forward: Forward, adapters: Sequence[AdapterRun] = ()
+    ) -> Pending:
         """Start a step that it takes."""
         raise AssertionError("it takes no step")
 

@@ -19,7 +19,7 @@ from raylm.models import (
     pack_native,
 )
 from raylm.native import AdapterRun, NativeDecoder
-from raylm.worker.attention import AnyBackend, StepLimits
+from raylm.worker.attention import AnyBackend, AttentionMetadata, StepLimits
 from raylm.worker.attention.cpu import CpuBackend
 from raylm.worker.input_buffers import StepInputs
 
@@ -112,8 +112,20 @@ class ModuleForward(Forward):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """The layers of a step, whatever its ``adapters`` say."""
-        attend = StepAttention(self._backend, self._kv_caches, self._backend.prepare(inputs.metadata))
-        return self._model(inputs.input_ids, inputs.positions, attend)  # type: ignore[no-any-return]
+        return self.run_planned(inputs.input_ids, inputs.positions, self._backend.prepare(inputs.metadata))
+
+    def run_planned(self, input_ids: Tensor, positions: Tensor, plan: object) -> Tensor:
+        """As ``run``, of a step that the backend has planned."""
+        attend = StepAttention(self._backend, self._kv_caches, plan)
+        return self._model(input_ids, positions, attend)  # type: ignore[no-any-return]
+
+    def plan_in_place(self, tokens: int, width: int, scratch_slot: int) -> object | None:
+        """The backend's, if it has one; until a step is taken over all its tokens are written to the scratch slot."""
+        device = self._kv_caches[0].device
+        return self._backend.plan_in_place(tokens, width, self._model.attention_specs, scratch_slot, device)
+
+    def refill(self, plan: object, metadata: AttentionMetadata, scratch_slot: int) -> bool:
+        return self._backend.refill(plan, metadata, scratch_slot)
 
     def compile_at_start(self) -> None:
         specs = self._model.attention_specs

@@ -59,9 +59,8 @@ class ModelRunner:
         step = self.speculator.propose(step, self.batch)
         step = self.adapters.arrange(step)
         adapters = self.adapters.runs(step)
-        plain = not self._prompt_logprobs and not adapters
-        if step.seq_ids and plain and self.async_decode.takes(step, self.batch):
-            return self.async_decode.launch(plan.step, step, self.batch, self.forward)
+        if step.seq_ids and self.async_decode.takes(step, self.batch):
+            return self.async_decode.launch(plan.step, step, self.batch, self.forward, adapters)
         self.async_decode.settle(self.batch)
         output = self._run(plan, step, adapters, started)
         return lambda: output
@@ -109,7 +108,7 @@ class ModelRunner:
 
     def _up_to_date(self, step: StepBatch) -> StepBatch:
         """Sequences that decode go on where their rows end: the scheduler may not have seen that they were deferred."""
-        if not self._has_deferred:
+        if not (self._has_deferred or self.async_decode.has_deferred):
             return step
         decoding = (step.counts == 1) & (step.draws == 1)
         return replace(step, computed=np.where(decoding, self.batch.num_tokens[step.rows] - 1, step.computed))

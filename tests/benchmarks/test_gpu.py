@@ -32,7 +32,21 @@ sys.meta_path.insert(0, Blocked())
 def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     out = tmp_path / "results"
-    command = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "40", "--prefill", "64"]
+    command = [
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny",
+        "--batch",
+        "1",
+        "3",
+        "--context",
+        "40",
+        "--prefill",
+        "64",
+        "--num-stages",
+        "3",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *command, "--steps", "3", "--out", str(out)],
         cwd=ROOT,
@@ -48,17 +62,19 @@ def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
         assert greedy["equal"] == greedy["prompts"] == 20
         assert greedy["margins"] == []
     assert device["GB_s"] > 0
-    assert about["shape"] == "tiny"
+    assert (about["shape"], about["num_stages"]) == ("tiny", 3)
     assert [row["batch"] for row in (one, three)] == [1, 3]
     # The embedding is not read; 40 tokens are 10,240 bytes of keys and values.
     assert one["floor_ms"] * device["GB_s"] * 1e6 == pytest.approx(2 * (one_weights() - 512 * 64) + 10_240, rel=1e-6)
     assert three["floor_ms"] - one["floor_ms"] == pytest.approx(2 * 10_240 / device["GB_s"] / 1e6, rel=1e-6)
     assert one["share"] == pytest.approx(one["floor_ms"] / one["eager_ms"])
     assert prompt["tok_s"] == pytest.approx(64e3 / prompt["ms"])
-    mixed, theirs = rest[:2], rest[2:]
+    mixed, theirs, (vllm,) = rest[:2], rest[2:4], rest[4:]
     assert [(row["mixed"], row["batch"]) for row in mixed] == [(64, 1), (64, 3)]
     assert [row["batch"] for row in theirs] == [1, 3]
     assert all("transformers_ms" in row for row in theirs)
+    assert vllm["left_out"] == "vllm is not installed"  # nor is it by `make test`
+    assert all(row[f"{name}_ms"] > 0 for row in (one, three) for name in ("sampled", "top_p", "penalties", "logprobs"))
 
 
 def one_weights() -> int:

@@ -40,7 +40,7 @@ class Case:
 
 ON_CPU = ["cpu", "sdpa"]
 HEAD_DIMS = {"cpu": [16, 32, 64, 80, 128], "sdpa": [8, 16, 20, 64]}
-SOFTCAPS = {"cpu": [None, None, 2.0], "sdpa": [None]}
+SOFTCAPS = {"cpu": [None, None, 2.0], "sdpa": [None, None, 2.0]}
 
 
 def cases(backend: str) -> st.SearchStrategy[Case]:

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = Family[type[AnyBackend]]({
     "xformers": "raylm.worker.gpu.xformers:XformersBackend",
+    "triton": "raylm.worker.gpu.triton_attention:TritonBackend",
     "cpu": "raylm.worker.attention.cpu:CpuBackend",
     "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
 })  # fmt: skip
@@ -33,7 +34,9 @@ def select_backend(
     for name, backend in BACKENDS.items():
         reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
         if not reasons:
-            if passed_over:
+            if passed_over and backend.device_type == device.type:
+                logger.info("Attention is computed by %s: %s", name, "; ".join(passed_over), extra=about("attention"))
+            elif passed_over:
                 logger.warning(
                     "Attention is computed by %s, and slower: %s", name, "; ".join(passed_over), extra=about("slower")
                 )

@@ -80,6 +80,20 @@ class AttentionBackend(ABC, Generic[PlanT]):
     def prepare(self, metadata: AttentionMetadata) -> PlanT:
         """Called once a step: what all layers can share."""
 
+    def plan_in_place(
+        self, tokens: int, width: int, specs: Sequence[AttentionSpec], scratch_slot: int, device: torch.device
+    ) -> PlanT | None:
+        """A plan whose memory stays in place, for steps of so many tokens, with prompts, that can be replayed.
+
+        Tables are ``width`` blocks wide, the layers those of ``specs``; until a step is taken over all tokens are
+        written to ``scratch_slot``. None if the backend has none.
+        """
+        return None
+
+    def refill(self, plan: PlanT, metadata: AttentionMetadata, scratch_slot: int) -> bool:
+        """Take a step over into a plan that stays in place, False if it does not fit; what pads goes to the slot."""
+        raise AssertionError("it has no plan that stays in place")
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
         """Write ``k`` and ``v`` (tokens, num_kv_heads, head_dim) into ``kv`` by the slot mapping, then attend.

@@ -55,7 +55,7 @@ class SdpaBackend(PagedBackend[SdpaPlan]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
-        return ["it has no soft capping of scores"] if spec.softcap is not None else []
+        return []
 
     def prepare(self, metadata: AttentionMetadata) -> SdpaPlan:
         return SdpaPlan(metadata)
@@ -140,7 +140,21 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: Attentio
     k, v = (pool.index_select(0, read.slots).view(seqs, -1, *pool.shape[1:]).transpose(1, 2) for pool in (keys, values))
     if read.is_decode:
         folded = q.view(seqs, layer.num_kv_heads, -1, layer.head_dim)
+        if layer.softcap is not None:
+            return _capped(folded, k, v, read.mask, layer.scale, layer.softcap).view_as(q)
         return F.scaled_dot_product_attention(folded, k, v, attn_mask=read.mask, scale=layer.scale).view_as(q)
     whole, causal = q.transpose(0, 1)[None], read.mask is None
+    if layer.softcap is not None:
+        mask = torch.ones(len(q), k.shape[2], dtype=torch.bool, device=q.device).tril() if causal else read.mask
+        k, v = (heads.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1) for heads in (k, v))
+        return _capped(whole, k, v, mask, layer.scale, layer.softcap)[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(whole, k, v, read.mask, is_causal=causal, scale=layer.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Attention with soft capping, which torch's own has not: (.., queries, head_dim), (.., keys, head_dim) -> as q."""
+    scores = softcap * torch.tanh((q.float() * (scale / softcap)) @ k.float().transpose(-1, -2))
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)

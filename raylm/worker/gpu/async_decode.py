@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raylm import logprob_columns
 from raylm.messages import ModelRunnerOutput
-from raylm.worker.arrays import Ints
+from raylm.native import AdapterRun
+from raylm.worker.arrays import Ints, Mask
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import AsyncDecode, Pending
 from raylm.worker.forward import Forward
+from raylm.worker.gpu.device_bad_words import DeviceBadWords
+from raylm.worker.gpu.device_logprobs import DeviceLogprobs, LogprobsOnTheirWay
+from raylm.worker.gpu.device_masks import DeviceMasks
 from raylm.worker.gpu.device_penalties import DevicePenalties
 from raylm.worker.gpu.device_sampler import SamplingUploads, draw
-from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
+from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import Column, InputBuffers
-from raylm.worker.sampling.logits_processors import Penalties
+from raylm.worker.sampling.logits_processors import BadWords, LogitsProcessor, Penalties
 from raylm.worker.sampling.sampler import NOT_FINITE, failures
+from raylm.worker.sampling.structured_outputs import Restriction, StructuredOutputs
 from raylm.worker.step_batch import StepBatch
 
 
@@ -28,7 +36,8 @@ from raylm.worker.step_batch import StepBatch
 class AsyncStep:
     """A step on its way: once ``done``, what it drew is on the host, as ``tokens`` (rows,), and the largest logits.
 
-    These are the ``peaks`` of what the model gave, and of what was ``processed``, (rows,).
+    These are the ``peaks`` of what the model gave, and of what was ``processed``, (rows,). Rows that are not
+    ``drawing`` sit the step out. ``reasons`` tell by row of the step why it may have no token left.
     """
 
     number: int
@@ -36,6 +45,9 @@ class AsyncStep:
     rows: Ints
     positions: Ints
     owners: Ints
+    drawing: Mask
+    reasons: dict[int, str]
+    logprobs: LogprobsOnTheirWay | None
     tokens: Tensor
     peaks: Tensor
     processed: Tensor
@@ -47,28 +59,38 @@ class AsyncStep:
         if self.done is not None:
             self.done.synchronize()
         failed = failures(self.peaks.numpy(), self.processed.numpy())
-        fine = np.ones(len(self.seq_ids), np.bool_)
+        fine = self.drawing.copy()
         fine[list(failed)] = False
-        reasons = [(self.seq_ids[at], reason) for at, reason in failed.items()]
+        told = [
+            (self.seq_ids[at], self.reasons.get(at, reason) if reason != NOT_FINITE else reason)
+            for at, reason in failed.items()
+            if self.drawing[at]
+        ]
+        logprobs = None if self.logprobs is None else self.logprobs.columns(fine)
         seconds = time.perf_counter() - self.started
         return ModelRunnerOutput(
             step=self.number,
             seq_ids=[seq_id for seq_id, drew in zip(self.seq_ids, fine.tolist(), strict=True) if drew],
             token_counts=[1] * int(fine.sum()),
             token_ids=self.tokens.numpy()[fine].tolist(),
-            failed=[row for row in reasons if row[1] == NOT_FINITE],
-            undrawable=[row for row in reasons if row[1] != NOT_FINITE],
+            logprobs=logprobs and logprob_columns.select(logprobs, np.flatnonzero(fine).tolist()),
+            deferred=[self.seq_ids[at] for at in np.flatnonzero(~self.drawing).tolist()],
+            failed=[row for row in told if row[1] == NOT_FINITE],
+            undrawable=[row for row in told if row[1] != NOT_FINITE],
             forward_s=seconds,
             step_s=seconds,
         )
 
 
 class GPUAsyncDecode(AsyncDecode):
-    """Steps in which every sequence decodes, and none needs its logits on the host.
+    """Steps in which every sequence decodes; no logits come to the host.
 
     Each row's last token stays on the device, where the next step finds it. The host learns of it by a copy into
     pinned memory, which is awaited when the step's output is, while the next step is launched already. All memory that
     such copies read and write is there twice, for no more than two steps are on their way at a time.
+
+    The mask of a structured row depends on the token before, so the host waits for that one when the forward pass has
+    been launched; while the device computes it the masks are made, copied ahead, and applied behind it.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
@@ -80,42 +102,57 @@ class GPUAsyncDecode(AsyncDecode):
         pinned = device.type == "cuda"
         self._tokens = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in self._buffers]
         self._peaks = [torch.zeros(2, max_num_seqs, pin_memory=pinned) for _ in self._buffers]
-        self._penalties = DevicePenalties(max_num_seqs, device)
+        self._followers: dict[type[LogitsProcessor[Any]], Any] = {
+            Penalties: DevicePenalties(max_num_seqs, device),
+            BadWords: DeviceBadWords(max_num_seqs, device),
+        }
+        self._logprobs = DeviceLogprobs(device)
+        self._masks: list[DeviceMasks] = []  # from the first structured row on
         self._under_way: deque[AsyncStep] = deque()
         self._owners = np.zeros(max_num_seqs, np.int64)  # how many sequences have had the row
         self._newest = np.full(max_num_seqs, -1, np.int64)  # the step on its way that draws the row's last token
-        self._turn = 0
+        self._turn, self.has_deferred = 0, False
 
     def add(self, row: int) -> None:
         self._owners[row] += 1
         self._newest[row] = -1
-        self._penalties.forget(row)
+        self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        for follower in self._followers.values():
+            follower.forget(row)
 
     def takes(self, step: StepBatch, batch: InputBatch) -> bool:
-        if not (step.counts == 1).all() or not (step.draws == 1).all():
-            return False
-        sampling = batch.sampling[step.rows]
-        if (sampling["logprobs"] != NO_LOGPROBS).any():
-            return False
-        return not any(
-            processor.reads_tokens and not isinstance(processor, Penalties) and processor.owned(step.rows).size
-            for processor in batch.processors
-        )
+        return bool((step.counts == 1).all() and (step.draws == 1).all())
 
-    def launch(self, number: int, step: StepBatch, batch: InputBatch, forward: Forward) -> Pending:
+    def launch(
+        self,
+        number: int,
+        step: StepBatch,
+        batch: InputBatch,
+        forward: Forward,
+        adapters: Sequence[AdapterRun] = (),
+    ) -> Pending:
         while len(self._under_way) > 1:
             self._settle_oldest(batch)
         self._turn ^= 1
-        inputs = self._buffers[self._turn].build(step, batch)
+        inputs = self._buffers[self._turn].build(step, batch, adapters)
         rows, on_device = self._upload_rows(step.rows)
         inputs.input_ids.copy_(torch.where(on_device, self._last[rows], inputs.input_ids))
         logits = forward.logits(forward.hidden(inputs))
+        owners = self._owners[step.rows]
+        asked = self._logprobs.asked(step.rows, owners, batch)
+        raw = self._logprobs.keep(logits) if asked is not None else logits
         peaks = [logits.amax(dim=1)]
-        if self._process(logits, step.rows, batch):
+        changes = self._process(logits, step.rows, batch)
+        if changes is not None:
             peaks.append(logits.amax(dim=1))
+        late, reasons = changes or ([], {})
         drawn = self._draw(logits, step, batch)
-        self._penalties.count(drawn)
+        for follower in self._followers.values():
+            follower.count(drawn)
         self._last[rows] = drawn
+        described = self._logprobs.describe(asked, raw, drawn) if asked is not None else None
         count = len(step.rows)
         token_ids, maxima = self._tokens[self._turn][:count], self._peaks[self._turn][: len(peaks), :count]
         token_ids.copy_(drawn, non_blocking=True)
@@ -125,27 +162,56 @@ class GPUAsyncDecode(AsyncDecode):
         if self._device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
+        drawing = np.ones(count, np.bool_)
+        drawing[late] = False
         positions = batch.num_tokens[step.rows].astype(np.int64)
-        owners = self._owners[step.rows]
-        about = number, step.seq_ids, step.rows, positions, owners
+        about = number, step.seq_ids, step.rows, positions, owners, drawing, reasons, described
         started = AsyncStep(*about, token_ids, maxima[0], maxima[-1], done)
-        batch.num_tokens[step.rows] += 1
-        self._newest[step.rows] = number
-        self._under_way.append(started)
+        self._note(started, batch)
         return started.output
 
-    def _process(self, logits: Tensor, rows: Ints, batch: InputBatch) -> bool:
-        """Apply what the rows ask for, in the order of the processors; whether there was anything."""
+    def _note(self, step: AsyncStep, batch: InputBatch) -> None:
+        """What is known of a step before its tokens are."""
+        for row in step.rows[~step.drawing].tolist():
+            self.has_deferred = True
+            self._forget(row)
+        rows = step.rows[step.drawing]
+        batch.num_tokens[rows] += 1
+        self._newest[rows] = step.number
+        self._under_way.append(step)
+
+    def _process(self, logits: Tensor, rows: Ints, batch: InputBatch) -> tuple[list[int], dict[int, str]] | None:
+        """Apply what the rows ask for, in the order of the processors; None if there was nothing.
+
+        Returns which rows of the step are late, and reasons why rows may have no token left.
+        """
+        if any(isinstance(each, StructuredOutputs) and each.owned(rows).size for each in batch.processors):
+            self.settle(batch)
         plans = [(processor, processor.owned(rows)) for processor in batch.processors if processor.states]
         plans = [plan for plan in plans if plan[1].size]
+        late: list[int] = []
+        reasons: dict[int, str] = {}
         for processor, positions in plans:
-            if isinstance(processor, Penalties):
-                if not self._penalties.knows(rows[positions], batch):
+            mine = rows[positions]
+            follower = self._followers.get(type(processor))
+            if follower is not None:
+                if not follower.knows(mine, batch):
                     self.settle(batch)
-                self._penalties.apply(logits, positions, rows[positions], batch, processor)
+                follower.apply(logits, positions, mine, batch, processor)
+            elif isinstance(processor, StructuredOutputs):
+                self._structure(logits, processor.restrictions(positions, mine, len(rows), batch), batch.vocab_size)
+                late = processor.late
+                told = ((at, processor.reason(row)) for at, row in zip(positions.tolist(), mine.tolist(), strict=True))
+                reasons = {at: reason for at, reason in told if reason is not None}
             else:
-                processor.apply(logits, positions, rows[positions], batch)
-        return bool(plans)
+                processor.apply(logits, positions, mine, batch)
+        return (late, reasons) if plans else None
+
+    def _structure(self, logits: Tensor, restrictions: list[Restriction], vocab_size: int) -> None:
+        if not self._masks:
+            self._masks = [DeviceMasks(len(self._newest), vocab_size, self._device) for _ in self._buffers]
+        if restrictions:
+            self._masks[self._turn].apply(logits, restrictions)
 
     def _draw(self, logits: Tensor, step: StepBatch, batch: InputBatch) -> Tensor:
         sampling = batch.sampling[step.rows]
@@ -171,7 +237,7 @@ class GPUAsyncDecode(AsyncDecode):
         step = self._under_way.popleft()
         if step.done is not None:
             step.done.synchronize()
-        same = self._owners[step.rows] == step.owners
+        same = (self._owners[step.rows] == step.owners) & step.drawing
         rows = step.rows[same]
         token_ids = step.tokens.numpy()[same]
         batch.token_ids[rows, step.positions[same]] = token_ids

@@ -7,6 +7,7 @@ from raylm.worker.attention import StepLimits
 _FINE = 64  # up to here the sizes double, from here on they grow by as much
 _NARROWEST = 1024  # tokens that the narrowest block tables span
 _WIDER = 4
+_MOST_TOKENS = 2048  # of a step with prompts that is padded; larger ones take longer than launching their kernels does
 
 
 def bucket(count: int) -> int:
@@ -26,6 +27,18 @@ def buckets(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(bucket(sizes[-1] + 1))
     return sizes
+
+
+def token_bucket(tokens: int) -> int:
+    """The smallest size from ``tokens`` on: 64, 128, .. 512, 640, .. 1024, 1280, .. 2048."""
+    step = max(_FINE, (1 << (tokens - 1).bit_length()) >> 3)
+    return -(-tokens // step) * step
+
+
+def token_buckets(limits: StepLimits) -> list[int]:
+    """All sizes of steps with prompts that are padded, rising."""
+    most = min(limits.max_num_tokens, _MOST_TOKENS)
+    return sorted({token_bucket(tokens) for tokens in range(1, most + 1)})
 
 
 def table_widths(limits: StepLimits) -> list[int]:

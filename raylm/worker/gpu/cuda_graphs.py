@@ -16,6 +16,7 @@ from raylm.stages import about
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.forward import Forward, ModuleForward
 from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
+from raylm.worker.gpu.prompt_graphs import PromptGraphs
 from raylm.worker.input_buffers import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class DecodeBuffers:
 
 
 class GraphForward(Forward):
-    """Steps that only decode are one launch; others go layer by layer through ``eager``.
+    """Steps are one launch, with prompts up to some size; what is too large goes layer by layer through ``eager``.
 
     There is a graph for each batch bucket and each width of block tables, and another one for steps with adapters,
     where these can be captured. Those of up to 256 sequences are captured by
@@ -135,6 +136,7 @@ class GraphForward(Forward):
         self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
         self._graphs: dict[tuple[int, int, bool], Run | None] = {}  # by (sequences, blocks of a table, adapters)
+        self._with_prompts = PromptGraphs(eager, limits, scratch_block, device)
 
     def capture_at_start(self) -> None:
         """Largest first, so that the smaller ones fit into its memory."""
@@ -143,6 +145,7 @@ class GraphForward(Forward):
         shapes = [(size, width, has) for has in adapted for width in table_widths(self._limits) for size in sizes]
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", unit="graph", delay=1.0, file=sys.stderr):
             self._graph(*shape)
+        self._with_prompts.capture_all(self._capture)
 
     def compile_at_start(self) -> None:
         self.eager.compile_at_start()
@@ -156,8 +159,11 @@ class GraphForward(Forward):
     def hidden(self, inputs: StepInputs) -> Tensor:
         meta = inputs.metadata
         count = len(meta.seq_lens_host)
-        if meta.num_decodes < count or (inputs.adapters and not self.eager.captures_adapters):
+        if inputs.adapters and (meta.num_decodes < count or not self.eager.captures_adapters):
             return self.eager.hidden(inputs)
+        if meta.num_decodes < count:
+            hidden = self._with_prompts.hidden(inputs)
+            return self.eager.hidden(inputs) if hidden is None else hidden
         size, width = bucket(count), table_width(int(meta.seq_lens_host.max()), self._limits)
         graph = self._graph(size, width, bool(inputs.adapters))
         if graph is None:

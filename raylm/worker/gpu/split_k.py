@@ -16,7 +16,7 @@ XFORMERS = "0.0.35"
 HEAD_DIMS = frozenset({16, 32, 64, 128, 256, 512})
 
 _BLOCK_POINTERS_UNTIL = (3, 9)
-_CAPABILITY = (8, 0)
+CAPABILITY = (8, 0)
 _MOST_SPLITS = 64
 _TOKENS_A_SPLIT = 128
 # Where there is no GPU to ask, as in Triton's interpreter: those of an A100.
@@ -161,7 +161,7 @@ def refusals(dtype: torch.dtype, device: torch.device) -> list[str]:
     triton = _version("triton")
     if triton is None or tuple(map(int, triton.split(".")[:2])) >= _BLOCK_POINTERS_UNTIL:
         reasons.append(f"it needs triton before 3.9, and {triton or 'none'} is installed (pip install 'raylm[gpu]')")
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         reasons.append(f"it needs a GPU of compute capability 8.0 (Ampere), and this one has {capability}")
     return reasons
 

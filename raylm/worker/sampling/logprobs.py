@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from raylm.worker.sampling.block_maxima import BlockMaxima
 
 # More than may be asked for, so that equal logits at the end of the list are nearly always ordered by id; and the
 # same for all, so that what one row shows does not depend on what another one asks for.
-_WIDTH = MAX_LOGPROBS + 12
+WIDTH = MAX_LOGPROBS + 12
 # What stands for the logarithm of zero: JSON has no infinity, and OpenAI's interface uses this number.
 FLOOR = -9999.0
 
@@ -33,32 +34,59 @@ def describe_tokens(
     likely, so equals share it. ``chosen`` are, by position, tokens that stand in place of the most likely ones, as
     given.
     """
-    counts, ranks = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     if not wanted.any():
-        return Logprobs(counts.tolist(), [], [], ranks.tolist())
+        return Logprobs([0] * len(rows), [], [], [0] * len(rows))
     where, tokens = rows[wanted], token_ids[wanted].astype(np.int64)
     own = maxima.pick(where, tokens)
-    values, ids = maxima.top(where, _WIDTH)
-    order = np.lexsort((ids, -values), axis=1)
-    values, ids = np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
-    ranks[wanted] = _ranks(maxima, where, own, values)
-    values, ids = values[:, :MAX_LOGPROBS], ids[:, :MAX_LOGPROBS]
-    logits = np.concatenate([own[:, None], values], axis=1).astype(np.float64)
+    values, ids = maxima.top(where, WIDTH)
     peak = maxima.peak[where].astype(np.float64)
     sums = np.log(maxima.masses(where, peak, np.ones_like(peak)).sum(axis=1)) + peak
-    logprobs = np.maximum(logits - sums[:, None], FLOOR)
+    found = FoundLogits(tokens, own, sums, _ranks(maxima, where, own, values), values, ids)
+    given = {
+        position: (ids, maxima.pick(np.full(len(ids), rows[position]), ids))
+        for position, ids in (chosen or {}).items()
+        if wanted[position]
+    }
+    return logprob_columns_of(found, tops, wanted, given)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLogits:
+    """What tells the log-probabilities of W rows: the ``tokens`` drawn [W], their ``own`` logits, and their ``ranks``.
+
+    ``sums`` [W] are the logarithms of the sums of all exponentials; ``values`` and ``ids`` [W, WIDTH] the largest
+    logits in falling order, and whose they are.
+    """
+
+    tokens: Ints
+    own: Floats32
+    sums: Floats
+    ranks: Ints
+    values: Floats32
+    ids: Ints
+
+
+def logprob_columns_of(
+    found: FoundLogits, tops: IntArray, wanted: Mask, given: Mapping[int, tuple[Ints, Floats32]]
+) -> Logprobs:
+    """Columns over all rows [S] of what was ``found`` in those ``wanted``; ``given`` are ids and logits by position."""
+    counts, ranks = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
+    order = np.lexsort((found.ids, -found.values), axis=1)[:, :MAX_LOGPROBS]
+    values, ids = np.take_along_axis(found.values, order, axis=1), np.take_along_axis(found.ids, order, axis=1)
+    ranks[wanted] = found.ranks
+    logits = np.concatenate([found.own[:, None], values], axis=1).astype(np.float64)
+    logprobs = np.maximum(logits - found.sums[:, None], FLOOR)
     shown = np.arange(logits.shape[1]) <= tops[wanted, None]
     shown[:, 1:] &= values > -np.inf
     counts[wanted] = shown.sum(axis=1)
-    entries = np.concatenate([tokens[:, None], ids], axis=1)[shown]
-    found = Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
-    at = {int(position): place for place, position in enumerate(np.flatnonzero(wanted))}
+    entries = np.concatenate([found.tokens[:, None], ids], axis=1)[shown]
+    columns = Logprobs(counts.tolist(), entries.tolist(), logprobs[shown].tolist(), ranks.tolist())
+    at = np.cumsum(wanted) - 1
     described = {
-        position: (ids, np.maximum(maxima.pick(np.full(len(ids), rows[position]), ids) - sums[at[position]], FLOOR))
-        for position, ids in (chosen or {}).items()
-        if position in at
+        position: (ids, np.maximum(logits - found.sums[at[position]], FLOOR))
+        for position, (ids, logits) in given.items()
     }
-    return _with_chosen(found, described) if described else found
+    return _with_chosen(columns, described) if described else columns
 
 
 def _with_chosen(found: Logprobs, described: Mapping[int, tuple[Ints, Floats]]) -> Logprobs:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raylm.messages import NewSequence
-from raylm.worker.arrays import IntArray, Mask
+from raylm.worker.arrays import IntArray, Ints, Mask
 from raylm.worker.sampling.grammars import Answer, Grammars
 from raylm.worker.sampling.logits_processors import LogitsProcessor, TokenColumns
 from raylm.worker.sampling.thinking_budget import Phase, Progress
@@ -28,6 +27,22 @@ class AnswerRow:
     def is_free(self) -> bool:
         """Whether any token may come from now on."""
         return self.answer is None and self.progress.phase is Phase.ANSWERING
+
+
+_NONE: Ints = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What the row at ``position`` of a step may draw: the bits of ``mask`` [V / 32], if it has one, but ``forbidden``.
+
+    With ``only`` that token, whatever else forbids it.
+    """
+
+    position: int
+    mask: NDArray[np.int32] | None
+    forbidden: Ints
+    only: int | None
 
 
 class StructuredOutputs(LogitsProcessor[AnswerRow]):
@@ -92,42 +107,44 @@ class StructuredOutputs(LogitsProcessor[AnswerRow]):
         Rows whose masks are late keep their logits. A row that stands there several times is masked as if it had drawn
         its drafts, which stand behind its tokens.
         """
+        found = self.restrictions(positions, rows, len(logits), batch)
+        masked = [(each.position, each.mask) for each in found if each.mask is not None]
+        if masked:
+            masks = np.stack([mask for _, mask in masked])
+            forbidden = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+            forbid(logits, np.array([position for position, _ in masked]), forbidden[:, : self.vocab_size])
+        for each in found:
+            if each.forbidden.size:
+                logits[each.position, torch.from_numpy(each.forbidden).to(logits.device)] = -torch.inf
+            if each.only is not None:
+                _leave(each.only, logits[each.position])
+
+    def restrictions(self, positions: IntArray, rows: IntArray, draws: int, batch: TokenColumns) -> list[Restriction]:
+        """What the owned ``rows`` at ``positions`` may draw, in a step with so many ``draws``; without those late."""
+        found: list[Restriction] = []
         answering: list[tuple[int, Progress, Answer, list[int]]] = []
         for position, row, num_drafts in _runs(positions, rows):
             state = self.states[row]
             if state.progress.phase in (Phase.THINKING, Phase.CLOSING):
-                if (token := state.progress.next_token()) is not None:
-                    _leave(token, logits[position])
-                elif state.progress.forbidden.size:
-                    logits[position, torch.from_numpy(state.progress.forbidden).to(logits.device)] = -torch.inf
+                token = state.progress.next_token()
+                found.append(Restriction(position, None, state.progress.forbidden if token is None else _NONE, token))
             elif state.answer is not None:
                 known = int(batch.num_tokens[row])
                 drafts = batch.token_ids[row, known : known + num_drafts].tolist()
                 answering.append((position, state.progress, state.answer, drafts))
         self.late = []
         if not answering:
-            return
-        ready = self._used_grammars.ready([answer for _, _, answer, _ in answering], len(logits))
-        if not all(ready):
-            self.late = [position for (position, *_), there in zip(answering, ready, strict=True) if not there]
-            answering = list(compress(answering, ready))
-            if not answering:
-                return
-        self._forbid(logits, answering)
-
-    def _forbid(self, logits: torch.Tensor, answering: list[tuple[int, Progress, Answer, list[int]]]) -> None:
-        at: list[int] = []
-        masks: list[NDArray[np.int32]] = []
-        ends: list[int] = []
-        for position, progress, answer, drafts in answering:
-            found = [(_mask(progress, answer), answer.over), *answer.behind(drafts)]
-            at += range(position, position + len(found))
-            masks += [mask for mask, _ in found]
-            ends += [position + offset for offset, (_, over) in enumerate(found) if over]
-        forbidden = np.unpackbits(~np.stack(masks).view(np.uint8), axis=1, bitorder="little").view(np.bool_)
-        forbid(logits, np.array(at), forbidden[:, : self.vocab_size])
-        for position in ends:
-            _leave(self._used_grammars.eos_token_ids[0], logits[position])
+            return found
+        end = self._used_grammars.eos_token_ids[0]
+        ready = self._used_grammars.ready([answer for _, _, answer, _ in answering], draws)
+        for (position, progress, answer, drafts), is_ready in zip(answering, ready, strict=True):
+            if not is_ready:
+                self.late.append(position)
+                continue
+            masks = [(_mask(progress, answer), answer.over), *answer.behind(drafts)]
+            for offset, (mask, over) in enumerate(masks):
+                found.append(Restriction(position + offset, mask, _NONE, end if over else None))
+        return found
 
 
 def _is_quick(answer: Answer | None) -> bool:

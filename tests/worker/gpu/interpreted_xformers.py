@@ -19,7 +19,8 @@ from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AttentionMetadata
 from raylm.worker.attention.sdpa import SdpaBackend
 from raylm.worker.gpu.probe import probe
-from raylm.worker.gpu.xformers import XformersBackend, XformersPlan
+from raylm.worker.gpu.tiled import TiledPlan
+from raylm.worker.gpu.xformers import XformersBackend
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import Reference
 from tests.worker.gpu.test_cuda_graphs import Recorder, graph_driver, serve
@@ -48,8 +49,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 class WrittenPool(Pool):
     """A pool whose past is there already; tables lead nowhere behind a sequence's own blocks."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case, "xformers")
+    def __init__(self, case: Case, backend: str = "xformers") -> None:
+        super().__init__(case, backend)
         for seq, total in enumerate(self.totals):
             self.tables[seq, -(-total // case.block_size) :] = 1 << 28
 
@@ -189,7 +190,7 @@ def test_the_probe_finds_nothing_wrong() -> None:
 class OneBlockShort(XformersBackend):
     """A fault: the first block of every decode is left out."""
 
-    def prepare(self, metadata: AttentionMetadata) -> XformersPlan:
+    def prepare(self, metadata: AttentionMetadata) -> TiledPlan:
         plan = super().prepare(metadata)
         if plan.decodes is not None:
             plan.decodes.lengths.sub_(self._limits.block_size)

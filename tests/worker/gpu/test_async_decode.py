@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from raylm.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
+from raylm.messages import Logprobs, ModelRunnerOutput, NewSequence, SchedulerOutput
 from raylm.params import SamplingParams
 from raylm.worker.arrays import Ints
 from raylm.worker.attention import StepLimits
@@ -66,6 +67,7 @@ class Life:
     told: dict[int, list[int]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, bytes] = field(default_factory=dict)
+    described: dict[int, list[Any]] = field(default_factory=dict)  # (ids, log-probabilities, rank) of each token
     step: int = 0
 
     def add(self, seq_id: int, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY) -> None:
@@ -104,15 +106,27 @@ class Life:
 
     def land(self) -> None:
         output = self.flying.popleft()()
+        described = _entries(output.logprobs) if output.logprobs is not None else iter(())
         for seq_id, token in zip(output.seq_ids, output.token_ids, strict=True):
             self.told[seq_id].append(token)
-        self.failed |= dict(output.failed)
+            if output.logprobs is not None:
+                entries = next(described)
+                self.described.setdefault(seq_id, []).append(entries)
+        self.failed |= dict(output.failed) | dict(output.undrawable)
         self.pooled |= dict(output.pooled)
 
     def end(self) -> dict[int, list[int]]:
         while self.flying:
             self.land()
         return self.told
+
+
+def _entries(columns: Logprobs) -> Iterator[tuple[list[int], list[float], int]]:
+    """Of each token."""
+    start = 0
+    for count, rank in zip(columns.counts, columns.ranks, strict=True):
+        yield columns.token_ids[start : start + count], columns.logprobs[start : start + count], rank
+        start += count
 
 
 def runner(path: Path, decode: GPUAsyncDecode | None) -> ModelRunner:
@@ -219,23 +233,17 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone(path: Path) -> None:
     assert (len(told[0]), len(told[1])) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.0, logprobs=1),
-        SamplingParams(temperature=0.0, prompt_logprobs=1),
-    ],
-)
-def test_wishes_that_need_the_host_are_not_taken(path: Path, params: SamplingParams) -> None:
+def test_only_steps_with_a_prompt_are_not_taken(path: Path) -> None:
     decode = CountingDecode()
     life = Life(runner(path, decode), 2)
-    life.add(0, random_prompt(4, 0), blocks(0), params)
+    life.add(0, random_prompt(4, 0), blocks(0), SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1))
     life.add(1, random_prompt(4, 1), blocks(1))
     for _ in range(3):
         life.run()
-    assert decode.taken == 0
+    assert decode.taken == 2
+    life.add(2, random_prompt(4, 2), blocks(2))
     life.run(finished=(0,))
-    assert decode.taken == 1
+    assert decode.taken == 2
 
 
 def test_only_a_gpu_decodes_asynchronously() -> None:

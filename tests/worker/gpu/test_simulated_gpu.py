@@ -95,6 +95,7 @@ def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa
     monkeypatch.setitem(ELEMENTWISE._homes, "cuda", f"{__name__}:SimulatedKernels")
     monkeypatch.setattr(SimulatedKernels, "device", gpu, raising=False)
     monkeypatch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
+    monkeypatch.setattr("raylm.worker.gpu.batch_buckets._MOST_TOKENS", 64)
     yield gpu
     probe.cache_clear()
 
@@ -279,6 +280,25 @@ def test_a_layer_takes_few_launches(machine: Gpu, tmp_path: Path, family: str) -
         life.end()
     second_kernel_of_attention = 1  # which merges splits
     assert counts[1] - counts[0] + second_kernel_of_attention == 10
+
+
+def test_a_step_with_a_prompt_is_one_launch_whatever_its_layers(machine: Gpu, tmp_path: Path) -> None:
+    """Beside what is copied into its buffers, and what the sampler does; without graphs a layer takes 13."""
+    counts: dict[bool, list[int]] = {True: [], False: []}
+    for layers in (2, 3):
+        folder = tmp_path / str(layers)
+        make_checkpoint(folder, "llama", tokenizer=False, num_hidden_layers=layers)
+        for graphs, found in counts.items():
+            life = Life(start(folder, engine={"cuda_graphs": graphs}), 1)
+            life.add(0, random_prompt(5, 0), blocks(0))
+            life.run()
+            life.add(1, random_prompt(20, 1), blocks(1))
+            before = machine.launched, machine.replays
+            life.run()
+            found.append(machine.launched - before[0])
+            assert machine.replays - before[1] == graphs
+    assert counts[True][0] == counts[True][1] < 50
+    assert counts[False][1] - counts[False][0] == 13  # and on a GPU both calls of attention have a second kernel
 
 
 @pytest.mark.uses("transformers_backend")

@@ -20,6 +20,7 @@ from raylm.models.lora import LOW_RANK_LAYERS
 from raylm.native import AdapterRun
 from raylm.params import PoolingParams, SamplingParams, StructuredOutputs
 from raylm.worker.model_runner import ModelRunner
+from raylm.worker.sampling.grammars import Answer, Grammars
 from tests.adapters import make_adapter
 from tests.worker.driver import random_prompt
 from tests.worker.gpu.simulated_gpu import Gpu, gpu  # noqa: F401 (a fixture)
@@ -181,6 +182,103 @@ def test_what_changes_logits_is_done_on_the_device(machine: Gpu, path: Path) -> 
     assert found[0] == found[1]
 
 
+BAD_WORDS = ((5,), (5, 7), (9, 11, 3), *((at, at + 1) for at in range(0, 60, 2)), *((at, 3, at + 1) for at in range(9)))
+
+
+def test_bad_words_are_left_out_on_the_device(machine: Gpu, path: Path) -> None:  # noqa: F811
+    """Among few tokens, so that many would end one of them; one row has longer ones than the others."""
+    wishes = {
+        at: {"bad_words_token_ids": words, "params": SamplingParams(temperature=2.0, allowed_token_ids=list(range(12)))}
+        for at, words in enumerate((BAD_WORDS[3:9], BAD_WORDS, tuple((at, at) for at in range(12))))
+    }
+    found = []
+    for device in ("cpu", "cuda"):
+        runner = start(path, device=device)
+        taken = count_launches(runner)
+        found.append([drawn(runner, wishes), drawn(runner, {at: {"params": wishes[0]["params"]} for at in range(3)})])
+        assert len(taken) == (12 if device == "cuda" else 0)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_log_probabilities_are_found_on_the_device(machine: Gpu, path: Path) -> None:  # noqa: F811
+    """Of what the model gave, not of what is drawn from; a row is used again by a sequence that asks for others."""
+    wishes = {
+        0: {"logprobs": 3, "repetition_penalty": 1.6, "temperature": 1.3},
+        1: {"logprobs": 20, "temperature": 0.0},
+        2: {"temperature": 0.9},
+        3: {"logprobs": 0, "temperature": 1.8},
+        4: {"logprobs": 2, "logprob_token_ids": (7, 3, 90), "prompt_logprobs": 1, "temperature": 0.0},
+        5: {"logprobs": 1, "logprob_token_ids": (8,), "temperature": 0.0},
+    }
+    found = []
+    for device in ("cpu", "cuda"):
+        runner = start(path, device=device)
+        taken = count_launches(runner)
+        life = Wishing(runner, 2)
+        life.wishes = {at: {"params": SamplingParams(**wish)} for at, wish in wishes.items()}
+        for seq_id in range(4):
+            life.add(seq_id, random_prompt(5 + 3 * seq_id, seq_id), blocks(seq_id))
+        for seq_id in (4, 5):
+            for _ in range(4):
+                life.run()
+            life.add(seq_id, random_prompt(9, seq_id), blocks(seq_id - 4))
+            life.run(finished=(seq_id - 4,))
+        for _ in range(4):
+            life.run()
+        found.append((life.end(), life.described))
+        assert len(taken) == (11 if device == "cuda" else 0)
+    (told, here), (same, there) = found
+    assert told == same
+    assert sorted(here) == sorted(there)
+    for seq_id, tokens in here.items():
+        for (ids, logprobs, rank), (other_ids, other_logprobs, other_rank) in zip(tokens, there[seq_id], strict=True):
+            assert (ids, rank) == (other_ids, other_rank)
+            assert logprobs == pytest.approx(other_logprobs, abs=1e-5)
+    assert [len(ids) for ids, *_ in there[4]] == [4] * len(there[4])
+
+
+EMBEDDED_WISHES: list[dict[str, Any]] = [
+    {"grammar": grammar_of(StructuredOutputs(regex="[0-9]{3}-[0-9]{2}")), "stop_token_ids": (2, 0)},
+    {"grammar": grammar_of(StructuredOutputs(regex="[ab]+c")), "params": SamplingParams(min_p=0.1, min_tokens=9)},
+    {"params": SamplingParams(logprobs=2), "bad_words_token_ids": ((40,), (30, 31))},
+    {"params": SamplingParams(temperature=0.0)},
+]
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(True, marks=pytest.mark.long), False])
+def test_a_steady_step_waits_for_nothing_whatever_is_asked(machine: Gpu, graphs: bool) -> None:  # noqa: F811
+    """Structured rows with a mask that the host makes meanwhile, bad words, log-probabilities; all in one batch."""
+    life = Wishing(start(EMBEDDED, dtype="float32", engine={"cuda_graphs": graphs}), 2)
+    life.wishes = dict(enumerate(EMBEDDED_WISHES))
+    life.wishes[0] = life.wishes[0] | {"grammar": grammar_of(StructuredOutputs(regex="[0-9 ]{60}"))}
+    life.wishes[1] = life.wishes[1] | {"grammar": grammar_of(StructuredOutputs(regex="[a-z ]{60}"))}
+    for seq_id in range(4):
+        life.add(seq_id, random_prompt(5, seq_id), blocks(seq_id))
+    for _ in range(4):
+        life.run()
+    machine.waits.clear()
+    launched = [machine.launched]
+    for _ in range(8):
+        life.run()
+        launched.append(machine.launched)
+    assert machine.waits == []
+    assert len(set(np.diff(launched).tolist())) == 1, "some steps do more than others"
+    assert [len(tokens) for tokens in life.end().values()] == [12] * 4
+
+
+@pytest.mark.long
+def test_masks_are_applied_where_the_host_applies_them(machine: Gpu) -> None:  # noqa: F811
+    wishes = dict(enumerate(EMBEDDED_WISHES))
+    found = []
+    for device in ("cpu", "cuda"):
+        runner = start(EMBEDDED, device=device, dtype="float32")
+        taken = count_launches(runner)
+        found.append(drawn(runner, wishes))
+        assert len(taken) == (6 if device == "cuda" else 0)
+    assert found[0] == found[1]
+
+
 def count_launches(runner: ModelRunner) -> list[object]:
     """A list that grows with every step that the device draws."""
     taken: list[object] = []
@@ -247,3 +345,29 @@ def test_pooling(machine: Gpu, path: Path) -> None:  # noqa: F811
     assert told == same
     assert sorted(here) == sorted(there) == [0, 1, 2]
     assert all(np.allclose(here[seq_id], there[seq_id], atol=1e-5) for seq_id in here)
+
+
+@pytest.mark.long
+def test_rows_whose_masks_are_late_sit_the_step_out(machine: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Every third time that masks are asked for they are late; penalties and bad words go on from the right tokens."""
+    wishes = dict(enumerate(EMBEDDED_WISHES))
+    wishes[1] = wishes[1] | {
+        "params": SamplingParams(repetition_penalty=1.3, logprobs=1),
+        "bad_words_token_ids": tuple((at, at + 1) for at in range(40)),
+    }
+    wanted = drawn(start(EMBEDDED, device="cpu", dtype="float32"), wishes)
+    asked, ready = [0], Grammars.ready
+
+    def late(self: Grammars, answers: list[Answer], draws: int) -> list[bool]:
+        asked[0] += 1
+        there = ready(self, answers, draws)
+        return [asked[0] % 3 != 2] * len(there)
+
+    monkeypatch.setattr(Grammars, "ready", late)
+    runner = start(EMBEDDED, dtype="float32")
+    found = drawn(runner, wishes)
+    assert runner.async_decode.has_deferred
+    assert [found[2], found[3]] == [wanted[2], wanted[3]]
+    for seq_id in (0, 1):
+        assert 3 <= len(found[seq_id]) < len(wanted[seq_id])
+        assert found[seq_id] == wanted[seq_id][: len(found[seq_id])]

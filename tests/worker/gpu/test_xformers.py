@@ -194,7 +194,7 @@ for module in ("xformers", "triton"):
         continue
     sys.exit(f"{module} can be imported")
 root = pathlib.Path(raylm.__file__).parent
-kernels = {root / "models/gpu/elementwise.py", root / "models/gpu/kernels.py"}
+kernels = {root / "models/gpu/elementwise.py", root / "models/gpu/kernels.py", root / "worker/gpu/paged_kernels.py"}
 for file in {*root.rglob("*.py")} - kernels:
     importlib.import_module(".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"))
 """

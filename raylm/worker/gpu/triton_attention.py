@@ -1,0 +1,93 @@
+"""Paged attention by kernels of our own, for what xformers' has not: windows, soft capping, other sizes of heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from raylm.models import AttentionSpec
+from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.split_k import CAPABILITY, Pages, Tile, num_splits, processors, tile_of
+from raylm.worker.gpu.tiled import TiledBackend
+
+_WIDEST_HEAD = 256
+
+
+class PagedAttention:
+    """As SplitK: attention over pages, by paged_kernels.py."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
+        """``q`` (B * queries, num_heads, head_dim), ``keys`` and ``values`` (slots, num_kv_heads, head_dim) -> as q."""
+        import triton
+
+        from raylm.worker.gpu import paged_kernels
+
+        tables, count, group = pages.block_tables, len(pages.lengths), spec.num_heads // spec.num_kv_heads
+        splits, tile = self.choice(count, tables.shape[1], pages.queries, spec, q.device)
+        num_rows, width = count * pages.queries * spec.num_heads, triton.next_power_of_2(spec.head_dim)
+        out = torch.empty_like(q)
+        parts, sums = out, out
+        if splits > 1:
+            parts = q.new_empty(splits, num_rows, spec.head_dim, dtype=torch.float32)
+            sums = q.new_empty(splits, num_rows, dtype=torch.float32)
+        grid = -(-pages.queries * group // tile.rows), count * spec.num_kv_heads, splits
+        paged_kernels.attend[grid](
+            q, keys, values, tables, pages.lengths, parts, sums,
+            spec.scale, spec.softcap or 0.0, spec.sliding_window or 0, pages.queries,
+            group, spec.num_kv_heads, spec.head_dim, tables.stride(0), num_rows,
+            HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.sliding_window is not None, SPLITS=splits,
+            ROWS=tile.rows, KEYS=tile.keys, BLOCK=self._block_size, DIM=width,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if splits > 1:
+            paged_kernels.merge[num_rows,](parts, sums, out, num_rows, spec.head_dim, SPLITS=splits, DIM=width)
+        return out
+
+    def choice(
+        self, count: int, width: int, queries: int, spec: AttentionSpec, device: torch.device
+    ) -> tuple[int, Tile]:
+        """Splits and tile for ``count`` sequences whose tables are ``width`` blocks wide."""
+        rows, tokens = queries * (spec.num_heads // spec.num_kv_heads), width * self._block_size
+        if spec.sliding_window is not None:
+            tokens = min(tokens, spec.sliding_window + queries)
+        major = torch.cuda.get_device_capability(device)[0]
+        tile = tile_of(rows, 1 << (spec.head_dim - 1).bit_length(), self._block_size, major)
+        programs = count * spec.num_kv_heads * -(-rows // tile.rows)
+        return num_splits(programs, tokens, processors(device)), tile
+
+
+class TritonBackend(TiledBackend):
+    """Sequences and their tables are padded to buckets, as with xformers."""
+
+    name = "triton"
+    attention = PagedAttention
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
+        if device.type != "cuda":
+            return ["it computes on NVIDIA GPUs only"]
+        reasons = refusals(dtype, device)
+        if not 16 <= spec.head_dim <= _WIDEST_HEAD:
+            reasons.append(f"it has no head_dim {spec.head_dim}, only 16 to {_WIDEST_HEAD}")
+        if block_size % 16 or block_size & (block_size - 1):
+            reasons.append(f"it has no blocks of {block_size} tokens, only 16, 32, 64, ..")
+        if not reasons and (wrong := probe(cls, replace(spec, layer=0), dtype, device, block_size)):
+            reasons.append(wrong)
+        return reasons
+
+
+def refusals(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why the kernels cannot run on ``device``; empty if they can."""
+    reasons = [] if dtype in (torch.float16, torch.bfloat16) else [f"it has no {dtype}"]
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        reasons.append("it needs triton, and none is installed (pip install 'raylm[gpu]')")
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        reasons.append(f"it needs a GPU of compute capability 8.0 (Ampere), and this one has {capability}")
+    return reasons
