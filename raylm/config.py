@@ -169,7 +169,9 @@ class IngressConfig(Frozen):
     """File (SQLite) of stored and background responses, ':memory:' for none; by default one by the application's name
     in ~/.local/state/raylm (or XDG_STATE_HOME)."""
     recovery_timeout_s: float = Field(60, ge=0, le=3600)
-    """Seconds that requests whose engine was lost wait for another one, on which they go on; longer than its start."""
+    """Seconds that requests whose engine was lost wait for another one, on which they go on; longer than its start.
+
+    So long engines also keep the tokens of streams whose ingress was lost."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
     """Seconds that running streams get to end at shutdown."""
 
