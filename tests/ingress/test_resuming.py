@@ -40,6 +40,7 @@ class Stack:
             config = Config(model="embedded")
             self.llms.append(AsyncLLM(config))
             self.engines.append(WritingEngine(name, self.random))
+            self.engines[-1].parks = True
             self.llms[-1].add_engine(self.engines[-1])
             self.clients.append(
                 client_of(build_asgi_app(self.llms[-1], config, surroundings=Surroundings(secret=SECRET)))

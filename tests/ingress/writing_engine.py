@@ -32,12 +32,13 @@ SAID = [
 class WritingEngine(PlayedEngine):
     """Sequence ``index`` of a request with a ``seed`` draws SAID[(seed + index) % 8], in pieces of any sizes.
 
-    Asked for what it has parked of one, it has nothing, all, or anything between.
+    Asked for what it has parked of one, it has nothing, all, or anything between if it ``parks``.
     """
 
     def __init__(self, engine_id: str, random: Random, fingerprint: str = "fp_1") -> None:
         super().__init__(engine_id, max_model_len=4096, vocab_size=TOKENIZER.get_vocab_size(), fingerprint=fingerprint)
         self.random = random
+        self.parks = False
         self.given = 0  # parked tokens
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -77,7 +78,7 @@ class WritingEngine(PlayedEngine):
         return reasons, {index: ids[:limit] for index, ids in rest.items()}
 
     async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
-        if self.random.random() < 0.3:
+        if not self.parks or self.random.random() < 0.3:
             return None
         reasons, every = self._ends(request)
         drawn = {index: ids[: self.random.choice([0, 1, 5, len(ids)])] for index, ids in every.items()}
