@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from raylm.config import CacheConfig, Config
-from raylm.engine import EngineCore
+from raylm.engine import EngineCore, parking
 from raylm.engine.liveness.leases import PERIOD_S
 from raylm.errors import EngineDiedError
 from raylm.frontend import AsyncLLM, LocalEngineClient, RequestHead, RequestOutput
@@ -247,3 +248,33 @@ async def test_an_engine_that_does_not_answer_has_nothing(fleet: Fleet) -> None:
         client.silent = True
     await read(fleet.llms[1], [5, 6], params, answer, told=answer.told, resumable_as=NAME, is_resumed=True)
     assert answer.tokens == [fleet.workers[0].model.continuation([5, 6], 1, LENGTH)]
+
+
+async def test_what_is_open_is_given_once_and_is_not_parked_later(fleet: Fleet) -> None:
+    params = SamplingParams(max_tokens=190, ignore_eos=True, seed=1)
+    for core in fleet.cores:
+        core._executor._delay_s = 0.002  # type: ignore[attr-defined]
+    await lost_after(fleet, [5, 6], params, 1)
+    (core,) = [core for core in fleet.cores if core.scheduler.has_work]
+    (asked,) = [opened.state.request for opened in core.scheduler.parking._open.values()]
+    assert core.take_parked(replace(asked, key=99, request_id="other", arrival_time=5.0)) is not None
+    assert core.scheduler.has_work
+    assert core.take_parked(asked) is None
+    for client in fleet.clients[0]:
+        client.lose()
+    await until(lambda: fleet.is_idle)
+    assert fleet.num_parked == 0
+
+
+async def test_the_oldest_goes_where_there_is_too_much(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "MOST_BYTES", 20_000)
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=1)
+    for number in range(12):
+        await read(fleet.llms[0], [5, 6], params, Answer(1), 20, resumable_as=f"stream {number}")
+        await until(lambda: fleet.is_idle)
+    for core in fleet.cores:
+        names = list(core.scheduler.parking._parked)
+        assert names == sorted(names, key=lambda name: int(name.split()[1]))
+        assert core.scheduler.parking.num_bytes <= 20_000
+    assert 2 <= fleet.num_parked < 12
+    assert any("stream 11" in core.scheduler.parking._parked for core in fleet.cores)
