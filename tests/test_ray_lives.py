@@ -1,12 +1,11 @@
-"""What outlives processes, by `raylm serve`: answers beside a request that crashes workers, responses in the background
-behind the end of everything, and clients of an ingress that is stopped and started."""
+"""What outlives processes, by `raylm serve`: answers beside a request that crashes workers, and clients of an ingress
+that is stopped and started."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,44 +103,6 @@ async def test_a_body_that_crashes_workers_costs_three_engines_and_no_neighbour(
         server.wait_until(lambda: len(server.processes("WorkerActor")) == 2, "has not two engines again")
         assert 2 <= deaths <= 3
         assert await stream(server.url, 1, 300) == undisturbed[1]
-
-
-def test_responses_in_the_background_outlive_everything(tmp_path: Path) -> None:
-    port = free_port()
-    path = serve_file(tmp_path / "serve.yaml", port, ARGS | {"engine": {"threads": 2}})
-    bodies = [
-        {"model": "embedded", "input": f"Count from {number}.", "background": True, "metadata": {"number": str(number)}}
-        | {"max_output_tokens": 800, "ignore_eos": True, "seed": number, "temperature": 0.9}
-        for number in range(20)
-    ]
-    ids = []
-    with Server(path, port) as server:
-        for body in bodies:
-            answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
-            assert answer.status_code == 200, answer.text
-            ids.append(answer.json()["id"])
-        assert status_of(server, ids[-1])["status"] in ("queued", "in_progress"), "all were done before"
-    # Leaving the context has killed every process.
-    with Server(path, port) as server:
-        deadline = time.monotonic() + 120
-        found = [status_of(server, one) for one in ids]
-        while any(one["status"] in ("queued", "in_progress") for one in found) and time.monotonic() < deadline:
-            time.sleep(0.5)
-            found = [status_of(server, one) for one in ids]
-        assert {one["status"] for one in found} <= {"completed", "incomplete", "failed"}
-        for one, body in zip(found, bodies, strict=True):
-            assert one["metadata"] == body["metadata"]
-            assert one["error"]["message"] if one["status"] == "failed" else one["output"][0]["content"][0]["text"]
-        whole = httpx.post(f"{server.url}/v1/responses", json=bodies[19] | {"background": False}, timeout=120).json()
-        last = found[19]
-        assert last["status"] == "failed" or last["output"][0]["content"] == whole["output"][0]["content"]
-
-
-def status_of(server: Server, response_id: str) -> dict[str, Any]:
-    answer = httpx.get(f"{server.url}/v1/responses/{response_id}", timeout=60)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 async def test_haproxy_leaves_an_ingress_before_it_refuses_anybody(tmp_path: Path) -> None:
