@@ -179,7 +179,9 @@ class IngressConfig(Frozen):
     """File (SQLite) of stored and background responses, ':memory:' for none; by default one by the application's name
     in ~/.local/state/raylm (or XDG_STATE_HOME)."""
     recovery_timeout_s: float = Field(60, ge=0, le=3600)
-    """Seconds that requests wait for another engine where the last one was lost; longer than an engine's start."""
+    """Seconds that requests wait for another engine where the last one was lost; longer than an engine's start.
+
+    So long engines also keep the tokens of streams whose ingress was lost."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
     """Seconds that running streams get to end at shutdown."""
 

@@ -84,6 +84,8 @@ class EngineCoreRequest:
 
     Of a request that a lost engine began ``drawn`` holds what each sequence has drawn, None for one that has ended; it
     goes on behind these tokens as if it had been preempted. Else it is ().
+
+    ``resumable_as`` is the name under which another ingress may ask for what was drawn of it, "" if none will.
     """
 
     key: int
@@ -102,6 +104,24 @@ class EngineCoreRequest:
     uncached_tokens: int | None = None
     drawn: tuple[tuple[int, ...] | None, ...] = ()
     service: ServiceLevel = ServiceLevel()
+    resumable_as: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedTokens:
+    """What the sequences of a request have drawn, as columns over all of them.
+
+    ``token_ids`` has a list for each. ``finish_reasons`` and ``stop_reasons`` are as in EngineCoreOutputs; one without
+    may also have been stopped, as its text had come to an end.
+    """
+
+    token_ids: list[list[int]]
+    finish_reasons: list[FinishReason | None]
+    stop_reasons: list[int | None]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)

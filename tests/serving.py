@@ -60,7 +60,7 @@ def text_of(line: str) -> str:
 class Server:
     """`raylm serve`; leaving the context ends all of it, whatever state it is in."""
 
-    def __init__(self, path: Path, port: int) -> None:
+    def __init__(self, path: Path, port: int, **environment: str) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = path.with_suffix(".log")
@@ -71,7 +71,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"XDG_STATE_HOME": str(path.parent)},  # where stored responses lie
+                env=os.environ | {"XDG_STATE_HOME": str(path.parent)} | environment,  # where stored responses lie
             )
 
     def __enter__(self) -> Server:

@@ -53,9 +53,16 @@ class Updates:
 
     def set_engines(self, number: int) -> None:
         """Change their number alone, and wait until so many are there and none else."""
-        self.application["deployments"] = [{"name": "Engine", "num_replicas": number}]
+        self.set_replicas(number)
+
+    def set_replicas(self, number: int, deployment: str = "Engine", **numbers: int) -> None:
+        """As ``set_engines``; ``numbers`` are those of other deployments, which stay as they are."""
+        wanted = {deployment: number} | numbers
+        self.application["deployments"] = [{"name": name, "num_replicas": n} for name, n in wanted.items()]
         self.deploy()
-        self.wait(lambda: [*self.replicas("Engine").values()] == ["RUNNING"] * number, f"has not {number} engines")
+        self.wait(
+            lambda: [*self.replicas(deployment).values()] == ["RUNNING"] * number, f"has not {number} of {deployment}"
+        )
 
     def update(self, **args: Any) -> None:
         """Change args of the application, and wait until only new replicas are there."""

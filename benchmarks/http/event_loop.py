@@ -78,6 +78,9 @@ class InstantEngine(EngineClient):
     def watch_blocks(self) -> None:
         """There is no cache."""
 
+    async def take_parked(self, request: EngineCoreRequest) -> None:
+        """Nothing is parked here."""
+
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         """There is no model."""
 

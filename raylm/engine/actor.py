@@ -22,7 +22,16 @@ from raylm.engine.model_executor import LocalExecutor, ModelExecutor
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
-from raylm.messages import ClientBatch, EngineCoreOutputs, EngineInfo, EngineSnapshot, EngineStats, LoRAAdapter
+from raylm.messages import (
+    ClientBatch,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    EngineSnapshot,
+    EngineStats,
+    LoRAAdapter,
+    ParkedTokens,
+)
 from raylm.stages import Source, about, configure_logs
 
 logger = logging.getLogger("raylm.engine")
@@ -94,6 +103,7 @@ class EngineCoreActor:
                         "an ingress is gone; its %d open requests end", len(requests), extra=about("ingress.lost")
                     )
                 self._core.drop_client(client_id)
+            self._core.pass_period(PERIOD_S)
 
     async def drain(self) -> None:
         """Tell the clients that this engine ends, and wait until they have left.
@@ -137,6 +147,9 @@ class EngineCoreActor:
         self._core.stop(client_id, batch.stops)
         if batch.watch_blocks:
             self._core.watch_blocks(client_id)
+
+    async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
+        return self._core.take_parked(request)
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         await self._core.load_adapter(adapter)

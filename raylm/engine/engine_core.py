@@ -31,6 +31,7 @@ from raylm.messages import (
     EngineCoreRequest,
     LoRAAdapter,
     ModelRunnerOutput,
+    ParkedTokens,
     SchedulerOutput,
     SequenceEvent,
     SequenceEventKind,
@@ -173,6 +174,18 @@ class EngineCore:
             self.scheduler.stop(client_id, key, index)
         if sequences:
             self._put_stats(client_id)
+
+    def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
+        """What was drawn here for a request whose client is gone, to be gone on with elsewhere; None if nothing is."""
+        try:
+            adapter, _ = self._adapters.loaded(request.adapter)
+        except RayLMError:
+            return None
+        return self.scheduler.parking.take(request, adapter)
+
+    def pass_period(self, seconds: float) -> None:
+        """So many seconds are over, by which what is parked ages."""
+        self.scheduler.parking.pass_period(round(self._config.ingress.recovery_timeout_s / seconds))
 
     def watch_blocks(self, client_id: str) -> None:
         """Tell a client which blocks the prefix cache holds, all now and changes from now on; nothing without one."""

@@ -14,6 +14,7 @@ from raylm.config import SchedulerConfig
 from raylm.engine.client_loads import ClientLoads
 from raylm.engine.kv_cache_manager import KVCacheManager, Lookahead
 from raylm.engine.outbox import ClientOutputs
+from raylm.engine.parking import Parking
 from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
@@ -65,6 +66,7 @@ class Scheduler:
         self.waiting = create_queue(config, self)
         self.counters = Counters()
         self.loads = ClientLoads()
+        self.parking = Parking()
         self._budget = create_budget(config)
         self._lookahead = Lookahead(kv, config.speculative_tokens)
         self._requests: dict[str, dict[int, RequestState]] = {}  # by client and key
@@ -99,6 +101,7 @@ class Scheduler:
         arrival = next(self._ids) - bool(request.drawn) * 2**62  # as if it had come before all others
         state = RequestState.create(client_id, request, arrival, self.max_model_len, adapter, adapter_digest)
         self._requests.setdefault(client_id, {})[request.key] = state
+        self.parking.enter(state)
         for seq in state.begin(self._ids):
             self._enqueue(seq)
 
@@ -327,7 +330,7 @@ class Scheduler:
             entry.sequences.append(seq)
             entry.positions.append(position)
             if token in seq.stop_ids or len(token_ids) >= seq.next_check:
-                self._check_token(seq, token, entry)
+                self._check_token(seq, entry)
         self.counters.generation_tokens += sum(len(entry.positions) for entry in outputs.values())
 
     def _drawn_by(self, result: ModelRunnerOutput) -> list[int]:
@@ -347,19 +350,14 @@ class Scheduler:
                 outputs[seq.client_id].pooled.append((seq.key, vector))
                 self._close(seq)
 
-    def _check_token(self, seq: Sequence, token: int, outputs: ClientOutputs) -> None:
+    def _check_token(self, seq: Sequence, outputs: ClientOutputs) -> None:
         """The token just appended is the first or the last one, or might end the sequence."""
         self._observer.drew(seq, self._seen)
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
             self._complete_prompt(seq, outputs)
         seq.next_check = seq.limit
-        params = seq.state.request.params
-        if token in seq.stop_ids and seq.num_generated > params.min_tokens:
-            by_eos = token in seq.state.request.eos_token_ids and not params.ignore_eos
-            outputs.finish("stop", None if by_eos else token)
-            self._close(seq)
-        elif len(seq.token_ids) >= seq.limit:
-            outputs.finish("length", None)
+        if (reasons := seq.ended_by) is not None:
+            outputs.finish(*reasons)
             self._close(seq)
 
     def _complete_prompt(self, seq: Sequence, outputs: ClientOutputs) -> None:
@@ -390,11 +388,12 @@ class Scheduler:
         """End a sequence, and with the last one its request."""
         self._remove(seq)
         if not seq.state.open:
-            self._forget(seq.state)
+            self._forget(seq.state, is_whole=True)
 
     def _fail(self, seq_id: int, error: RayLMError, outputs: defaultdict[str, ClientOutputs]) -> None:
         """End the whole request of a sequence; unless the client caused it, what was computed is not to be reused."""
         if seq := self._sequences.get(seq_id):
+            self.parking.forget(seq.state)
             self._abort(seq.state)
             if not isinstance(error, InvalidRequestError):
                 self.kv.unpublish(seq)
@@ -403,9 +402,10 @@ class Scheduler:
     def _abort(self, state: RequestState) -> None:
         for seq in list(state.open):
             self._remove(seq)
-        self._forget(state)
+        self._forget(state, is_whole=False)
 
-    def _forget(self, state: RequestState) -> None:
+    def _forget(self, state: RequestState, *, is_whole: bool) -> None:
+        self.parking.leave(state, is_whole=is_whole)
         requests = self._requests[state.client_id]
         del requests[state.request.key]
         if not requests:
@@ -419,6 +419,7 @@ class Scheduler:
             self.kv.forget(seq)
         seq.status = Status.FINISHED
         self._observer.ended(seq, self._seen)
+        self.parking.end(seq)
         seq.state.open.remove(seq)
         del self._sequences[seq.id]
         self.loads.leave(seq)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
-from raylm.messages import EngineCoreRequest, Logprobs, NewSequence
+from raylm.messages import EngineCoreRequest, FinishReason, Logprobs, NewSequence
 
 _U64 = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -147,6 +147,15 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def ended_by(self) -> tuple[FinishReason, int | None] | None:
+        """Its finish reason, and the caller's stop token if that was one, by its last token; None while it goes on."""
+        request, token = self.state.request, self.token_ids[-1]
+        if token in self.stop_ids and self.num_generated > request.params.min_tokens:
+            by_eos = token in request.eos_token_ids and not request.params.ignore_eos
+            return "stop", None if by_eos else token
+        return ("length", None) if len(self.token_ids) >= self.limit else None
 
     @property
     def reads_every_token(self) -> bool:

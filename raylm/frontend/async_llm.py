@@ -15,7 +15,8 @@ from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampling_defaults
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.frontend.engines.router import Router
+from raylm.frontend.engines.parked import take_parked
+from raylm.frontend.engines.router import Route, Router
 from raylm.frontend.input_processor import InputProcessor, Limits
 from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
@@ -136,7 +137,11 @@ class AsyncLLM:
             thinking = answer_format.thinking if answer_format else None
             request = await self._request(prompt, params, head, thinking, part)
             hold = None if head.place is None else await head.place.claim_tokens(request)
-            with self._sent(request, head, hold, part, answer_format) as opened:
+            with self._opened(request, head, hold, part, answer_format) as (opened, route):
+                if head.is_resumed:
+                    await self._go_on(request, opened)
+                else:
+                    self._router.send(request, route)
                 while True:
                     output = await opened.get()
                     yield output
@@ -175,7 +180,8 @@ class AsyncLLM:
             token_ids = await self._token_ids(prompt, limits, head)
             request = self._input.build_pooling(token_ids, params, limits, head)
             hold = None if head.place is None else await head.place.claim_tokens(request)
-            with self._sent(request, head, hold, part) as opened:
+            with self._opened(request, head, hold, part) as (opened, route):
+                self._router.send(request, route)
                 yield await opened.get()
 
     def _part(self, head: RequestHead) -> AbstractContextManager[Part]:
@@ -195,16 +201,29 @@ class AsyncLLM:
             self.admission.check(len(prompt))
         return await self._tokenizer.encode(prompt, add_special_tokens=True, param=head.param)
 
+    async def _go_on(self, request: EngineCoreRequest, opened: OpenRequest) -> None:
+        """Send an opened request that another ingress began, behind what engines still have of it."""
+        taken = await take_parked(self.engines, request)
+        if opened.finished:  # it was cancelled meanwhile
+            return
+        if taken is None:
+            self._router.send(request, self._router.pick(request))
+        elif (begun := await self._outputs.take_over(opened, taken.tokens)) is not None:
+            self._router.send(begun, self._router.pick(begun, taken.fingerprint))
+
     @contextmanager
-    def _sent(
+    def _opened(
         self,
         request: EngineCoreRequest,
         head: RequestHead,
         hold: Hold | None,
         part: Part,
         form: AnswerFormat | None = None,
-    ) -> Iterator[OpenRequest]:
-        """Send ``request`` to an engine, and abort it there unless it has ended by then; ``hold`` ends in any case."""
+    ) -> Iterator[tuple[OpenRequest, Route]]:
+        """Expect outputs of ``request``, with the engine to send it to, and abort it there unless it has ended by then.
+
+        ``hold`` ends in any case.
+        """
         served = 0
         part.mark("route")
         try:
@@ -212,9 +231,8 @@ class AsyncLLM:
             tokens, waiting = len(request.prompt_token_ids), head.place.reservation if head.place is not None else None
             reservation = self.admission.prompt(tokens, request.params.n, waiting)
             opened = self._outputs.open(request, form, reservation, head.told, part)
-            self._router.send(request, route)
             try:
-                yield opened
+                yield opened, route
             finally:  # no await may stand here: a cancelled task must not lose the abort
                 reservation.release()
                 self._router.leave(request.key, abort=self._outputs.close(request.key))

@@ -105,6 +105,7 @@ class InputProcessor:
             arrival_time=head.arrival_time,
             adapter=head.adapter,
             service=head.service,
+            resumable_as=head.resumable_as,
             **rest,
         )
 

@@ -19,10 +19,12 @@ from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
 from raylm.frontend.timelines.record import Part, Score
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats, FinishReason, Logprobs, ParkedTokens
 from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
+
+_TOKENS_A_TURN = 256  # that are taken over in a turn of the event loop, about a millisecond
 
 
 class OpenRequest:
@@ -183,6 +185,18 @@ class OutputProcessor:
         opened.part.mark("replay")
         pairs = zip(opened.texts, opened.drawn, strict=True)
         return replace(opened.request, drawn=tuple(None if text.finished else tuple(ids) for text, ids in pairs))
+
+    async def take_over(self, opened: OpenRequest, parked: ParkedTokens) -> EngineCoreRequest | None:
+        """Hand on what was drawn for an open request elsewhere, then as ``resumed``."""
+        key = opened.request.key
+        columns = zip(parked.token_ids, parked.finish_reasons, parked.stop_reasons, strict=True)
+        for index, (token_ids, finish_reason, stop_reason) in enumerate(columns):
+            for at in range(0, len(token_ids), _TOKENS_A_TURN):
+                some, is_last = token_ids[at : at + _TOKENS_A_TURN], at + _TOKENS_A_TURN >= len(token_ids)
+                ends = [finish_reason if is_last else None], [stop_reason if is_last else None]
+                self.process(EngineCoreOutputs([key], [index], [len(some)], some, *ends, [0], EngineStats()))
+                await asyncio.sleep(0)
+        return self.resumed(key)
 
     def fail(self, keys: Iterable[int], error: RayLMError) -> None:
         """End requests with an error that their callers see at once."""

@@ -21,7 +21,8 @@ class RequestHead:
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
     name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is that of the request in this replica,
     None where nobody admitted it. Of each sequence the caller has ``told`` tokens, None if it has all, () if it has
-    nothing of any.
+    nothing of any. What is drawn can be taken over under the name ``resumable_as`` ("" if not), and is if the request
+    ``is_resumed``.
     """
 
     request_id: str
@@ -32,6 +33,8 @@ class RequestHead:
     adapter: str | None = None
     place: Place | None = None
     told: tuple[int | None, ...] = ()
+    resumable_as: str = ""
+    is_resumed: bool = False
 
     @property
     def service(self) -> ServiceLevel:

@@ -16,6 +16,7 @@ from raylm.messages import (
     EngineStats,
     FinishReason,
     LoRAAdapter,
+    ParkedTokens,
     WorkerInfo,
 )
 
@@ -54,6 +55,7 @@ class PlayedEngine(EngineClient):
         self.aborted: list[int] = []
         self.stopped: list[tuple[int, int]] = []
         self.watched = 0
+        self.parked: dict[str, ParkedTokens] = {}
         self.closed = False
         self.loaded: list[LoRAAdapter] = []
         self.refusal: Exception | None = None
@@ -70,6 +72,9 @@ class PlayedEngine(EngineClient):
 
     def watch_blocks(self) -> None:
         self.watched += 1
+
+    async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
+        return self.parked.pop(request.resumable_as, None)
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         if self.refusal is not None:

@@ -31,6 +31,7 @@ class Stack:
         self.runner = asyncio.Runner()
         self.random = Random(0)
         self.llms: list[AsyncLLM] = []
+        self.engines: list[WritingEngine] = []
         self.clients: list[httpx.AsyncClient] = []
         self.runner.run(self._open())
 
@@ -38,7 +39,9 @@ class Stack:
         for name in "ab":
             config = Config(model="embedded")
             self.llms.append(AsyncLLM(config))
-            self.llms[-1].add_engine(WritingEngine(name, self.random))
+            self.engines.append(WritingEngine(name, self.random))
+            self.engines[-1].parks = True
+            self.llms[-1].add_engine(self.engines[-1])
             self.clients.append(
                 client_of(build_asgi_app(self.llms[-1], config, surroundings=Surroundings(secret=SECRET)))
             )
@@ -160,6 +163,19 @@ def test_a_stream_goes_on_behind_any_event(
         if usage is not None:
             del usage["prompt_tokens_details"]  # how much of the prompt was cached is another matter
     assert got == want
+
+
+def test_the_engines_gave_tokens_that_were_parked(stack: Stack) -> None:
+    for seed in range(8):
+        stack.random.seed(seed)
+        body = {"model": "embedded", "stream": True, "messages": MESSAGES, "n": 3, "seed": seed}
+        undisturbed = stack.events(CHAT, body)
+        given = sum(engine.given for engine in stack.engines)
+        again = stack.events(CHAT, body, undisturbed[0][0])
+        assert joined(undisturbed[:1] + again)["choices"] == joined(undisturbed)["choices"]
+        if sum(engine.given for engine in stack.engines) > given:
+            return
+    raise AssertionError("nothing was taken over")
 
 
 def test_every_event_is_a_place_to_go_on_from(stack: Stack) -> None:

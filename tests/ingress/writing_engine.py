@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from raylm.checkpoint import EMBEDDED
-from raylm.messages import EngineCoreRequest, Logprobs
+from raylm.messages import EngineCoreRequest, FinishReason, Logprobs, ParkedTokens
 from tests.frontend.played_engine import PlayedEngine
 
 TOKENIZER = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
@@ -30,24 +30,27 @@ SAID = [
 
 
 class WritingEngine(PlayedEngine):
-    """Sequence ``index`` of a request with a ``seed`` draws SAID[(seed + index) % 8], in pieces of any sizes."""
+    """Sequence ``index`` of a request with a ``seed`` draws SAID[(seed + index) % 8], in pieces of any sizes.
+
+    Asked for what it has parked of one, it has nothing, all, or anything between if it ``parks``.
+    """
 
     def __init__(self, engine_id: str, random: Random, fingerprint: str = "fp_1") -> None:
         super().__init__(engine_id, max_model_len=4096, vocab_size=TOKENIZER.get_vocab_size(), fingerprint=fingerprint)
         self.random = random
+        self.parks = False
+        self.given = 0  # parked tokens
 
     def add(self, request: EngineCoreRequest) -> None:
         super().add(request)
         params = request.params
-        assert params.max_tokens is not None
-        assert params.seed is not None
-        rest: dict[int, list[int]] = {}
-        for index in range(params.n):
-            text = SAID[(params.seed + index) % len(SAID)]
-            rest[index] = [*TOKENIZER.encode(text, add_special_tokens=False).ids, request.eos_token_ids[0]]
-        limit = params.max_tokens
-        reasons = {index: "stop" if len(ids) <= limit else "length" for index, ids in rest.items()}
-        rest = {index: ids[:limit] for index, ids in rest.items()}
+        reasons, rest = self._ends(request)
+        for index, drawn in enumerate(request.drawn):
+            if drawn is None:
+                del rest[index]
+            else:
+                assert rest[index][: len(drawn)] == list(drawn)
+                rest[index] = rest[index][len(drawn) :]
         while rest:
             index = self.random.choice(sorted(rest))
             size = self.random.choice([1, 1, 1, 2, 3, 9])
@@ -56,9 +59,32 @@ class WritingEngine(PlayedEngine):
             columns: dict[str, Any] = {}
             if params.logprobs is not None:
                 columns["logprobs"] = logprobs(ids, params.logprobs)
-            self.say((request.key, index, ids, ended), **columns)  # type: ignore[arg-type]
+            self.say((request.key, index, ids, ended), **columns)
             if ended is not None:
                 del rest[index]
+
+    def _ends(self, request: EngineCoreRequest) -> tuple[dict[int, FinishReason], dict[int, list[int]]]:
+        """What each sequence draws in all, and why it then ends."""
+        params, rest = request.params, {}
+        assert params.max_tokens is not None
+        assert params.seed is not None
+        for index in range(params.n):
+            text = SAID[(params.seed + index) % len(SAID)]
+            rest[index] = [*TOKENIZER.encode(text, add_special_tokens=False).ids, request.eos_token_ids[0]]
+        limit = params.max_tokens
+        reasons: dict[int, FinishReason] = {
+            index: "stop" if len(ids) <= limit else "length" for index, ids in rest.items()
+        }
+        return reasons, {index: ids[:limit] for index, ids in rest.items()}
+
+    async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
+        if not self.parks or self.random.random() < 0.3:
+            return None
+        reasons, every = self._ends(request)
+        drawn = {index: ids[: self.random.choice([0, 1, 5, len(ids)])] for index, ids in every.items()}
+        self.given += sum(map(len, drawn.values()))
+        ends = [reasons[index] if ids == every[index] else None for index, ids in drawn.items()]
+        return ParkedTokens([*drawn.values()], ends, [None] * len(ends))
 
     async def outputs(self) -> Any:
         async for said in super().outputs():

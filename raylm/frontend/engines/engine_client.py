@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raylm.errors import RayLMError
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineSnapshot, LoRAAdapter
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineSnapshot, LoRAAdapter, ParkedTokens
 
 if TYPE_CHECKING:
     from raylm.engine import EngineCore
@@ -36,6 +36,14 @@ class EngineClient(ABC):
     @abstractmethod
     def watch_blocks(self) -> None:
         """Ask to be told which blocks the engine's prefix cache holds: all of them once, then what changes."""
+
+    @abstractmethod
+    async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
+        """What the engine has drawn for this request under its name, for a client that is gone; given only once.
+
+        Raises:
+            EngineDiedError: it is gone.
+        """
 
     @abstractmethod
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
@@ -87,6 +95,9 @@ class LocalEngineClient(EngineClient):
 
     def watch_blocks(self) -> None:
         self._core.watch_blocks(self._client_id)
+
+    async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
+        return self._core.take_parked(request)
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         await self._core.load_adapter(adapter)

@@ -24,6 +24,7 @@ from raylm.messages import (
     EngineInfo,
     EngineSnapshot,
     LoRAAdapter,
+    ParkedTokens,
 )
 from raylm.stages import about
 
@@ -100,6 +101,13 @@ class RayEngineClient(EngineClient):
                     logger.exception("engine %s could not take a batch", engine_id, extra=failed)
                 ray.cancel(self._stream)
                 return
+
+    async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
+        try:
+            parked: ParkedTokens | None = await self._core.take_parked.remote(request)
+        except RayError as error:
+            raise EngineDiedError(_LOST) from error
+        return parked
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         await self._call("load_adapter", adapter)

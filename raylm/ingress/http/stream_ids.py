@@ -51,15 +51,23 @@ class StreamId:
         self._states = bytearray(b"".join(state.to_bytes(_STATE) for state in was))
 
     def nth(self, place: int, head: RequestHead, params: SamplingParams) -> tuple[RequestHead, SamplingParams]:
-        """``head`` with what was told of prompt ``place``, and ``params`` with a seed that is always the same."""
+        """``head`` with what was told of prompt ``place``, and ``params`` with a seed that is always the same.
+
+        The name by which engines know what they drew is a digest that only ingresses can make; what has
+        log-probabilities has none, as engines keep the tokens alone.
+        """
         if not self._line:
             return head, params
         states = self._was[place * params.n : (place + 1) * params.n]
         told = [None if state in (TEXT_TO_THE_END, FINISH, USAGE) else max(state - OPEN, 0) for state in states]
+        digest = partial(hashlib.blake2b, self._seed, salt=place.to_bytes(16))
         if params.seed is None:
-            digest = hashlib.blake2b(self._seed, digest_size=8, salt=place.to_bytes(16)).digest()
-            params = replace(params, seed=int.from_bytes(digest) >> 1)
-        return replace(head, told=tuple(told) if told.count(0) < len(told) else ()), params
+            params = replace(params, seed=int.from_bytes(digest(digest_size=8).digest()) >> 1)
+        head = replace(head, told=tuple(told) if told.count(0) < len(told) else ())
+        if params.logprobs is None:
+            name = digest(digest_size=16, person=b"parked").hexdigest()
+            head = replace(head, resumable_as=name, is_resumed=any(state != NOTHING for state in self._was))
+        return head, params
 
     def openings_told(self, index: int, openings: int) -> int:
         """How many of a choice's ``openings`` had been told."""

@@ -19,7 +19,7 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.errors import as_known_error, logger
 from raylm.ingress.http.sse import WAITING, named_event
-from raylm.ingress.http.stream_ids import OPEN, StreamId
+from raylm.ingress.http.stream_ids import NOTHING, OPEN, UNRESUMABLE, StreamId
 from raylm.ingress.openai.chat import ChatCompletions
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
@@ -57,7 +57,8 @@ class CreateResponse:
         check_model(body.model, self._llm)
         items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
         response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: without keys, who knows it may read the response
-        job, outputs = await self._start(response_id, body, items, owner, int(time.time()))
+        begun = StreamId(b"-", response_id.encode(), [NOTHING]) if body.background else UNRESUMABLE
+        job, outputs = await self._start(response_id, body, items, owner, int(time.time()), begun)
         if body.background:
             return await self._in_background(job, outputs, items, body)
         if body.stream:
@@ -92,17 +93,16 @@ class CreateResponse:
         items: list[JSONObject],
         owner: str,
         created_at: int,
-        told: int = 0,
+        stream_id: StreamId,
     ) -> tuple[ResponseJob, Outputs]:
-        """The response and what it is made from, of which so many tokens have been told."""
+        """The response and what it is made from, of which ``stream_id`` says how much was told."""
         items = await self._history(owner, body.previous_response_id) + items
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        resumed = StreamId(b"-", response_id.encode(), [OPEN + told])
         with renamed(PARAM_NAMES):
             chat = (await offload(lambda: body.as_chat(head + chat_messages(items)), len(items))).at(body.place)
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
-            params, outputs = await self._conversations.start(chat, response_id, time.time(), stream_id=resumed)
+            params, outputs = await self._conversations.start(chat, response_id, time.time(), stream_id=stream_id)
         shown = ResponseItems(response_id, self._tokens, with_logprobs=body.with_logprobs)
         return ResponseJob(response_id, owner, body, params, shown, created_at), outputs
 
@@ -168,7 +168,8 @@ class CreateResponse:
         try:
             body = await ResponsesRequest.read(asked["body"])
             check_model(body.model, self._llm)
-            started = self._start(lost.response_id, body, asked["items"], lost.owner, job["created_at"], lost.tokens)
+            resumed = StreamId(b"-", lost.response_id.encode(), [OPEN + lost.tokens])
+            started = self._start(lost.response_id, body, asked["items"], lost.owner, job["created_at"], resumed)
             made, outputs = await started
         except (EngineUnavailableError, OverloadedError):
             await self._store.release(lost.response_id)

@@ -153,6 +153,7 @@ async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, see
     async with replica(path, seed=5) as second:
         await second.responses.take_over_once()
         assert not second.engine.added  # the lease has not run out
+        second.engine.parks = True
         second.responses._store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,))
         await second.responses.take_over_once()
         ended = await status(second.client, response_id)

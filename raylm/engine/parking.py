@@ -1,0 +1,130 @@
+"""Parking: what requests have drawn, for whoever goes on with their streams when their client is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from raylm.engine.sequence import RequestState, Sequence
+from raylm.messages import EngineCoreRequest, FinishReason, ParkedTokens, ServiceLevel
+
+MOST_BYTES = 64 * 2**20
+WHOLE_PERIODS = 15  # that whole answers stay: their client may be gone, which is not known at once
+_BYTES_A_TOKEN = 40  # of a list of integers, about
+_BYTES_A_REQUEST = 4096
+
+_Drawn = tuple[list[int], FinishReason | None, int | None]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is open, and what its sequences that are over have drawn, by index."""
+
+    state: RequestState
+    ended: dict[int, _Drawn] = field(default_factory=dict)
+
+    def tokens(self) -> ParkedTokens:
+        drawn = self.ended | {seq.index: _drawn_by(seq) for seq in self.state.open}
+        every = [drawn.get(index, ([], None, None)) for index in range(self.state.request.params.n)]
+        return ParkedTokens([ids for ids, _, _ in every], [why for _, why, _ in every], [at for _, _, at in every])
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    request: EngineCoreRequest
+    adapter: int
+    tokens: ParkedTokens
+    is_whole: bool
+    since: int  # period
+
+    @property
+    def num_bytes(self) -> int:
+        length = len(self.request.prompt_token_ids) + self.tokens.num_tokens
+        return _BYTES_A_REQUEST + length * _BYTES_A_TOKEN
+
+
+class Parking:
+    """Owns the tokens of requests that are over and can be gone on with by their name; those that came first go first.
+
+    It knows the open ones by name too, as a client is back before an engine knows that its ingress is gone. What was
+    taken is not given again. Time is counted in periods, of which the caller tells.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self._parked: dict[str, _Parked] = {}
+        self._now = 0
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def enter(self, state: RequestState) -> None:
+        """A request is open from now on."""
+        if name := state.request.resumable_as:
+            self._open[name] = _Open(state)
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence is over."""
+        if (known := self._known(seq.state)) is not None and seq.num_generated:
+            known.ended[seq.index] = _drawn_by(seq)
+
+    def leave(self, state: RequestState, *, is_whole: bool) -> None:
+        """A request is over, after all its sequences; ``is_whole`` if each came to an end of its own."""
+        if (known := self._known(state)) is None:
+            return
+        name = state.request.resumable_as
+        del self._open[name]
+        if not known.ended:
+            return
+        self._drop(name)
+        parked = _Parked(state.request, state.adapter, known.tokens(), is_whole, self._now)
+        self._parked[name] = parked
+        self.num_bytes += parked.num_bytes
+        while self.num_bytes > MOST_BYTES:
+            self._drop(next(iter(self._parked)))
+
+    def forget(self, state: RequestState) -> None:
+        """What an open request has drawn is not to be gone on with."""
+        if self._known(state) is not None:
+            del self._open[state.request.resumable_as]
+
+    def take(self, request: EngineCoreRequest, adapter: int) -> ParkedTokens | None:
+        """What was drawn for the very same request under its name, once; None if nothing is known of it."""
+        name = request.resumable_as
+        if (known := self._open.pop(name, None)) is not None:
+            begun, begun_with, tokens = known.state.request, known.state.adapter, known.tokens()
+        elif (parked := self._drop(name)) is not None:
+            begun, begun_with, tokens = parked.request, parked.adapter, parked.tokens
+        else:
+            return None
+        return tokens if tokens.num_tokens and (_asked(begun), begun_with) == (_asked(request), adapter) else None
+
+    def pass_period(self, most: int) -> None:
+        """A period is over; what is not whole stays for ``most`` of them."""
+        self._now += 1
+        for name, parked in list(self._parked.items()):
+            if self._now - parked.since >= (min(most, WHOLE_PERIODS) if parked.is_whole else most):
+                self._drop(name)
+
+    def _known(self, state: RequestState) -> _Open | None:
+        known = self._open.get(state.request.resumable_as)
+        return known if known is not None and known.state is state else None
+
+    def _drop(self, name: str) -> _Parked | None:
+        parked = self._parked.pop(name, None)
+        if parked is not None:
+            self.num_bytes -= parked.num_bytes
+        return parked
+
+
+def _drawn_by(seq: Sequence) -> _Drawn:
+    reason, stop_reason = seq.ended_by or (None, None)
+    return seq.token_ids[seq.num_prompt_tokens :], reason, stop_reason
+
+
+def _asked(request: EngineCoreRequest) -> EngineCoreRequest:
+    """What its tokens depend on alone."""
+    service = ServiceLevel()
+    return replace(
+        request, key=0, request_id="", arrival_time=0.0, uncached_tokens=None, drawn=(), service=service, priority=0
+    )

@@ -1,0 +1,36 @@
+"""What engines have drawn for a stream whose ingress is gone: asked for by the ingress that goes on with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from raylm.errors import RayLMError
+from raylm.frontend.engines.engine_client import EngineClient
+from raylm.messages import EngineCoreRequest, ParkedTokens
+
+ANSWER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What was drawn on an engine of this ``fingerprint``."""
+
+    tokens: ParkedTokens
+    fingerprint: str
+
+
+async def take_parked(clients: Iterable[EngineClient], request: EngineCoreRequest) -> Taken | None:
+    """The most that an engine has of it; engines that are gone, or do not answer within ANSWER_S, have nothing."""
+    found = await asyncio.gather(*(_ask(client, request) for client in clients))
+    return max(filter(None, found), key=lambda taken: taken.tokens.num_tokens, default=None)
+
+
+async def _ask(client: EngineClient, request: EngineCoreRequest) -> Taken | None:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            tokens = await client.take_parked(request)
+    except (TimeoutError, RayLMError):
+        return None
+    return None if tokens is None else Taken(tokens, client.info.worker.fingerprint)
