@@ -36,7 +36,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
     """
     config = _checked(config)
     checkpoint.resolve(config.model, config.revision)
-    read_keys(config.ingress)
+    read_keys(config.ingress, config.scheduler.policy)
     gpus = _gpus(config)
     deployment = functools.partial(
         serve.deployment,

@@ -206,6 +206,7 @@ class Scheduler:
     def _start(self, seq: Sequence, cached: int, plan: StepPlan) -> None:
         """Move a sequence from the queue to the running batch; ``cached`` of its tokens are computed."""
         self.waiting.start(seq, cached)
+        self._budget.join(seq)
         insort(self.running, seq, key=self.waiting.rank)
         if seq.status is Status.WAITING:
             seq.num_cached = cached
@@ -426,5 +427,6 @@ class Scheduler:
     def _leave_batch(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.waiting.leave(seq)
+        self._budget.leave(seq)
         self._finished.append(seq.id)
         self.kv.free(seq)
