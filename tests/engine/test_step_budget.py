@@ -105,8 +105,6 @@ def test_a_requests_own_target_cuts_the_prompts_beside_it(itl_s: float | None, t
     engine.scheduler.abort(CLIENT, 0)
     left = 1 if itl_s is None else pytest.approx(821, abs=2)
     assert engine.schedule().num_tokens == left, "who has left has no say"
-        "who has left has no say"
-    )
 
 
 def test_guesses_count_as_tokens() -> None:
