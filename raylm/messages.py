@@ -242,6 +242,13 @@ class Counters:
     step_tokens: int = 0
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS_BUCKETS) + 1)
 
+    def copy(self) -> Counters:
+        """In a fifth of the time of ``dataclasses.replace``: it is done in every step."""
+        return Counters(
+            self.preemptions, self.prompt_tokens, self.generation_tokens, self.prefix_queries, self.prefix_hits,
+            self.drafted_tokens, self.accepted_tokens, self.step_tokens, self.steps_by_tokens,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class OtherClients:

@@ -6,7 +6,6 @@ import time
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 
 from raylm import logprob_columns
@@ -27,6 +26,7 @@ from raylm.messages import (
     EngineSnapshot,
     EngineStats,
     ModelRunnerOutput,
+    OtherClients,
     SchedulerOutput,
 )
 from raylm.metrics import STEP_TOKENS_BUCKETS
@@ -290,10 +290,9 @@ class Scheduler:
         self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
         self._count_step(plan.num_tokens + result.drafted_tokens)
-        stats, now = self.stats(), self.clock()
+        now = self.clock()
         return {
-            client_id: entry.columns(result, replace(stats, others=self.loads.others(client_id)), now)
-            for client_id, entry in outputs.items()
+            client_id: entry.columns(result, self.stats(client_id), now) for client_id, entry in outputs.items()
         }
 
     def _count_step(self, num_tokens: int) -> None:
@@ -303,7 +302,8 @@ class Scheduler:
             counts[bisect_left(STEP_TOKENS_BUCKETS, num_tokens)] += 1
             self.counters.steps_by_tokens = tuple(counts)
 
-    def stats(self) -> EngineStats:
+    def stats(self, client_id: str | None = None) -> EngineStats:
+        """As a client is told; without one nothing is said of others."""
         step_s, token_s = self._budget.speed
         return EngineStats(
             places=self._budget.places(self.running),
@@ -313,7 +313,8 @@ class Scheduler:
             waiting=len(self.waiting),
             kv_usage=self.kv.usage,
             steps=self._seen,
-            counters=replace(self.counters),
+            counters=self.counters.copy(),
+            others=OtherClients() if client_id is None else self.loads.others(client_id),
         )
 
     def _append_tokens(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:

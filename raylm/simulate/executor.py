@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from raylm.engine import ModelExecutor
 from raylm.errors import RayLMError
@@ -21,7 +20,7 @@ class Answers:
         self._answer = answer
         self._answers: dict[int, tuple[int, Answer]] = {}  # by sequence, with the length of its prompt
 
-    def draw(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def draw(self, plan: SchedulerOutput, step_s: float = 0.0) -> ModelRunnerOutput:
         """Of plans in the order in which they are handed over."""
         answers = self._answers
         for seq_id in plan.finished:
@@ -36,7 +35,7 @@ class Answers:
                 place = computed + count - length
                 seq_ids.append(seq_id)
                 token_ids.append(answer[place] if place < len(answer) else answer[-1])
-        return ModelRunnerOutput(plan.step, seq_ids, [1] * len(seq_ids), token_ids)
+        return ModelRunnerOutput(plan.step, seq_ids, [1] * len(seq_ids), token_ids, step_s=step_s)
 
 
 class SimulatedExecutor(ModelExecutor):
@@ -57,7 +56,7 @@ class SimulatedExecutor(ModelExecutor):
         self.busy_s += seconds
         self._free_at = max(loop.time(), self._free_at) + seconds
         result: asyncio.Future[ModelRunnerOutput] = loop.create_future()
-        loop.call_at(self._free_at, _give, result, replace(self._answers.draw(plan), step_s=seconds))
+        loop.call_at(self._free_at, _give, result, self._answers.draw(plan, seconds))
         return result
 
     async def prepare_grammar(self, grammar: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import log10
 
@@ -51,7 +51,10 @@ class StaleClient(LocalEngineClient):
             self._news.append((clock() + self._staleness_s, news))
             if fresh.keys or fresh.errors:
                 stats, created = self._told
-                yield replace(fresh, stats=stats, created=created, blocks=None)
+                yield EngineCoreOutputs(
+                    fresh.keys, fresh.indexes, fresh.token_counts, fresh.token_ids, fresh.finish_reasons,
+                    fresh.stop_reasons, fresh.cached_tokens, stats, errors=fresh.errors, created=created,
+                )  # fmt: skip
 
     def due(self, now: float) -> Iterator[EngineCoreOutputs]:
         """What is told by now, each once. It matters when a request is routed, and is asked for then alone."""
