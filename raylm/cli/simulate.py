@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -53,6 +54,9 @@ def simulate(
             for path in check:
                 print(f"{path}: {sim.replay(path):,} steps are scheduled again as they were")
             return
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 5, 1_000_000)  # requests leave no cycles behind, and there may be a million
         fleet = _fleet(fleet_file, engines, ingresses, steps or [])
         chosen: sim.Load
         if trace:

@@ -291,9 +291,7 @@ class Scheduler:
         self.counters.drafted_tokens += result.drafted_tokens
         self._count_step(plan.num_tokens + result.drafted_tokens)
         now = self.clock()
-        return {
-            client_id: entry.columns(result, self.stats(client_id), now) for client_id, entry in outputs.items()
-        }
+        return {client_id: entry.columns(result, self.stats(client_id), now) for client_id, entry in outputs.items()}
 
     def _count_step(self, num_tokens: int) -> None:
         if num_tokens:

@@ -131,11 +131,11 @@ class _Simulation:
             self._answers[seed] = request.answer
         ingress.arrive(request, seed)
 
-    def _end(self, served: Served) -> None:
+    def _end(self, served: Served, request: SimulatedRequest) -> None:
         self._open -= 1
         self._served.append(served)
         now = asyncio.get_running_loop().time()
-        later = None if served.error else self._load.turn_ended(served.request, now)
+        later = None if served.error else self._load.turn_ended(request, now)
         if later is not None:
             heapq.heappush(self._later, (later.at, next(self._order), later))
         if later is not None or not self._open:

@@ -71,7 +71,10 @@ def test_a_wrong_fleet_is_named(tmp_path: Path) -> None:
     for text, named in (
         ("engine: 3", "unknown key 'engine'; did you mean 'engines'"),
         ("[1]", "a fleet is a mapping"),
-        ("config: {scheduler: {speculative_tokens: 2}}", "drafts are not simulated"),
+        (
+            "config: {scheduler: {speculative_tokens: 2}}",
+            "config.scheduler.speculative_tokens: nothing of that is simulated",
+        ),
     ):
         fleet.write_text(text)
         status, said = run(str(fleet))

@@ -218,13 +218,17 @@ class Router:
     def _uncached(self, prompt: _PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
         """For each engine the tokens that would have to be computed there; one always is."""
         length, found, matched = prompt.length, [], 0
+        blocks: list[int] = []
+        size = 0  # of the blocks above, which are the same on all engines of this block size but for an adapter
         for engine in engines:
             known = engine.blocks
             if known.told is None:
                 found.append(length)
                 continue
-            size = engine.client.info.worker.block_size
-            matched = known.num_matched(self._blocks(prompt, engine), matched)
+            its_size = engine.client.info.worker.block_size
+            if its_size != size or prompt.adapter is not None:
+                size, blocks = its_size, self._blocks(prompt, engine)
+            matched = known.num_matched(blocks, matched)
             found.append(length - size * min(matched, (length - 1) // size))
         return found
 
