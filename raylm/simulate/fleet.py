@@ -33,6 +33,8 @@ class EngineGroup(Frozen):
     """What a step takes, as a multiple of the costs."""
     num_blocks: int = Field(16_000, ge=2)
     """KV blocks of each."""
+    costs: StepCosts | None = None
+    """Of its steps; by default those of the fleet."""
 
 
 class Fleet(Frozen):

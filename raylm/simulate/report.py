@@ -39,7 +39,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "requests": len(done),
         "errors": dict(errors),
         "duration_s": duration_s,
-        "ttft_ms": _spread(ttft_ms(done)),
+        "ttft_ms": spread(ttft_ms(done)),
         "itl_ms": _intervals(outcome.intervals),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
@@ -63,7 +63,8 @@ def is_good(one: Served, targets: Targets) -> bool:
     return 1000 * (one.first_s - one.at) <= targets.ttft_ms and 1000 * itl_s <= targets.itl_ms
 
 
-def _spread(values: NDArray[np.float64]) -> dict[str, float]:
+def spread(values: NDArray[np.float64]) -> dict[str, float]:
+    """Mean and quantiles, nothing of nothing."""
     if not len(values):
         return {}
     found = {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
@@ -119,6 +120,14 @@ def table(found: dict[str, Any]) -> str:
             share = f"{of['token_share']:.1%}"
             times = f"{of['ttft_ms_mean']:10.1f}{of['ttft_ms_p99']:10.1f}"
             lines.append(f"{key:24}{of['requests']:10,}{share:>10}{times}")
+    return "\n".join(lines)
+
+
+def recorded_table(found: dict[str, Any]) -> str:
+    """Of a live fleet, in the columns of ``table``."""
+    lines = [f"{'recorded':24}{found['requests']:,} requests, hit rate {found['hit_rate']:.1%}"]
+    for name, label in (("ttft_ms", "recorded TTFT, ms"), ("itl_ms", "recorded ITL, ms")):
+        lines.append(f"{label:24}" + "".join(f"{value:10.1f}" for value in found[name].values()))
     return "\n".join(lines)
 
 

@@ -91,7 +91,7 @@ class _Simulation:
         )
 
     def _engine(self, group: EngineGroup) -> tuple[EngineCore, SimulatedExecutor]:
-        fleet = self._fleet
+        fleet, costs = self._fleet, group.costs or self._fleet.costs
         info = WorkerInfo(
             num_blocks=group.num_blocks, block_size=fleet.block_size, max_model_len=fleet.max_model_len,
             vocab_size=2**32, device="simulated", dtype="none", attention_backend="none", threads=1, weights_bytes=0,
@@ -99,7 +99,7 @@ class _Simulation:
         )  # fmt: skip
 
         def cost(plan: SchedulerOutput) -> float:
-            return group.slowness * fleet.costs.seconds(plan)
+            return group.slowness * costs.seconds(plan)
 
         executor = SimulatedExecutor(info, cost, self._answer)
         return EngineCore(fleet.config, executor, asyncio.get_running_loop().time), executor
