@@ -39,7 +39,7 @@ OnSent = Callable[[int, str, tuple[Score, ...]], None]
 class Route:
     """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds.
 
-    ``scores`` are those of all engines that were compared, none where there was no choice.
+    ``scores`` are those of all engines that were compared, none where there was no choice or nobody is to be told.
     """
 
     engine: RoutedEngine
@@ -66,7 +66,7 @@ class Router:
         clock: Callable[[], float] = time.time,
         wake: Callable[[], None] | None = None,
         rng: random.Random | None = None,
-        on_sent: OnSent = lambda key, engine_id, scores: None,
+        on_sent: OnSent | None = None,
     ) -> None:
         self._on_sent = on_sent
         self._engines: dict[str, RoutedEngine] = {}
@@ -158,7 +158,8 @@ class Router:
         engine, uncached = route.engine, route.uncached_tokens
         engine.begin(request.key, OpenRequest(request.params.n, uncached, route.blocks, self._clock()))
         self._engine_of[request.key] = engine
-        self._on_sent(request.key, engine.client.info.engine_id, route.scores)
+        if self._on_sent is not None:
+            self._on_sent(request.key, engine.client.info.engine_id, route.scores)
         engine.client.add(replace(request, uncached_tokens=uncached) if route.blocks else request)
 
     def leave(self, key: int, *, abort: bool) -> None:
@@ -190,7 +191,8 @@ class Router:
         place, costs = self.choose(request, engines, uncached)
         engine, now = engines[place], self._clock()
         blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
-        return Route(engine, uncached[place], blocks, tuple(map(_score, engines, costs, uncached, repeat(now))))
+        told = None if self._on_sent is None else map(_score, engines, costs, uncached, repeat(now))
+        return Route(engine, uncached[place], blocks, tuple(told or ()))
 
     def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         """Of two or more engines, of which each would have to compute so many tokens."""
