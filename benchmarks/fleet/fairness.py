@@ -38,10 +38,11 @@ class LongestPrefixFirst(WaitingQueue):
         yield max(iter(self), key=self._forecast.cached_blocks)
 
 
-def fleet(policy: str = "fair", engines: int = 1, slowness: float = 1.0, blocks: int = 8000) -> Fleet:
-    group = {"count": engines, "slowness": slowness, "num_blocks": blocks}
+def fleet(policy: str = "fair", engines: int = 1, slowness: float = 1.0, steps: int = 2) -> Fleet:
+    group = {"count": engines, "slowness": slowness, "num_blocks": 8000}
     queue = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1_000_000_000}
-    return Fleet.of({"engines": [group], "config": {"scheduler": {"policy": policy}, "ingress": queue}}, "benchmark")
+    config = {"scheduler": {"policy": policy, "steps_in_flight": steps}, "ingress": queue}
+    return Fleet.of({"engines": [group], "config": config}, "benchmark")
 
 
 def asked(
@@ -82,10 +83,14 @@ def beside(seed: int, requests: int) -> dict[str, dict[str, float]]:
         return load
 
     found = {}
-    for name, floods, slowness, policy in (
-        ("its share alone", False, 2.0, "fair"), ("beside a flooder", True, 1.0, "fair"),
-        ("beside a flooder, fcfs", True, 1.0, "fcfs"),
-    ):  # fmt: skip
+    cases = {
+        "its share alone": (False, 2.0, "fair", 2),
+        "beside a flooder": (True, 1.0, "fair", 2),
+        "its share alone, one step in flight": (False, 2.0, "fair", 1),
+        "beside a flooder, one step in flight": (True, 1.0, "fair", 1),
+        "beside a flooder, fcfs": (True, 1.0, "fcfs", 2),
+    }
+    for name, (floods, slowness, policy, steps) in cases.items():
         rng = random.Random(seed)
         load = quiet(rng)
         if floods:
@@ -93,27 +98,42 @@ def beside(seed: int, requests: int) -> dict[str, dict[str, float]]:
             load += [asked(rng, 0.01 * n, "flood", (64, 512), (32, 128)) for n in range(int(30 * span))]
         load.sort(key=lambda one: one.at)
         times = ttft_ms(
-            [one for one in simulate(fleet(policy, slowness=slowness), Replay(load), seed).served if one.key == "quiet"]
+            [
+                one
+                for one in simulate(fleet(policy, slowness=slowness, steps=steps), Replay(load), seed).served
+                if one.key == "quiet"
+            ]
         )
         found[name] = {"mean": float(times.mean()), "p99": float(np.quantile(times, 0.99))}
     return found
 
 
 def shares(seed: int, requests: int) -> dict[str, dict[str, float]]:
-    """Percent of what was served, as it is charged, from when all places are taken to when the first key has ended."""
+    """Percent of what was served, as it is charged, while both keys have requests waiting at an engine."""
     rng = random.Random(seed)
     load = [asked(rng, 0.002 * n, "drawing", (32, 128), (128, 384)) for n in range(requests)]
     load += [asked(rng, 0.002 * n, "reading", (1024, 3072), (8, 32)) for n in range(requests)]
     load.sort(key=lambda one: one.at)
     outcome = simulate(fleet(engines=4), Replay(load), seed)
-    begin = 0.002 * requests
-    end = min(max(one.first_s for one in outcome.served if one.key == key) for key in ("drawing", "reading"))
-    by_engine: dict[str, dict[str, float]] = {}
+    engines: dict[str, list[Served]] = {}
     for one in outcome.served:
-        for name in (one.engine, "four engines"):
-            of = by_engine.setdefault(name, {"drawing": 0.0, "reading": 0.0})
-            of[one.key] += charged(one, begin, end)
-    return {name: {"share": 100 * of["drawing"] / sum(of.values())} for name, of in sorted(by_engine.items())}
+        engines.setdefault(one.engine, []).append(one)
+    ends = {name: _both_wait_until(of) for name, of in engines.items()}
+    found = {name: _share(of, 0.002 * requests, ends[name]) for name, of in sorted(engines.items())}
+    found["four engines"] = _share(outcome.served, 0.002 * requests, min(ends.values()))
+    return {name: {"share": share} for name, share in found.items()}
+
+
+def _both_wait_until(served: list[Served]) -> float:
+    return min(max((one.first_s for one in served if one.key == key), default=0.0) for key in ("drawing", "reading"))
+
+
+def _share(served: list[Served], begin: float, end: float) -> float:
+    """Of one of the keys, in percent of all that is charged."""
+    drawing, reading = (
+        sum(charged(one, begin, end) for one in served if one.key == key) for key in ("drawing", "reading")
+    )
+    return 100 * drawing / (drawing + reading)
 
 
 def charged(one: Served, begin: float, end: float) -> float:
