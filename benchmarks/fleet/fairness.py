@@ -110,7 +110,7 @@ def beside(seed: int, requests: int) -> dict[str, dict[str, float]]:
 
 def shares(seed: int, requests: int) -> dict[str, dict[str, float]]:
     """Percent of what was served, as it is charged, while both keys have requests waiting at an engine."""
-    rng = random.Random(seed)
+    rng, requests = random.Random(seed), 3 * requests  # four engines have to have some waiting for a while
     load = [asked(rng, 0.002 * n, "drawing", (32, 128), (128, 384)) for n in range(requests)]
     load += [asked(rng, 0.002 * n, "reading", (1024, 3072), (8, 32)) for n in range(requests)]
     load.sort(key=lambda one: one.at)
