@@ -37,7 +37,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
     """
     config = _checked(config)
     checkpoint.resolve(config.model, config.revision)
-    read_keys(config.ingress)
+    read_keys(config.ingress, config.scheduler.policy)
     check_observers(config)
     gpus = _gpus(config)
     deployment = functools.partial(

@@ -60,13 +60,15 @@ class ServiceLevel:
     """How a request is to be served beside others; "" and None say nothing.
 
     ``tenant`` is a digest of the name of the API key, by which engines share themselves out in proportion to
-    ``weight`` (above 0). The first token should be there ``ttft_s`` after the arrival (under the fair policy). The
-    client has hung up ``timeout_s`` after the arrival if nothing was answered by then.
+    ``weight`` (above 0). The first token should be there ``ttft_s`` after the arrival (under the fair policy), and each
+    further one ``itl_s`` after the one before. The client has hung up ``timeout_s`` after the arrival if nothing was
+    answered by then.
     """
 
     tenant: str = ""
     weight: float = 1.0
     ttft_s: float | None = None
+    itl_s: float | None = None
     timeout_s: float | None = None
 
 
@@ -261,6 +263,13 @@ class Counters:
     accepted_tokens: int = 0
     step_tokens: int = 0
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS_BUCKETS) + 1)
+
+    def copy(self) -> Counters:
+        """In a fifth of the time of ``dataclasses.replace``: it is done in every step."""
+        return Counters(
+            self.preemptions, self.prompt_tokens, self.generation_tokens, self.prefix_queries, self.prefix_hits,
+            self.drafted_tokens, self.accepted_tokens, self.step_tokens, self.steps_by_tokens,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

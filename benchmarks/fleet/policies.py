@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from raylm.frontend import RoutedEngine, Router
 from raylm.frontend.engines.router import Choice
@@ -95,6 +96,36 @@ class Smg(_Scored):
         return engine.sequences if self._by_load else uncached + engine.sequences / 1e6
 
 
+class Approximate(Router):
+    """SGLang's gateway without events: the longest prefix among what it sent itself, if that is half of the prompt.
+
+    Else where it sent least, by tokens; and the least own requests where these are out of balance as above.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._sent: dict[RoutedEngine, set[int]] = {}
+
+    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        tokens, chain, parent = request.prompt_token_ids, list[int](), 0
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            parent = hash((parent, *tokens[start : start + BLOCK]))
+            chain.append(parent)
+        trees = [self._sent.setdefault(engine, set()) for engine in engines]
+        own = [engine.sequences for engine in engines]
+        if max(own) - min(own) > 10 and max(own) > 1.5 * min(own):
+            scores = [float(count) for count in own]
+        else:
+            scores = [
+                -float(next((n for n, block in enumerate(chain) if block not in tree), len(chain))) for tree in trees
+            ]
+            if -min(scores) * BLOCK < 0.5 * len(tokens):
+                scores = [float(len(tree)) for tree in trees]
+        place = self._rng.choice([place for place, score in enumerate(scores) if score == min(scores)])
+        trees[place].update(chain)
+        return place, scores
+
+
 POLICIES: dict[str, Callable[..., Router]] = {
     "RayLM": Router,
     "round robin": RoundRobin,
@@ -103,4 +134,5 @@ POLICIES: dict[str, Callable[..., Router]] = {
     "Dynamo lmetric": DynamoLmetric,
     "llm-d": LlmD,
     "SMG": Smg,
+    "SGLang approximate": Approximate,
 }

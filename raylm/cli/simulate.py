@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -34,6 +35,9 @@ def simulate(
     steps: Annotated[
         list[Path] | None, typer.Option(help="Recordings to which the costs of a step are fitted.")
     ] = None,
+    recorded: Annotated[
+        list[Path] | None, typer.Option(help="Recordings of a fleet: its engines, their costs and what came, again.")
+    ] = None,
     check: Annotated[
         list[Path] | None, typer.Option(help="Recordings by which the Scheduler must decide again as it did; no more.")
     ] = None,
@@ -53,20 +57,25 @@ def simulate(
             for path in check:
                 print(f"{path}: {sim.replay(path):,} steps are scheduled again as they were")
             return
-        fleet = _fleet(fleet_file, engines, ingresses, steps or [])
-        chosen: sim.Load
-        if trace:
-            chosen = sim.Replay(sim.read_trace(trace, fleet.block_size))
-        elif load in sim.LOADS:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 5, 1_000_000)  # requests leave no cycles behind, and there may be a million
+        lived = None
+        if recorded:
+            said = {"FLEET.yaml": fleet_file, "--trace": trace, "--steps": steps, "--engines": engines}
+            lived = _recorded(recorded, ingresses or 1, [name for name, value in said.items() if value])
+            fleet, chosen = lived.fleet, sim.Replay(lived.trace)
+        else:
+            fleet = _fleet(fleet_file, engines, ingresses, steps or [])
             ranges = {"prompt_tokens": token_range("prompt-tokens", prompt_tokens)}
             ranges["output_tokens"] = token_range("output-tokens", output_tokens)
             settings = {"requests": requests, "rate": rate, "keys": keys, "seed": seed} | ranges
-            chosen = sim.LOADS[load](checked_options(lambda: sim.LoadSettings(**settings)))
-        else:
-            raise ConfigError(f"--load {load}: there are {', '.join(sim.LOADS)}.")
+            chosen = sim.Replay(sim.read_trace(trace, fleet.block_size)) if trace else _load(load, settings)
         outcome = sim.simulate(fleet, chosen, seed)
         found = sim.figures(outcome, sim.Targets(ttft_target_ms, itl_target_ms))
         print(sim.table(found))
+        if lived is not None:
+            print(sim.recorded_table(lived.figures))
         if out is not None:
             write_text("--json", out, json.dumps(found, indent=1) + "\n")
         if plot is not None:
@@ -87,9 +96,32 @@ def _fleet(path: Path | None, engines: int | None, ingresses: int | None, record
     if recordings:
         costs, error = fit([step for path in recordings for step in read_steps(path)])
         over["costs"] = costs.model_dump()
-        shown = ", ".join(f"{name} {value:.3g}" for name, value in over["costs"].items())
-        print(f"costs of a step: {shown}; mean error {error:.1%}")
+        _tell_costs("costs", over["costs"], error)
     return Fleet.of(over, "the options") if path is None else Fleet.read(path, **over)
+
+
+def _recorded(paths: list[Path], ingresses: int, said: list[str]) -> Any:
+    from raylm.simulate import read_recordings
+
+    if said:
+        raise ConfigError(f"--recorded tells what {', '.join(said)} would.")
+    lived = read_recordings(paths, ingresses=ingresses)
+    for path, group, error in zip(paths, lived.fleet.engines, lived.errors, strict=True):
+        _tell_costs(f"{path.name}: costs", group.costs.model_dump() if group.costs else {}, error)
+    return lived
+
+
+def _load(name: str, settings: dict[str, Any]) -> Any:
+    from raylm.simulate import LOADS, LoadSettings
+
+    if name not in LOADS:
+        raise ConfigError(f"--load {name}: there are {', '.join(LOADS)}.")
+    return LOADS[name](checked_options(lambda: LoadSettings(**settings)))
+
+
+def _tell_costs(what: str, costs: dict[str, float], error: float) -> None:
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in costs.items())
+    print(f"{what} of a step: {shown}; mean error {error:.1%}")
 
 
 def token_range(name: str, text: str | None) -> tuple[int, int] | None:

@@ -16,8 +16,11 @@ from raylm.engine.engine_core import EngineCore as EngineCore
 from raylm.engine.kv_cache_manager import KVCacheManager as KVCacheManager
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
 from raylm.engine.model_executor import ModelExecutor as ModelExecutor
+from raylm.engine.queues import Forecast as Forecast
+from raylm.engine.queues import WaitingQueue as WaitingQueue
 from raylm.engine.recording import columns as columns
 from raylm.engine.scheduler import Scheduler as Scheduler
+from raylm.engine.sequence import Sequence as Sequence
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:

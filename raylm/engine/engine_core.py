@@ -328,7 +328,7 @@ class EngineCore:
         adapters: tuple[LoRAAdapter, ...] | None = None,
     ) -> EngineCoreOutputs:
         """A message without entries."""
-        stats = replace(self.scheduler.stats(), others=self.scheduler.loads.others(client_id))
+        stats = self.scheduler.stats(client_id)
         return EngineCoreOutputs(
             *([], [], [], [], [], [], []),
             stats,

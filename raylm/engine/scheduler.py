@@ -6,7 +6,6 @@ import time
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 
 from raylm import logprob_columns
@@ -28,6 +27,7 @@ from raylm.messages import (
     EngineSnapshot,
     EngineStats,
     ModelRunnerOutput,
+    OtherClients,
     SchedulerOutput,
 )
 from raylm.metrics import STEP_TOKENS_BUCKETS
@@ -209,6 +209,7 @@ class Scheduler:
     def _start(self, seq: Sequence, cached: int, plan: StepPlan) -> None:
         """Move a sequence from the queue to the running batch; ``cached`` of its tokens are computed."""
         self.waiting.start(seq, cached)
+        self._budget.join(seq)
         insort(self.running, seq, key=self.waiting.rank)
         if seq.status is Status.WAITING:
             seq.num_cached = cached
@@ -292,11 +293,8 @@ class Scheduler:
         self._take_vectors(result, outputs)
         self.counters.drafted_tokens += result.drafted_tokens
         self._count_step(plan.num_tokens + result.drafted_tokens)
-        stats, now = self.stats(), self.clock()
-        return {
-            client_id: entry.columns(result, replace(stats, others=self.loads.others(client_id)), now)
-            for client_id, entry in outputs.items()
-        }
+        now = self.clock()
+        return {client_id: entry.columns(result, self.stats(client_id), now) for client_id, entry in outputs.items()}
 
     def _count_step(self, num_tokens: int) -> None:
         if num_tokens:
@@ -305,7 +303,8 @@ class Scheduler:
             counts[bisect_left(STEP_TOKENS_BUCKETS, num_tokens)] += 1
             self.counters.steps_by_tokens = tuple(counts)
 
-    def stats(self) -> EngineStats:
+    def stats(self, client_id: str | None = None) -> EngineStats:
+        """As a client is told; without one nothing is said of others."""
         step_s, token_s = self._budget.speed
         return EngineStats(
             places=self._budget.places(self.running),
@@ -315,7 +314,8 @@ class Scheduler:
             waiting=len(self.waiting),
             kv_usage=self.kv.usage,
             steps=self._seen,
-            counters=replace(self.counters),
+            counters=self.counters.copy(),
+            others=OtherClients() if client_id is None else self.loads.others(client_id),
         )
 
     def _append_tokens(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
@@ -427,5 +427,6 @@ class Scheduler:
     def _leave_batch(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.waiting.leave(seq)
+        self._budget.leave(seq)
         self._finished.append(seq.id)
         self.kv.free(seq)

@@ -65,7 +65,7 @@ class RequestState:
         if length == 0:
             raise InvalidRequestError("The prompt has no tokens.", param="prompt")
         limit = length + min(available, params.max_tokens or available)
-        if any(length + len(drawn or ()) >= limit for drawn in request.drawn):
+        if request.drawn and any(length + len(drawn or ()) >= limit for drawn in request.drawn):
             raise RayLMError(f"The answer that another engine began is longer than this one's {max_model_len} tokens.")
         return cls(
             client_id=client_id,
@@ -73,7 +73,7 @@ class RequestState:
             arrival=arrival,
             seed=random.getrandbits(63) if params.seed is None else params.seed,
             limit=limit,
-            num_unforked=0 if any(drawn != () for drawn in request.drawn) else params.n - 1,
+            num_unforked=0 if request.drawn and any(drawn != () for drawn in request.drawn) else params.n - 1,
             stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
             adapter=adapter,
             adapter_digest=adapter_digest,
@@ -96,7 +96,7 @@ class RequestState:
             client_id=self.client_id,
             key=self.request.key,
             index=index,
-            token_ids=[*prompt, *drawn],
+            token_ids=prompt + list(drawn) if drawn else prompt.copy(),
             num_tokens=len(prompt) + len(drawn),
             limit=self.limit,
             next_check=self.limit if drawn else len(prompt) + 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from raylm.config import SchedulerConfig
 from raylm.engine.sequence import Sequence
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
@@ -34,6 +36,12 @@ class StepBudget:
         """Sequences that may run beside these."""
         return self._max_num_seqs - len(running)
 
+    def join(self, seq: Sequence) -> None:
+        """It runs from now on."""
+
+    def leave(self, seq: Sequence) -> None:
+        """It runs no longer."""
+
     def first_token_s(self, tokens: int) -> float:
         """About how long a prompt of which so many tokens are to be computed takes; 0 while it is not known."""
         step_s, token_s = self.speed
@@ -53,28 +61,45 @@ class StepBudget:
 
 
 class LatencyBudget(StepBudget):
-    """While sequences decode, as many tokens as steps of ``target_s`` seconds were seen to hold.
+    """While sequences decode, as many tokens as steps of so many seconds were seen to hold as none of them exceeds.
 
-    Each decoding sequence has its token, and prompts share the rest, at least ``MIN_PREFILL_TOKENS``. Without a
-    decoding sequence the step is as large as it may be; likewise before the first step was seen.
+    A sequence's target is its request's, or ``target_s`` where that has none. Each decoding sequence has its token, and
+    prompts share the rest, at least ``MIN_PREFILL_TOKENS``. Without a decoding sequence or a target the step is as
+    large as it may be; likewise before the first step was seen.
     """
 
-    def __init__(self, most: int, max_num_seqs: int, target_s: float) -> None:
+    def __init__(self, most: int, max_num_seqs: int, target_s: float = math.inf) -> None:
         super().__init__(most, max_num_seqs)
         self._target_s = target_s
+        self._targets: dict[Sequence, float] = {}  # of those that run, where the request has one
+
+    def join(self, seq: Sequence) -> None:
+        if (target_s := seq.state.request.service.itl_s) is not None:
+            self._targets[seq] = target_s
+
+    def leave(self, seq: Sequence) -> None:
+        self._targets.pop(seq, None)
 
     def tokens(self, running: list[Sequence]) -> int:
-        decoding = sum(seq.num_tokens - seq.num_computed == 1 for seq in running)
-        if decoding == 0 or not self._cost.known:
+        if not self._cost.known or (self._target_s == math.inf and not self._targets):
             return self._most
-        return min(self._most, max(self._cost.tokens_within(self._target_s), decoding + MIN_PREFILL_TOKENS))
+        own = [target_s for seq, target_s in self._targets.items() if _decodes(seq)]
+        decoding = sum(map(_decodes, running))
+        least_s = min(own, default=math.inf)
+        if decoding > len(own):
+            least_s = min(least_s, self._target_s)
+        if least_s == math.inf:
+            return self._most
+        return min(self._most, max(self._cost.tokens_within(least_s), decoding + MIN_PREFILL_TOKENS))
+
+
+def _decodes(seq: Sequence) -> bool:
+    return seq.num_tokens - seq.num_computed == 1
 
 
 def create_budget(config: SchedulerConfig) -> StepBudget:
-    most, max_num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-    if config.target_itl_ms is None:
-        return StepBudget(most, max_num_seqs)
-    return LatencyBudget(most, max_num_seqs, config.target_itl_ms / 1000)
+    target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
+    return LatencyBudget(config.max_num_batched_tokens, config.max_num_seqs, target_s)
 
 
 class StepLimit:

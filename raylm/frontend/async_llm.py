@@ -207,9 +207,9 @@ class AsyncLLM:
         if opened.finished:  # it was cancelled meanwhile
             return
         if taken is None:
-            self._router.send(request, self._router.pick(request))
+            self._router.send_when_able(request)
         elif (begun := await self._outputs.take_over(opened, taken.tokens)) is not None:
-            self._router.send(begun, self._router.pick(begun, taken.fingerprint))
+            self._router.send_when_able(begun, taken.fingerprint)
 
     @contextmanager
     def _opened(
@@ -219,7 +219,7 @@ class AsyncLLM:
         hold: Hold | None,
         part: Part,
         form: AnswerFormat | None = None,
-    ) -> Iterator[tuple[OpenRequest, Route]]:
+    ) -> Iterator[tuple[OpenRequest, Route | None]]:
         """Expect outputs of ``request``, with the engine to send it to, and abort it there unless it has ended by then.
 
         ``hold`` ends in any case.

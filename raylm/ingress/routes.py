@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from raylm.config import Config, IngressConfig
+from raylm.config import Config
 from raylm.frontend import Admission, FairShares, StateClient
 from raylm.ingress.anthropic.body import CountTokensRequest, MessagesRequest
 from raylm.ingress.anthropic.create import PING, CountTokens, CreateMessage
@@ -139,7 +139,7 @@ def build_asgi_app(
         openapi_route(),
         docs_route(),
     ]
-    app = _App(routes=routes, middleware=_middleware(async_llm, config.ingress, http_metrics, state))
+    app = _App(routes=routes, middleware=_middleware(async_llm, config, http_metrics, state))
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
     app.state.desk = desk
@@ -147,15 +147,13 @@ def build_asgi_app(
     return app
 
 
-def _middleware(
-    async_llm: AsyncLLM, config: IngressConfig, http_metrics: HTTPMetrics, state: StateClient
-) -> list[Middleware]:
+def _middleware(async_llm: AsyncLLM, config: Config, http_metrics: HTTPMetrics, state: StateClient) -> list[Middleware]:
     """The outermost first; where there are keys the queue is shared by them."""
-    middleware = [Middleware(RequestContextMiddleware, http_metrics, config.access_log)]
-    if origins := config.cors_origins:
+    middleware = [Middleware(RequestContextMiddleware, http_metrics, config.ingress.access_log)]
+    if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))
-    if config.has_keys:
-        keys, open_paths = APIKeys(config), set(config.open_paths)
+    if config.ingress.has_keys:
+        keys, open_paths = APIKeys(config.ingress, config.scheduler.policy), set(config.ingress.open_paths)
         if "/console" in open_paths:
             open_paths |= PAGES.keys()
         async_llm.admission.policy = FairShares(lambda: len(keys))

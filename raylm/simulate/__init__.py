@@ -7,10 +7,12 @@ from raylm.simulate.loads import LOADS as LOADS
 from raylm.simulate.loads import Load as Load
 from raylm.simulate.loads import LoadSettings as LoadSettings
 from raylm.simulate.loads import Replay as Replay
+from raylm.simulate.recordings import read_recordings as read_recordings
 from raylm.simulate.replay import replay as replay
 from raylm.simulate.report import Targets as Targets
 from raylm.simulate.report import draw as draw
 from raylm.simulate.report import figures as figures
+from raylm.simulate.report import recorded_table as recorded_table
 from raylm.simulate.report import table as table
 from raylm.simulate.report import ttft_ms as ttft_ms
 from raylm.simulate.simulation import Outcome as Outcome

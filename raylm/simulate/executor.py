@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from itertools import compress
 
 from raylm.engine import ModelExecutor
 from raylm.errors import RayLMError
@@ -20,14 +20,27 @@ class Answers:
     def __init__(self, answer: Callable[[NewSequence], Answer]) -> None:
         self._answer = answer
         self._answers: dict[int, tuple[int, Answer]] = {}  # by sequence, with the length of its prompt
+        self._constant: dict[int, int] = {}  # the token of answers of one
 
-    def draw(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def draw(self, plan: SchedulerOutput, step_s: float = 0.0) -> ModelRunnerOutput:
         """Of plans in the order in which they are handed over."""
         answers = self._answers
         for seq_id in plan.finished:
             del answers[seq_id]
+            self._constant.pop(seq_id, None)
         for new in plan.new:
-            answers[new.seq_id] = new.num_prompt_tokens, self._answer(new)
+            _, answer = answers[new.seq_id] = new.num_prompt_tokens, self._answer(new)
+            if len(answer) == 1:
+                self._constant[new.seq_id] = answer[0]
+        if len(self._constant) == len(answers):
+            seq_ids = list(compress(plan.seq_ids, plan.samples))
+            token_ids = list(map(self._constant.__getitem__, seq_ids))
+        else:
+            seq_ids, token_ids = self._draw_each(plan)
+        return ModelRunnerOutput(plan.step, seq_ids, [1] * len(seq_ids), token_ids, step_s=step_s)
+
+    def _draw_each(self, plan: SchedulerOutput) -> tuple[list[int], list[int]]:
+        answers = self._answers
         seq_ids, token_ids = [], []
         rows = zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, plan.samples, strict=True)
         for seq_id, computed, count, samples in rows:
@@ -36,7 +49,7 @@ class Answers:
                 place = computed + count - length
                 seq_ids.append(seq_id)
                 token_ids.append(answer[place] if place < len(answer) else answer[-1])
-        return ModelRunnerOutput(plan.step, seq_ids, [1] * len(seq_ids), token_ids)
+        return seq_ids, token_ids
 
 
 class SimulatedExecutor(ModelExecutor):
@@ -57,7 +70,7 @@ class SimulatedExecutor(ModelExecutor):
         self.busy_s += seconds
         self._free_at = max(loop.time(), self._free_at) + seconds
         result: asyncio.Future[ModelRunnerOutput] = loop.create_future()
-        loop.call_at(self._free_at, _give, result, replace(self._answers.draw(plan), step_s=seconds))
+        loop.call_at(self._free_at, _give, result, self._answers.draw(plan, seconds))
         return result
 
     async def prepare_grammar(self, grammar: str) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from raylm.config import Config, Frozen, faults
 from raylm.errors import ConfigError
 from raylm.simulate.step_costs import StepCosts
 
 _BLOCK_SIZE = 16  # as on CPUs
+SIMULATED_KNOBS = frozenset(
+    {
+        "max_model_len", "cache.block_size", "cache.prefix_caching", "engine.record_dir", "engine.step_timeout_s",
+        "ingress.max_queued_requests", "ingress.max_queued_tokens", "scheduler.max_num_batched_tokens",
+        "scheduler.max_num_seqs", "scheduler.policy", "scheduler.steps_in_flight", "scheduler.target_itl_ms",
+    }
+)  # fmt: skip
+"""What of a served model's configuration a simulated fleet has, too."""
 
 
 class EngineGroup(Frozen):
@@ -24,10 +33,12 @@ class EngineGroup(Frozen):
     """What a step takes, as a multiple of the costs."""
     num_blocks: int = Field(16_000, ge=2)
     """KV blocks of each."""
+    costs: StepCosts | None = None
+    """Of its steps; by default those of the fleet."""
 
 
 class Fleet(Frozen):
-    """Engines, ingress replicas and what lies between them; ``config`` are the knobs of the served model."""
+    """Engines, ingress replicas and what lies between them; ``config`` has SIMULATED_KNOBS alone."""
 
     engines: tuple[EngineGroup, ...] = Field((EngineGroup(),), min_length=1)
     ingresses: int = Field(1, ge=1, le=1024)
@@ -60,6 +71,18 @@ class Fleet(Frozen):
             fleet = cls.model_validate(given)
         except ValidationError as error:
             raise ConfigError(f"{source}: {faults(error)}") from None
-        if fleet.config.scheduler.speculative_tokens:
-            raise ConfigError(f"{source}: config.scheduler.speculative_tokens: drafts are not simulated.")
+        if unknown := [name for name in _given(fleet.config) if name not in SIMULATED_KNOBS]:
+            names = ", ".join(f"config.{name}" for name in unknown)
+            elsewhere = "; blocks are counted by engines.num_blocks" if "cache.num_blocks" in unknown else ""
+            raise ConfigError(f"{source}: {names}: nothing of that is simulated{elsewhere}.")
         return fleet
+
+
+def _given(node: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the knobs that are said, not left at their defaults."""
+    for name in sorted(node.model_fields_set):
+        value = getattr(node, name)
+        if isinstance(value, BaseModel):
+            yield from _given(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

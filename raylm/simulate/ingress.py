@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import log10
 
@@ -23,9 +23,15 @@ ITL_STEPS = 200  # to a factor of 10: intervals are counted within 0.6 %
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request: when it had its first token and its last, -1 while it has not; or the ``error`` that ended it."""
+    """What came ``at`` some time, when it had its first token and its last, -1 before; or the ``error`` that ended it.
 
-    request: SimulatedRequest
+    There may be a million of them: none holds its tokens.
+    """
+
+    at: float
+    key: str
+    prompt_tokens: int
+    output_tokens: int
     engine: str = ""
     first_s: float = -1.0
     last_s: float = -1.0
@@ -51,7 +57,10 @@ class StaleClient(LocalEngineClient):
             self._news.append((clock() + self._staleness_s, news))
             if fresh.keys or fresh.errors:
                 stats, created = self._told
-                yield replace(fresh, stats=stats, created=created, blocks=None)
+                yield EngineCoreOutputs(
+                    fresh.keys, fresh.indexes, fresh.token_counts, fresh.token_ids, fresh.finish_reasons,
+                    fresh.stop_reasons, fresh.cached_tokens, stats, errors=fresh.errors, created=created,
+                )  # fmt: skip
 
     def due(self, now: float) -> Iterator[EngineCoreOutputs]:
         """What is told by now, each once. It matters when a request is routed, and is asked for then alone."""
@@ -72,7 +81,7 @@ class SimulatedIngress:
     def __init__(
         self,
         config: IngressConfig,
-        on_end: Callable[[Served], None],
+        on_end: Callable[[Served, SimulatedRequest], None],
         rng: random.Random,
         router: Callable[..., Router] = Router,
     ) -> None:
@@ -81,7 +90,7 @@ class SimulatedIngress:
         self.intervals: Counter[int] = Counter()
         self._admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock=self.clock)
         self._on_end = on_end
-        self._open: dict[int, tuple[Served, Reservation]] = {}
+        self._open: dict[int, tuple[SimulatedRequest, Served, Reservation]] = {}
         self._starting: set[int] = set()
         self._newest: dict[int, float] = {}  # when a request that goes on had its newest token
         self._keys = count()
@@ -95,11 +104,12 @@ class SimulatedIngress:
 
     def arrive(self, request: SimulatedRequest, seed: int) -> None:
         """A request comes in; ``seed`` is how the executors know it."""
-        key, served = next(self._keys), Served(request)
+        key = next(self._keys)
+        served = Served(request.at, request.key, len(request.prompt), request.output_tokens)
         try:
             reservation = self._admission.prompt(len(request.prompt), 1)
         except OverloadedError as error:
-            self._refuse(served, error)
+            self._refuse(request, served, error)
             return
         asked = EngineCoreRequest(
             key, str(key), request.prompt, self._sampling(request, seed), priority=request.priority,
@@ -110,7 +120,7 @@ class SimulatedIngress:
                 engine.on_outputs(news)
         route = self.router.pick(asked)
         served.engine = route.engine.client.info.engine_id
-        self._open[key] = served, reservation
+        self._open[key] = request, served, reservation
         self._starting.add(key)
         self.router.send(asked, route)
 
@@ -141,27 +151,27 @@ class SimulatedIngress:
 
     def _begin(self, key: int, cached_tokens: int, now: float) -> None:
         self._starting.remove(key)
-        served, reservation = self._open[key]
+        _, served, reservation = self._open[key]
         served.first_s, served.cached_tokens = now, cached_tokens
         reservation.begin([0])
 
     def _end(self, key: int, now: float) -> None:
         del self._newest[key]
-        served, reservation = self._open.pop(key)
+        request, served, reservation = self._open.pop(key)
         served.last_s = now
         reservation.release()
         self.router.leave(key, abort=False)
-        self._on_end(served)
+        self._on_end(served, request)
 
     def _fail(self, keys: Iterable[int], error: RayLMError) -> None:
         for key in keys:
-            served, reservation = self._open.pop(key)
+            request, served, reservation = self._open.pop(key)
             self._starting.discard(key)
             self._newest.pop(key, None)
             reservation.release()
             self.router.leave(key, abort=False)
-            self._refuse(served, error)
+            self._refuse(request, served, error)
 
-    def _refuse(self, served: Served, error: RayLMError) -> None:
+    def _refuse(self, request: SimulatedRequest, served: Served, error: RayLMError) -> None:
         served.error = type(error).__name__
-        self._on_end(served)
+        self._on_end(served, request)

@@ -28,18 +28,18 @@ class Targets:
 def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     """What there is to say, in ms and tokens; ``duration_s`` is from the first arrival to the last end."""
     done = [one for one in outcome.served if not one.error]
-    begun = min((one.request.at for one in outcome.served), default=0.0)
+    begun = min((one.at for one in outcome.served), default=0.0)
     duration_s = outcome.end_s - begun
     errors = Counter(one.error for one in outcome.served if one.error)
     busy = list(outcome.busy_s.values())
-    prompt_tokens = sum(len(one.request.prompt) for one in done)
-    output_tokens = sum(one.request.output_tokens for one in done)
+    prompt_tokens = sum(one.prompt_tokens for one in done)
+    output_tokens = sum(one.output_tokens for one in done)
     good = sum(is_good(one, targets) for one in done)
     return {
         "requests": len(done),
         "errors": dict(errors),
         "duration_s": duration_s,
-        "ttft_ms": _spread(ttft_ms(done)),
+        "ttft_ms": spread(ttft_ms(done)),
         "itl_ms": _intervals(outcome.intervals),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
@@ -55,15 +55,16 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
 
 
 def ttft_ms(done: list[Served]) -> NDArray[np.float64]:
-    return np.array([1000 * (one.first_s - one.request.at) for one in done])
+    return np.array([1000 * (one.first_s - one.at) for one in done])
 
 
 def is_good(one: Served, targets: Targets) -> bool:
-    itl_s = (one.last_s - one.first_s) / max(1, one.request.output_tokens - 1)
-    return 1000 * (one.first_s - one.request.at) <= targets.ttft_ms and 1000 * itl_s <= targets.itl_ms
+    itl_s = (one.last_s - one.first_s) / max(1, one.output_tokens - 1)
+    return 1000 * (one.first_s - one.at) <= targets.ttft_ms and 1000 * itl_s <= targets.itl_ms
 
 
-def _spread(values: NDArray[np.float64]) -> dict[str, float]:
+def spread(values: NDArray[np.float64]) -> dict[str, float]:
+    """Mean and quantiles, nothing of nothing."""
     if not len(values):
         return {}
     found = {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
@@ -84,11 +85,11 @@ def _intervals(counted: Counter[int]) -> dict[str, float]:
 def _by_key(done: list[Served], output_tokens: int) -> dict[str, dict[str, float]]:
     keys: dict[str, list[Served]] = {}
     for one in done:
-        keys.setdefault(one.request.key, []).append(one)
+        keys.setdefault(one.key, []).append(one)
     return {
         key: {
             "requests": len(mine),
-            "token_share": sum(one.request.output_tokens for one in mine) / output_tokens,
+            "token_share": sum(one.output_tokens for one in mine) / output_tokens,
             "ttft_ms_mean": float(ttft_ms(mine).mean()),
             "ttft_ms_p99": float(np.quantile(ttft_ms(mine), 0.99)),
         }
@@ -122,6 +123,14 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def recorded_table(found: dict[str, Any]) -> str:
+    """Of a live fleet, in the columns of ``table``."""
+    lines = [f"{'recorded':24}{found['requests']:,} requests, hit rate {found['hit_rate']:.1%}"]
+    for name, label in (("ttft_ms", "recorded TTFT, ms"), ("itl_ms", "recorded ITL, ms")):
+        lines.append(f"{label:24}" + "".join(f"{value:10.1f}" for value in found[name].values()))
+    return "\n".join(lines)
+
+
 def draw(outcome: Outcome, path: Path) -> None:
     """TTFT by arrival, and how many requests had theirs within which time.
 
@@ -136,7 +145,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     done = [one for one in outcome.served if not one.error]
-    times, values = [one.request.at for one in done], ttft_ms(done)
+    times, values = [one.at for one in done], ttft_ms(done)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     left.plot(times, values, ".", markersize=2)
     left.set(xlabel="arrival, s", ylabel="TTFT, ms")

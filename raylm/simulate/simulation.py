@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from raylm.engine import EngineCore
+from raylm.engine import EngineCore, Forecast, WaitingQueue
 from raylm.frontend import LocalEngineClient, Router
 from raylm.messages import EngineInfo, NewSequence, SchedulerOutput, WorkerInfo
 from raylm.simulate.executor import Answer, SimulatedExecutor
@@ -19,6 +19,8 @@ from raylm.simulate.ingress import Served, SimulatedIngress, StaleClient
 from raylm.simulate.loads import Load
 from raylm.simulate.trace import SimulatedRequest
 from raylm.simulate.virtual_time import run
+
+Queue = Callable[[Forecast], WaitingQueue]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,14 @@ class Outcome:
     end_s: float
 
 
-def simulate(fleet: Fleet, load: Load, seed: int = 1, router: Callable[..., Router] = Router) -> Outcome:
-    """Let all of a load be served; takes real seconds, not those that pass in it."""
-    return run(_Simulation(fleet, load, seed).run(router))
+def simulate(
+    fleet: Fleet, load: Load, seed: int = 1, router: Callable[..., Router] = Router, queue: Queue | None = None
+) -> Outcome:
+    """Let all of a load be served; takes real seconds, not those that pass in it.
+
+    A ``router`` and a ``queue`` other than the configured one are for experiments.
+    """
+    return run(_Simulation(fleet, load, seed).run(router, queue))
 
 
 class _Simulation:
@@ -52,9 +59,12 @@ class _Simulation:
         self._served: list[Served] = []
         self._changed = asyncio.Event()
 
-    async def run(self, router: Callable[..., Router]) -> Outcome:
+    async def run(self, router: Callable[..., Router], queue: Queue | None) -> Outcome:
         engines = [self._engine(group) for group in self._fleet.engines for _ in range(group.count)]
         infos = [await core.start() for core, _ in engines]
+        for core, _ in engines:
+            if queue is not None:
+                core.scheduler.waiting = queue(core.scheduler)
         config = self._fleet.config.ingress
         ingresses = [
             SimulatedIngress(config, self._end, random.Random(self._rng.random()), router)
@@ -81,7 +91,7 @@ class _Simulation:
         )
 
     def _engine(self, group: EngineGroup) -> tuple[EngineCore, SimulatedExecutor]:
-        fleet = self._fleet
+        fleet, costs = self._fleet, group.costs or self._fleet.costs
         info = WorkerInfo(
             num_blocks=group.num_blocks, block_size=fleet.block_size, max_model_len=fleet.max_model_len,
             vocab_size=2**32, device="simulated", dtype="none", attention_backend="none", threads=1, weights_bytes=0,
@@ -89,7 +99,7 @@ class _Simulation:
         )  # fmt: skip
 
         def cost(plan: SchedulerOutput) -> float:
-            return group.slowness * fleet.costs.seconds(plan)
+            return group.slowness * costs.seconds(plan)
 
         executor = SimulatedExecutor(info, cost, self._answer)
         return EngineCore(fleet.config, executor, asyncio.get_running_loop().time), executor
@@ -131,11 +141,11 @@ class _Simulation:
             self._answers[seed] = request.answer
         ingress.arrive(request, seed)
 
-    def _end(self, served: Served) -> None:
+    def _end(self, served: Served, request: SimulatedRequest) -> None:
         self._open -= 1
         self._served.append(served)
         now = asyncio.get_running_loop().time()
-        later = None if served.error else self._load.turn_ended(served.request, now)
+        later = None if served.error else self._load.turn_ended(request, now)
         if later is not None:
             heapq.heappush(self._later, (later.at, next(self._order), later))
         if later is not None or not self._open:

@@ -10,7 +10,7 @@ A line is an object of
     prompt          token ids, in place of prompt_tokens and blocks
     key             who asks (optional)
     priority        as of a request (optional)
-    sequence, finish, ttft_s, duration_s   of recordings; they change nothing here
+    sequence, finish, ttft_s, duration_s, cached_tokens   of recordings; they change nothing here
 Lines of a recording that are of another ``kind`` than "request" are left out.
 """
 
@@ -64,6 +64,7 @@ class TraceLine(Frozen):
     finish: str = ""
     ttft_s: float = 0.0
     duration_s: float = 0.0
+    cached_tokens: int = 0
 
     @model_validator(mode="after")
     def _one_prompt(self) -> TraceLine:

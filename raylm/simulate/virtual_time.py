@@ -44,5 +44,11 @@ class _Selector(selectors.SelectSelector):
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """As ``asyncio.run`` in virtual time."""
+    results: list[T] = []
+
+    async def keep() -> None:  # a Runner takes the text of what its task returns, which may be long
+        results.append(await main)
+
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
+        runner.run(keep())
+    return results[0]

@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from raylm.cli.main import app
+from raylm.config import Config, EngineConfig
+from raylm.simulate import LOADS, Fleet, LoadSettings, simulate
 
 FLEET = """
 engines:
@@ -66,12 +68,31 @@ def test_what_is_wrong_is_named(words: str, named: str) -> None:
     assert named in said
 
 
+def test_a_recorded_fleet_needs_no_other_words(tmp_path: Path) -> None:
+    config = Config(engine=EngineConfig(record_dir=str(tmp_path)))
+    fleet = Fleet.of({"config": config.model_dump(exclude_defaults=True)}, "test")
+    simulate(fleet, LOADS["hot"](LoadSettings(requests=40, rate=20, output_tokens=(2, 9))))
+    (path,) = tmp_path.glob("*.jsonl")
+    status, said = run("--recorded", str(path))
+    assert status == 0, said
+    assert f"{path.name}: costs of a step: base_s 0.006, token_s 6e-05, sequence_s 6e-05" in said
+    simulated, lived = (
+        next(line for line in said.splitlines() if line.startswith(f"{name}TTFT")) for name in ("", "recorded ")
+    )
+    assert simulated.split()[-4:] == lived.split()[-4:]
+    status, said = run("--recorded", str(path), "--engines", "2")
+    assert (status, "--recorded tells what --engines would" in said) == (2, True), said
+
+
 def test_a_wrong_fleet_is_named(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     for text, named in (
         ("engine: 3", "unknown key 'engine'; did you mean 'engines'"),
         ("[1]", "a fleet is a mapping"),
-        ("config: {scheduler: {speculative_tokens: 2}}", "drafts are not simulated"),
+        (
+            "config: {scheduler: {speculative_tokens: 2}}",
+            "config.scheduler.speculative_tokens: nothing of that is simulated",
+        ),
     ):
         fleet.write_text(text)
         status, said = run(str(fleet))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
 
 from raylm.engine.sequence import Sequence
 from raylm.engine.step_budget import MIN_PREFILL_TOKENS, SPEED_EVERY, LatencyBudget, StepBudget
-from raylm.messages import ModelRunnerOutput, SchedulerOutput
-from tests.engine.build import CLIENT, Engine, sequence
+from raylm.messages import ModelRunnerOutput, SchedulerOutput, ServiceLevel
+from tests.engine.build import CLIENT, Engine, request, sequence
 
 MOST = 2048
 Cost = Callable[[int], float]
@@ -67,6 +69,42 @@ def test_prompts_get_on_whatever_the_target_is() -> None:
 def test_no_step_is_larger_than_configured() -> None:
     assert shown(LatencyBudget(100, 8, 60.0), 1, 64).tokens(decoding(5)) == 100
     assert shown(LatencyBudget(16, 8, 0.001), 1).tokens(decoding(5)) == 16
+
+
+@pytest.mark.parametrize(("server_s", "own_s", "tokens"), [
+    (math.inf, [0.1, 0.3], 80), (0.2, [0.1], 80), (0.2, [0.3], 180), (math.inf, [], MOST), (0.1, [0.3] * 4, 280),
+])  # fmt: skip
+def test_the_tightest_target_of_those_that_decode_counts(server_s: float, own_s: list[float], tokens: int) -> None:
+    budget = shown(LatencyBudget(MOST, 8, server_s), 1, 64, 100, 256, 2048)
+    running = [*decoding(4), paced(prefilling(), 0.01)]  # what does not decode yet waits for no token
+    for seq, target_s in zip(running, own_s, strict=False):
+        paced(seq, target_s)
+    for seq in running:
+        budget.join(seq)
+    assert budget.tokens(running) == pytest.approx(tokens, abs=2)
+    for seq in running:
+        budget.leave(seq)
+    usual = MOST if server_s == math.inf else int(1000 * server_s - 20)
+    assert budget.tokens(decoding(4)) == pytest.approx(usual, abs=2), "who has left has no say"
+
+
+def paced(seq: Sequence, itl_s: float) -> Sequence:
+    seq.state.request = replace(seq.state.request, service=ServiceLevel(itl_s=itl_s))
+    return seq
+
+
+@pytest.mark.parametrize(("itl_s", "tokens"), [(None, 901), (0.1, 80)])
+def test_a_requests_own_target_cuts_the_prompts_beside_it(itl_s: float | None, tokens: int) -> None:
+    engine = Engine(400, max_num_batched_tokens=MOST)
+    shown(engine.scheduler._budget, 1, 64, 256, 2048)
+    stream = replace(request([1] * 4, max_tokens=50), service=ServiceLevel(itl_s=itl_s))
+    engine.scheduler.add(CLIENT, stream)
+    engine.step()
+    engine.add([2] * 900, key=1)
+    assert engine.schedule().num_tokens == pytest.approx(tokens, abs=2)
+    engine.scheduler.abort(CLIENT, 0)
+    left = 1 if itl_s is None else pytest.approx(821, abs=2)
+    assert engine.schedule().num_tokens == left, "who has left has no say"
 
 
 def test_guesses_count_as_tokens() -> None:

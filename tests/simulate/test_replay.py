@@ -12,7 +12,18 @@ import pytest
 
 from raylm.config import CacheConfig, Config, EngineConfig, SchedulerConfig
 from raylm.errors import ConfigError
-from raylm.simulate import Fleet, Replay, fit, read_steps, read_trace, replay, simulate
+from raylm.simulate import (
+    Fleet,
+    Replay,
+    Targets,
+    figures,
+    fit,
+    read_recordings,
+    read_steps,
+    read_trace,
+    replay,
+    simulate,
+)
 from tests.engine.build import request
 from tests.engine.test_engine_core import running
 from tests.fakes import FakeExecutor, FakeWorker
@@ -75,7 +86,7 @@ def test_a_recording_is_a_trace_and_steps_to_fit_costs_to(tmp_path: Path) -> Non
     assert len(trace) == len(ended)
     assert all(0 < line["ttft_s"] <= line["duration_s"] for line in ended)
     served = simulate(Fleet.of({"costs": costs.model_dump()}, "test"), Replay(trace)).served
-    assert sorted(len(one.request.prompt) for one in served) == sorted(line["prompt_tokens"] for line in ended)
+    assert sorted(one.prompt_tokens for one in served) == sorted(line["prompt_tokens"] for line in ended)
     assert any(one.cached_tokens for one in served)
 
 
@@ -94,3 +105,35 @@ async def test_where_nothing_can_be_written_the_engine_says_so_at_its_start(tmp_
     with pytest.raises(ConfigError, match="record_dir"):
         async with running(FakeExecutor(), settings):
             pass
+
+
+def test_a_recorded_fleet_is_simulated_as_it_was(tmp_path: Path) -> None:
+    path = asyncio.run(recorded(tmp_path, 6, num_blocks=60))
+    found = read_recordings([path])
+    (group,) = found.fleet.engines
+    assert (group.num_blocks, found.fleet.config.scheduler.max_num_seqs) == (60, 8)
+    outcome = figures(simulate(found.fleet, Replay(found.trace)), Targets())
+    assert found.figures["requests"] == len(found.trace) == outcome["requests"]
+    assert found.figures["hit_rate"] == pytest.approx(hit_rate(path), abs=0.05)
+    assert outcome["hit_rate"] == pytest.approx(hit_rate(path), abs=0.2)
+
+
+def hit_rate(path: Path) -> float:
+    """By what the plans began with, of sequences that ended and were not preempted."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [
+        (dict(zip(line["seq_ids"], line["num_computed"], strict=True)), line["new"])
+        for line in lines
+        if line["kind"] == "schedule"
+    ]
+    first: dict[int, tuple[int, int]] = {}
+    for computed, new in rows:
+        for seq_id, prompt, *_ in new:
+            first.setdefault(seq_id, (computed[seq_id], prompt))
+    return sum(cached for cached, _ in first.values()) / sum(prompt for _, prompt in first.values())
+
+
+def test_engines_that_served_otherwise_are_none_of_one_fleet(tmp_path: Path) -> None:
+    one, other = (asyncio.run(recorded(tmp_path / policy, 6, policy=policy)) for policy in ("fcfs", "priority"))
+    with pytest.raises(ConfigError, match="its scheduler are others"):
+        read_recordings([one, other])

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from raylm.config import knobs
+from raylm.errors import ConfigError
 from raylm.simulate import LOADS, Fleet, LoadSettings, Replay, Targets, figures, simulate
+from raylm.simulate.fleet import SIMULATED_KNOBS
 from raylm.simulate.trace import SimulatedRequest
 
 COSTS = {"base_s": 0.01, "token_s": 0.001, "sequence_s": 0.0, "attention_s": 0.0}
@@ -35,7 +38,7 @@ def test_one_after_the_other_they_wait_as_in_lindleys_recursion() -> None:
     free_at = 0.0
     for one, expected in zip(served, asked, strict=True):
         free_at = max(free_at, expected.at) + 0.01 + 0.001 * len(expected.prompt)
-        assert one.request is expected
+        assert (one.at, one.prompt_tokens) == (expected.at, len(expected.prompt))
         assert one.first_s == pytest.approx(free_at)
 
 
@@ -56,7 +59,7 @@ def test_every_request_of_every_load_is_served_once_and_again_alike(
         settings = LoadSettings(requests=48, rate=20, output_tokens=(2, 9), keys=3)
         small = fleet(engines=[{"count": 2, "num_blocks": 2000}], ingresses=ingresses, staleness_s=staleness_s)
         served = simulate(small, LOADS[kind](settings)).served
-        return [(len(one.request.prompt), one.engine, one.first_s, one.last_s) for one in served]
+        return [(one.prompt_tokens, one.engine, one.first_s, one.last_s) for one in served]
 
     found = outcome()
     assert found == outcome(), "the same seed, another outcome"
@@ -92,3 +95,22 @@ def test_figures_by_hand() -> None:
     assert found["keys"]["a"]["token_share"] == pytest.approx(2 / 3)
     assert found["busy_engine_s"] == pytest.approx(0.11 + 0.014 + 0.21 + 6 * 0.011)
     assert found["engine_s"] == pytest.approx(found["duration_s"])
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"engine": {"executor": "local", "threads": 3}}, "config.engine.executor, config.engine.threads"),
+        ({"ingress": {"api_keys_file": "keys"}}, "config.ingress.api_keys_file"),
+        ({"scheduler": {"speculative_tokens": 4, "max_num_seqs": 3}}, "config.scheduler.speculative_tokens: nothing"),
+        ({"cache": {"num_blocks": 7}}, "config.cache.num_blocks: .*engines.num_blocks"),
+        ({"model": "embedded"}, "config.model"),
+    ],
+)
+def test_what_only_a_served_model_has_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        fleet(config=config)
+
+
+def test_every_knob_of_a_simulated_fleet_is_one_of_a_served_model() -> None:
+    assert {name for name, *_ in knobs()} >= SIMULATED_KNOBS

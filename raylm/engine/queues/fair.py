@@ -187,7 +187,9 @@ class FairQueue(WaitingQueue):
             return -math.inf
         if request.service.ttft_s is not None:
             return request.arrival_time + request.service.ttft_s
-        self._newest = max(self._newest, self._forecast.now() + PATIENCE_S)  # a clock may be set back
+        due = self._forecast.now() + PATIENCE_S
+        if due > self._newest:  # a clock may be set back
+            self._newest = due
         return self._newest
 
     def _is_late(self, seq: Sequence) -> bool:

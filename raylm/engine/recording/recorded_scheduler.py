@@ -67,7 +67,7 @@ class RecordedScheduler(Scheduler):
         self._hasher = ChainedHasher(kv.block_size)
         self._asked: dict[tuple[str, int], tuple[EngineCoreRequest, str]] = {}
         self._added: dict[tuple[str, int], float] = {}  # when
-        self._drawn: dict[tuple[str, int, int], tuple[float, list[int]]] = {}  # first when, and which tokens
+        self._drawn: dict[tuple[str, int, int], tuple[float, int, list[int]]] = {}  # first when, cached, which tokens
         self._handed_over: dict[int, float] = {}  # when, by step
         self._last_at = 0.0
         write(
@@ -125,9 +125,9 @@ class RecordedScheduler(Scheduler):
 
     def _note(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         start = 0
-        entries = zip(outputs.keys, outputs.indexes, outputs.token_counts, outputs.finish_reasons, strict=True)
-        for key, index, count, reason in entries:
-            _, drawn = self._drawn.setdefault((client_id, key, index), (self._last_at, []))
+        columns = outputs.keys, outputs.indexes, outputs.token_counts, outputs.finish_reasons, outputs.cached_tokens
+        for key, index, count, reason, cached in zip(*columns, strict=True):
+            _, _, drawn = self._drawn.setdefault((client_id, key, index), (self._last_at, cached, []))
             drawn.extend(outputs.token_ids[start : start + count])
             start += count
             if reason is not None:
@@ -137,7 +137,7 @@ class RecordedScheduler(Scheduler):
 
     def _end(self, client_id: str, key: int, index: int, reason: str) -> None:
         """A sequence has ended."""
-        first_at, drawn = self._drawn.pop((client_id, key, index), (0.0, []))
+        first_at, cached, drawn = self._drawn.pop((client_id, key, index), (0.0, 0, []))
         asked, added_at = self._asked.get((client_id, key)), self._added.get((client_id, key), 0.0)
         if drawn and asked is not None:
             request, digest = asked
@@ -146,7 +146,7 @@ class RecordedScheduler(Scheduler):
                 | {"prompt_tokens": len(request.prompt_token_ids), "output_tokens": len(drawn)}
                 | {"blocks": self._blocks(request, digest, request.prompt_token_ids + drawn)}
                 | {"block_size": self.kv.block_size, "sequence": f"{client_id}/{key}/{index}", "finish": reason}
-                | {"ttft_s": first_at - added_at, "duration_s": self._last_at - added_at}
+                | {"ttft_s": first_at - added_at, "duration_s": self._last_at - added_at, "cached_tokens": cached}
             )
 
     def _drop_ended(self, client_id: str, key: int) -> None:

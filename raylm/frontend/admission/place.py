@@ -21,7 +21,7 @@ class ApiKey:
     """A key's name and rights, without the key itself.
 
     Keys share by their ``weight``. ``max_output`` is its longest answer in tokens. An ``admin`` may change what is
-    served.
+    served. ``ttft_s`` and ``itl_s`` are the targets of its requests that name none.
     """
 
     name: str
@@ -29,6 +29,8 @@ class ApiKey:
     limits: KeyLimits = NO_LIMITS
     max_output: int | None = None
     admin: bool = True
+    ttft_s: float | None = None
+    itl_s: float | None = None
 
 
 class Place:

@@ -40,7 +40,7 @@ OnSent = Callable[[int, str, tuple[Score, ...]], None]
 class Route:
     """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds.
 
-    ``scores`` are those of all engines that were compared, none where there was no choice.
+    ``scores`` are those of all engines that were compared, none where there was no choice or nobody is to be told.
     """
 
     engine: RoutedEngine
@@ -67,7 +67,7 @@ class Router:
         clock: Callable[[], float] = time.time,
         wake: Callable[[], None] | None = None,
         rng: random.Random | None = None,
-        on_sent: OnSent = lambda key, engine_id, scores: None,
+        on_sent: OnSent | None = None,
     ) -> None:
         self._on_sent = on_sent
         self._engines: dict[str, RoutedEngine] = {}
@@ -171,8 +171,18 @@ class Router:
         engine, uncached = route.engine, route.uncached_tokens
         engine.begin(request.key, OpenRequest(request.params.n, uncached, route.blocks, self._clock()))
         self._engine_of[request.key] = engine
-        self._on_sent(request.key, engine.client.info.engine_id, route.scores)
+        if self._on_sent is not None:
+            self._on_sent(request.key, engine.client.info.engine_id, route.scores)
         engine.client.add(replace(request, uncached_tokens=uncached) if route.blocks else request)
+
+    def send_when_able(self, request: EngineCoreRequest, fingerprint: str = "") -> None:
+        """Hand a request to an engine, of this ``fingerprint`` if there is one, now or as soon as one is ready."""
+        try:
+            route = self.pick(request, fingerprint or None)
+        except EngineUnavailableError as error:
+            self._recovery.take([request.key], fingerprint, error)
+        else:
+            self.send(request, route)
 
     def leave(self, key: int, *, abort: bool) -> None:
         """A request is over; with ``abort`` its engine may still be at work on it."""
@@ -203,7 +213,8 @@ class Router:
         place, costs = self.choose(request, engines, uncached)
         engine, now = engines[place], self._clock()
         blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
-        return Route(engine, uncached[place], blocks, tuple(map(_score, engines, costs, uncached, repeat(now))))
+        told = None if self._on_sent is None else map(_score, engines, costs, uncached, repeat(now))
+        return Route(engine, uncached[place], blocks, tuple(told or ()))
 
     def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         """Of two or more engines, of which each would have to compute so many tokens."""
@@ -231,13 +242,17 @@ class Router:
     def _uncached(self, prompt: _PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
         """For each engine the tokens that would have to be computed there; one always is."""
         length, found, matched = prompt.length, [], 0
+        blocks: list[int] = []
+        size = 0  # of the blocks above, which are the same on all engines of this block size but for an adapter
         for engine in engines:
             known = engine.blocks
             if known.told is None:
                 found.append(length)
                 continue
-            size = engine.client.info.worker.block_size
-            matched = known.num_matched(self._blocks(prompt, engine), matched)
+            its_size = engine.client.info.worker.block_size
+            if its_size != size or prompt.adapter is not None:
+                size, blocks = its_size, self._blocks(prompt, engine)
+            matched = known.num_matched(blocks, matched)
             found.append(length - size * min(matched, (length - 1) // size))
         return found
 

@@ -26,7 +26,8 @@ _MAX_NAME = 64
 _MAX_WEIGHT = 1000.0
 _NO_KEY = "No API key was given: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
 _BOUNDS = ("requests_per_minute", "tokens_per_minute", "concurrency", "max_output")
-_OPTIONS = "weight=NUMBER, " + ", ".join(f"{name}=NUMBER" for name in _BOUNDS) + ", admin"
+_TARGETS = ("ttft_ms", "itl_ms")
+_OPTIONS = "weight=NUMBER, " + ", ".join(f"{name}=NUMBER" for name in _BOUNDS + _TARGETS) + ", admin"
 
 _Named = list[tuple[ApiKey, str]]
 
@@ -37,12 +38,13 @@ class APIKeys:
     The file is read again when it has changed; one with a fault is told in the log, and the keys stay as they were.
     """
 
-    def __init__(self, config: IngressConfig) -> None:
+    def __init__(self, config: IngressConfig, policy: str = "fair") -> None:
         """ConfigError: as ``read_keys``, which must find some."""
         self._config = config
+        self._policy = policy
         self._seen = self._file_state()
         self._looked = time.monotonic()
-        self._digests = _digests(read_keys(config) or [])
+        self._digests = _digests(read_keys(config, policy) or [])
 
     def __len__(self) -> int:
         return len({key.name for key, _ in self._digests})
@@ -66,7 +68,7 @@ class APIKeys:
             return
         self._seen = state
         try:
-            self._digests = _digests(read_keys(self._config) or [])
+            self._digests = _digests(read_keys(self._config, self._policy) or [])
             logger.info("the API keys were read again: %d", len(self._digests), extra=about("api_keys"))
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error.message, extra=about("api_keys"))
@@ -85,16 +87,17 @@ def _digests(named: _Named) -> list[tuple[ApiKey, bytes]]:
     return [(key, hashlib.sha256(text.encode()).digest()) for key, text in named]
 
 
-def read_keys(config: IngressConfig) -> _Named | None:
+def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
     """The configured keys, None where no source of keys is configured. Where none is an admin's all are.
 
     Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
     called by its number. Behind the key may stand options, in any order: weight=2 requests_per_minute=60
-    tokens_per_minute=100000 concurrency=8 max_output=1000 admin. Lines that begin with # are comments. Keys of one
-    name share its limits, which must be the same.
+    tokens_per_minute=100000 concurrency=8 max_output=1000 ttft_ms=500 itl_ms=50 admin. Lines that begin
+    with # are comments. Keys of one name share its limits, which must be the same.
 
     Raises:
-        ConfigError: a source is missing, empty, or holds a bad line; it names the place and never shows a key.
+        ConfigError: a source is missing, empty, or holds a bad line, or a target by which the scheduler's ``policy``
+            does not go; it names the place and never shows a key.
     """
     if config.api_keys_file is None and config.api_keys_env is None:
         return None
@@ -109,6 +112,8 @@ def read_keys(config: IngressConfig) -> _Named | None:
         if name not in os.environ:
             raise ConfigError(f"ingress.api_keys_env: the environment has no variable {name}.")
         keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", keys)
+    if policy != "fair" and (of := next((key.name for key, _ in keys if key.ttft_s is not None), None)) is not None:
+        raise ConfigError(f"ttft_ms of the key '{of}': nothing is scheduled by it (scheduler.policy: {policy}).")
     if not any(key.admin for key, _ in keys):
         keys = [(replace(key, admin=True), text) for key, text in keys]
     return keys
@@ -140,21 +145,31 @@ def _described(name: str, options: list[str], where: str) -> ApiKey:
     given: dict[str, str] = {}
     for place, option in enumerate(options, 1):
         what, _, value = option.partition("=")
-        if what in given or what not in ("weight", "admin", *_BOUNDS) or (what == "admin") != (option == "admin"):
+        known = ("weight", "admin", *_BOUNDS, *_TARGETS)
+        if what in given or what not in known or (what == "admin") != (option == "admin"):
             raise ConfigError(f"{where}what stands at place {place} behind the key is none of {_OPTIONS}, or twice.")
         given[what] = value
     for what in _BOUNDS:
         if not given.get(what, "1").isascii() or not given.get(what, "1").isdecimal() or int(given.get(what, "1")) < 1:
             raise ConfigError(f"{where}{what} must be a whole number, 1 or more.")
-    try:
-        weight = float(given.get("weight", "1"))
-    except ValueError:
-        weight = 0.0
+    weight = _number(given.get("weight", "1"))
     if not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
         raise ConfigError(f"{where}weight must be a number between {1 / _MAX_WEIGHT:g} and {_MAX_WEIGHT:g}.")
+    ttft_s, itl_s = (_number(given[what]) / 1000 if what in given else None for what in _TARGETS)
+    for what, target_s in zip(_TARGETS, (ttft_s, itl_s), strict=True):
+        if target_s is not None and not 0 < target_s < math.inf:
+            raise ConfigError(f"{where}{what} must be a positive number of milliseconds.")
     bounds = {what: int(given[what]) for what in _BOUNDS if what in given}
     max_output = bounds.pop("max_output", None)
-    return ApiKey(name, weight, KeyLimits(**bounds), max_output, admin="admin" in given)
+    return ApiKey(name, weight, KeyLimits(**bounds), max_output, "admin" in given, ttft_s, itl_s)
+
+
+def _number(text: str) -> float:
+    """0 if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 class APIKeyMiddleware:

@@ -44,8 +44,8 @@ _JSON_HEADERS = [(b"content-type", b"application/json")]
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 # Milliseconds, from proxies, or from a client that says more than its library does.
 _REQUEST_TIMEOUT = "request-timeout-ms"
-# Milliseconds in which the first token should be there.
-_TTFT = "x-raylm-ttft-ms"
+# Milliseconds in which the first token should be there, and each further one behind the one before.
+_TTFT, _ITL = "x-raylm-ttft-ms", "x-raylm-itl-ms"
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,8 @@ def service_level(headers: Headers, key: ApiKey | None, body: Body) -> ServiceLe
     return ServiceLevel(
         tenant="" if key is None else _tenant(key.name),
         weight=1.0 if key is None else key.weight,
-        ttft_s=_seconds(headers, _TTFT),
+        ttft_s=_seconds(headers, _TTFT) or (None if key is None else key.ttft_s),
+        itl_s=_seconds(headers, _ITL) or (None if key is None else key.itl_s),
         timeout_s=request_timeout_s(headers) if is_whole else None,
     )
 

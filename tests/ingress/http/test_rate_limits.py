@@ -108,7 +108,9 @@ def test_what_stands_behind_a_key(tmp_path: Path) -> None:
     "line",
     ["x: secret rest", "x: secret weight=0", "x: secret weight=nan", "x: secret weight=secret", "x: secret admin=yes",
      "x: secret requests_per_minute", "x: secret tokens_per_minute=-1", "x: secret concurrency=1.5",
-     "x: secret max_output=", "x: secret admin admin", "alice: secret weight=2", "x: secret =secret"],
+     "x: secret max_output=", "x: secret admin admin", "alice: secret weight=2", "x: secret =secret",
+     "x: secret ttft_ms=0", "x: secret ttft_ms=soon", "x: secret itl_ms=-3", "x: secret itl_ms=inf",
+     "x: secret itl_ms=nan"],
 )  # fmt: skip
 def test_bad_lines_are_told_by_their_number_alone(tmp_path: Path, line: str) -> None:
     path = tmp_path / "keys"
@@ -152,3 +154,13 @@ async def test_who_says_no_length_is_not_refused_for_it(tmp_path: Path, path: st
     assert llm.calls[0].head.place is not None
     assert llm.calls[0].head.place.key is not None
     assert llm.calls[0].head.place.key.max_output == 2
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_keys_target_is_refused_where_nothing_is_scheduled_by_it(tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text("alice: sk-a\nbob: sk-b ttft_ms=300\n")
+    config = IngressConfig(api_keys_file=str(path))
+    assert read_keys(config) is not None
+    with pytest.raises(ConfigError, match=f"ttft_ms of the key 'bob'.*{policy}"):
+        read_keys(config, policy)

@@ -42,16 +42,29 @@ async def test_a_key_is_told_by_a_digest_of_its_name(tmp_path: Path) -> None:
 
 
 async def test_targets_and_time_limits(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
-    headers = {"x_raylm_ttft_ms": "250", "request_timeout_ms": "9000"}
-    assert await told(client, llm, TEXT, **headers) == ServiceLevel(ttft_s=0.25, timeout_s=9.0)
+    headers = {"x_raylm_ttft_ms": "250", "x_raylm_itl_ms": "40", "request_timeout_ms": "9000"}
+    assert await told(client, llm, TEXT, **headers) == ServiceLevel(ttft_s=0.25, itl_s=0.04, timeout_s=9.0)
     assert (await told(client, llm, TEXT | {"stream": True}, **headers)).timeout_s is None, "a stream begins at once"
     assert await told(client, llm, TEXT) == ServiceLevel(), "it was that request's alone"
 
 
+async def test_a_keys_targets_are_those_of_its_requests_that_name_none(tmp_path: Path) -> None:
+    path, llm = tmp_path / "keys", FakeAsyncLLM()
+    path.write_text("alice: sk-1 ttft_ms=800 itl_ms=50.5\nbob: sk-2\n")
+    config = Config.model_validate({"ingress": {"api_keys_file": str(path)}})
+    async with client_of(build_asgi_app(llm, config)) as client:  # type: ignore[arg-type]
+        alice, bob = [await told(client, llm, TEXT, x_api_key=key) for key in ("sk-1", "sk-2")]
+        urgent = await told(client, llm, TEXT, x_api_key="sk-1", x_raylm_ttft_ms="250")
+    assert [(one.ttft_s, one.itl_s) for one in (alice, bob, urgent)] == [(0.8, 0.0505), (None, None), (0.25, 0.0505)]
+
+
+@pytest.mark.parametrize("name", ["x-raylm-ttft-ms", "x-raylm-itl-ms"])
 @pytest.mark.parametrize("value", ["0", "-3", "soon", "nan", ""])
-async def test_a_target_that_is_none_is_refused(client: httpx.AsyncClient, llm: FakeAsyncLLM, value: str) -> None:
-    answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-raylm-ttft-ms": value})
-    assert error_of(answer, 400)["param"] == "x-raylm-ttft-ms"
+async def test_a_target_that_is_none_is_refused(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, value: str, name: str
+) -> None:
+    answer = await client.post("/v1/chat/completions", json=CHAT, headers={name: value})
+    assert error_of(answer, 400)["param"] == name
     assert not llm.calls
 
 
