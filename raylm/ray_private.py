@@ -9,6 +9,7 @@ import functools
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -19,9 +20,14 @@ _NAMESPACE = b"raylm"
 
 def stop_flag() -> Callable[[], bool]:
     """Call in a Serve replica: the function returned says whether Serve has begun to stop that replica."""
-    actor_id = ray.get_runtime_context().current_actor._actor_id
-    replica = ray._private.worker.global_worker.actors[actor_id]._replica_impl
+    replica = _replica()
     return lambda: bool(replica._shutting_down)
+
+
+def route_prefix() -> Callable[[], str]:
+    """Call in a Serve replica: the function returned says under which path Serve has mounted its app."""
+    replica = _replica()
+    return lambda: str(replica._route_prefix or "")
 
 
 def routed_for_s() -> float:
@@ -30,6 +36,19 @@ def routed_for_s() -> float:
 
     direct = constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
     return float(constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S) if direct else 0.0
+
+
+def _replica() -> Any:
+    actor_id = ray.get_runtime_context().current_actor._actor_id
+    return ray._private.worker.global_worker.actors[actor_id]._replica_impl
+
+
+def replace_http_server(server: type) -> None:
+    """Call before Serve starts an HTTP server in this process: it is made by this subclass of uvicorn's Server."""
+    import uvicorn
+    from ray.serve._private import http_util
+
+    http_util.uvicorn = SimpleNamespace(Server=server, Config=uvicorn.Config)
 
 
 def shared_secret(name: str) -> bytes:
