@@ -81,10 +81,14 @@ def replace_haproxy_manager(manager: type) -> None:
     controller.HAProxyManager = ray.remote(num_cpus=0)(manager)
 
 
-def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options: str) -> None:
+def configure_haproxy(
+    manager: Any, error_answer: bytes, bufsize: int, head_timeout_s: int, reader_timeout_s: int, *options: str
+) -> None:
     """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
 
-    ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head.
+    ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head,
+    which must arrive in ``head_timeout_s``. Who reads nothing for ``reader_timeout_s`` is cut off; waiting for an answer
+    does not count.
     Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
     """
     from ray.serve._private import haproxy as module
@@ -94,6 +98,8 @@ def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options:
         module.HAPROXY_CONFIG_TEMPLATE = template.replace(_DEFAULTS, _DEFAULTS + _FORWARD_CLIENT, 1)
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = bufsize
+    haproxy.cfg.timeout_http_request_s = head_timeout_s
+    haproxy.cfg.timeout_client_s = reader_timeout_s
     Path(haproxy.cfg.error_file_path).write_bytes(error_answer)
     haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *options)
 

@@ -38,6 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray.serve._private.haproxy", "HAProxyApi._start_and_wait_for_haproxy"),
         ("ray.serve._private.haproxy", "HAProxyConfig.bufsize"),
         ("ray.serve._private.haproxy", "HAProxyConfig.error_file_path"),
+        ("ray.serve._private.haproxy", "HAProxyConfig.timeout_client_s"),
+        ("ray.serve._private.haproxy", "HAProxyConfig.timeout_http_request_s"),
     ],
 )
 def test_a_name_is_there(module: str, name: str) -> None:
