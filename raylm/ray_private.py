@@ -87,9 +87,8 @@ def configure_haproxy(
     """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
 
     ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head,
-    which must arrive in ``head_timeout_s``. Who reads nothing for ``reader_timeout_s`` is cut off; waiting for an answer
-    does not count.
-    Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
+    which must arrive in ``head_timeout_s``. Who has something to read and reads nothing for ``reader_timeout_s`` is cut
+    off. Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
     """
     from ray.serve._private import haproxy as module
 

@@ -53,7 +53,18 @@ def address(*options: str) -> int:
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
-        chosen = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not ray", "-k", f"not {SAME}", *options, *TESTS]
+        chosen = [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not gpu and not ray",
+            "-k",
+            f"not {SAME}",
+            *options,
+            *TESTS,
+        ]
         return subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=ROOT, env=env, check=False).returncode
 
 
