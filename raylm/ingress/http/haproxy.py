@@ -20,7 +20,7 @@ def configure(manager: object) -> None:
 
     Ray gives no limit in time to heads, and an hour to who does not read: 4,096 connections on which nothing comes or
     goes are all that HAProxy takes, and would keep everybody out so long. Where no replica answers, Ray's answer is 500
-    in plain text. Ours is for all paths: clients of OpenAI's API read its "error", those of Anthropic's "type" beside it.
+    in plain text. Ours is for all paths: clients of OpenAI's API read its "error", those of Anthropic's "type" too.
     """
     error = EngineUnavailableError("No replica of the server could answer; try again shortly.")
     body = b'{"type":"error",' + envelope(error, "/")[1:]
