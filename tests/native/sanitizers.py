@@ -10,6 +10,7 @@ the process that makes it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -39,7 +40,8 @@ def address(*options: str) -> int:
 
     They are kept, as compiling them takes half a minute of a core for each instruction set.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm-sanitizers"
+    flags = hashlib.sha256(repr((UNDEFINED, WATCHED)).encode()).hexdigest()[:8]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / f"raylm-sanitizers-{flags}"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         compiler = Path(folder) / "g++"
