@@ -51,6 +51,19 @@ def replace_http_server(server: type) -> None:
     http_util.uvicorn = SimpleNamespace(Server=server, Config=uvicorn.Config)
 
 
+def serve_headers() -> tuple[frozenset[bytes], frozenset[bytes]]:
+    """Names of headers that steer how Serve handles a request, and of those that it reads as UTF-8, with - for _."""
+    from ray.serve._private import constants
+
+    steering = (constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER, constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER)
+    names = (constants.SERVE_HTTP_REQUEST_ID_HEADER, constants.SERVE_MULTIPLEXED_MODEL_ID, constants.SERVE_SESSION_ID)
+    read = (*steering, *names, "traceparent", "tracestate")
+    return (
+        frozenset(name.lower().encode() for name in steering),
+        frozenset(name.lower().replace("_", "-").encode() for name in read),
+    )
+
+
 def shared_secret(name: str) -> bytes:
     """32 random bytes, drawn once in the life of a Ray cluster by whoever asks first; its GCS keeps them."""
     from ray.experimental import internal_kv

@@ -54,10 +54,43 @@ class ProbeMiddleware:
             await answers({**scope, "root_path": root}, receive, send)
 
 
+class HeadersMiddleware:
+    """Takes out headers that Serve would fail on, and, in a replica, those that steer its handling.
+
+    Serve reads some headers as UTF-8 and answers 500 where they are not. By one of its own it ends a request after a
+    time, as a failure of the server. By another one it lets our event loop read from a connection of its own event
+    loop, in another thread, which uvloop does not bear.
+    """
+
+    def __init__(self, app: ASGIApp, entrance: Entrance = ENTRANCE) -> None:
+        self._app = app
+        self._entrance = entrance
+        self._steering, self._read = ray_private.serve_headers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not all(self._passes(*header) for header in scope["headers"]):
+            scope = {**scope, "headers": [header for header in scope["headers"] if self._passes(*header)]}
+        await self._app(scope, receive, send)
+
+    def _passes(self, name: bytes, value: bytes) -> bool:
+        if name in self._steering and self._entrance.app is not None:
+            return False
+        return value.isascii() or name.replace(b"_", b"-") not in self._read or _is_utf8(value)
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def serve_middlewares() -> list[Middleware]:
     """For Serve's proxies and replica servers (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), the last one outermost.
 
     Serve calls it before it starts such a server, which becomes a CrowdServer.
     """
     ray_private.replace_http_server(CrowdServer)
-    return [Middleware(ServeErrorMiddleware), Middleware(ThrottleMiddleware), Middleware(ProbeMiddleware)]
+    kinds = (HeadersMiddleware, ServeErrorMiddleware, ThrottleMiddleware, ProbeMiddleware)
+    return [Middleware(kind) for kind in kinds]

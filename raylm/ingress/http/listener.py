@@ -85,6 +85,6 @@ class CrowdServer(uvicorn.Server):
         self.servers = [Listener(sock, self.config, self._protocol) for sock in sockets or ()]  # type: ignore[misc]
 
     def _protocol(self) -> asyncio.Protocol:
-        return self.config.http_protocol_class(  # type: ignore[call-arg,return-value]
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )

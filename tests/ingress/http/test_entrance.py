@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from raylm.ingress.http.entrance import Entrance, ProbeMiddleware
+from raylm.ingress.http.entrance import Entrance, HeadersMiddleware, ProbeMiddleware
 from raylm.ingress.http.listener import PER_TURN, CrowdServer
 
 CROWD = 300
@@ -60,6 +60,30 @@ async def test_what_is_no_probe_of_the_app_passes_as_it_is(app: Starlette, path:
 async def test_a_proxy_without_an_app_lets_probes_pass() -> None:
     async with client(Entrance()) as asking:
         assert (await asking.get("/health")).text == "Serve:  /health"
+
+
+KEPT = [(b"x-api-key", b"\xff"), (b"x-request-id", "é".encode()), (b"content-type", b"application/json")]
+UNREADABLE = [
+    (b"x-request-id", b"\xff"), (b"serve_multiplexed_model_id", b"\xff"), (b"serve-multiplexed_model-id", b"\xff"),
+    (b"x-session-id", b"\xff"), (b"traceparent", b"\xff"), (b"x-request-timeout-seconds", b"\xff"),
+]  # fmt: skip
+STEERING = [(b"x-request-timeout-seconds", b"0.001"), (b"x-request-disconnect-disabled", b"?1")]
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
+@pytest.mark.parametrize("in_replica", [True, False])
+async def test_serve_gets_no_header_that_it_fails_on(app: Starlette, in_replica: bool) -> None:
+    passed: list[Scope] = []
+
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope)
+
+    entrance = Entrance()
+    if in_replica:
+        entrance.open(app, str)
+    sent = [*UNREADABLE, *STEERING, *KEPT]
+    await HeadersMiddleware(handle, entrance)({"type": "http", "headers": sent}, None, None)  # type: ignore[arg-type]
+    assert passed[0]["headers"] == (KEPT if in_replica else [*STEERING, *KEPT])
 
 
 async def turns_to_accept(kind: type[uvicorn.Server]) -> int:
