@@ -246,7 +246,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 31,500", total <= 31_500
+    yield "lines of Python", f"{total:,}", "at most 31,550", total <= 31_550
     yield "lines of the core", f"{core:,}", "at most 16,600", core <= 16_600
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]
