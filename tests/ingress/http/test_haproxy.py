@@ -79,6 +79,7 @@ async def haproxy(tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPa
         server_state_file=str(tmp_path / "state"),
         metrics_enabled=False,
         metrics_port=free_port(),
+        stats_port=free_port(),
     )
     api = HAProxyApi(config, backends, str(tmp_path / "haproxy.cfg"))
     configure(SimpleNamespace(_haproxy=api))
