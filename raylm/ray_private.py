@@ -9,6 +9,7 @@ import functools
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -19,9 +20,14 @@ _NAMESPACE = b"raylm"
 
 def stop_flag() -> Callable[[], bool]:
     """Call in a Serve replica: the function returned says whether Serve has begun to stop that replica."""
-    actor_id = ray.get_runtime_context().current_actor._actor_id
-    replica = ray._private.worker.global_worker.actors[actor_id]._replica_impl
+    replica = _replica()
     return lambda: bool(replica._shutting_down)
+
+
+def route_prefix() -> Callable[[], str]:
+    """Call in a Serve replica: the function returned says under which path Serve has mounted its app."""
+    replica = _replica()
+    return lambda: str(replica._route_prefix or "")
 
 
 def routed_for_s() -> float:
@@ -30,6 +36,32 @@ def routed_for_s() -> float:
 
     direct = constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
     return float(constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S) if direct else 0.0
+
+
+def _replica() -> Any:
+    actor_id = ray.get_runtime_context().current_actor._actor_id
+    return ray._private.worker.global_worker.actors[actor_id]._replica_impl
+
+
+def replace_http_server(server: type) -> None:
+    """Call before Serve starts an HTTP server in this process: it is made by this subclass of uvicorn's Server."""
+    import uvicorn
+    from ray.serve._private import http_util
+
+    http_util.uvicorn = SimpleNamespace(Server=server, Config=uvicorn.Config)
+
+
+def serve_headers() -> tuple[frozenset[bytes], frozenset[bytes]]:
+    """Names of headers that steer how Serve handles a request, and of those that it reads as UTF-8, with - for _."""
+    from ray.serve._private import constants
+
+    steering = (constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER, constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER)
+    names = (constants.SERVE_HTTP_REQUEST_ID_HEADER, constants.SERVE_MULTIPLEXED_MODEL_ID, constants.SERVE_SESSION_ID)
+    read = (*steering, *names, "traceparent", "tracestate")
+    return (
+        frozenset(name.lower().encode() for name in steering),
+        frozenset(name.lower().replace("_", "-").encode() for name in read),
+    )
 
 
 def shared_secret(name: str) -> bytes:
@@ -62,11 +94,14 @@ def replace_haproxy_manager(manager: type) -> None:
     controller.HAProxyManager = ray.remote(num_cpus=0)(manager)
 
 
-def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options: str) -> None:
+def configure_haproxy(
+    manager: Any, error_answer: bytes, bufsize: int, head_timeout_s: int, reader_timeout_s: int, *options: str
+) -> None:
     """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
 
-    ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head.
-    Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
+    ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head,
+    which must arrive in ``head_timeout_s``. Who has something to read and reads nothing for ``reader_timeout_s`` is cut
+    off. Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
     """
     from ray.serve._private import haproxy as module
 
@@ -75,6 +110,8 @@ def configure_haproxy(manager: Any, error_answer: bytes, bufsize: int, *options:
         module.HAPROXY_CONFIG_TEMPLATE = template.replace(_DEFAULTS, _DEFAULTS + _FORWARD_CLIENT, 1)
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = bufsize
+    haproxy.cfg.timeout_http_request_s = head_timeout_s
+    haproxy.cfg.timeout_client_s = reader_timeout_s
     Path(haproxy.cfg.error_file_path).write_bytes(error_answer)
     haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *options)
 

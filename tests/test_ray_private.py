@@ -38,6 +38,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray.serve._private.haproxy", "HAProxyApi._start_and_wait_for_haproxy"),
         ("ray.serve._private.haproxy", "HAProxyConfig.bufsize"),
         ("ray.serve._private.haproxy", "HAProxyConfig.error_file_path"),
+        ("ray.serve._private.constants", "SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER"),
+        ("ray.serve._private.constants", "SERVE_HTTP_REQUEST_ID_HEADER"),
+        ("ray.serve._private.constants", "SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER"),
+        ("ray.serve._private.constants", "SERVE_MULTIPLEXED_MODEL_ID"),
+        ("ray.serve._private.constants", "SERVE_SESSION_ID"),
+        ("ray.serve._private.haproxy", "HAProxyConfig.timeout_client_s"),
+        ("ray.serve._private.haproxy", "HAProxyConfig.timeout_http_request_s"),
     ],
 )
 def test_a_name_is_there(module: str, name: str) -> None:
@@ -49,12 +56,33 @@ def test_a_name_is_there(module: str, name: str) -> None:
     [
         ("ray.serve._private.replica", "self._replica_impl"),
         ("ray.serve._private.replica", "self._shutting_down"),
+        ("ray.serve._private.replica", "self._route_prefix"),
         ("ray.serve._private.replica", "__serve_build_asgi_app__"),
         ("ray.serve._private.haproxy", "self._haproxy"),
     ],
 )
 def test_an_attribute_of_an_object_is_there(module: str, attribute: str) -> None:
     assert attribute in inspect.getsource(import_module(module))
+
+
+def test_serves_http_server_takes_two_names_of_uvicorn() -> None:
+    source = inspect.getsource(import_module("ray.serve._private.http_util").start_asgi_http_server)
+    body = source.partition("server = ")[2]
+    assert set(re.findall(r"\buvicorn\.(\w+)\(", body)) == {"Server", "Config"}
+    assert "server.serve(sockets=[sock])" in body
+
+
+def test_the_headers_that_serve_reads_in_a_replica() -> None:
+    from raylm.ray_private import serve_headers
+
+    steering, read = serve_headers()
+    assert steering == {b"x-request-timeout-seconds", b"x-request-disconnect-disabled"} < read
+    assert {b"x-request-id", b"x-session-id", b"serve-multiplexed-model-id", b"traceparent", b"tracestate"} < read
+    handling = inspect.getsource(import_module("ray.serve._private.replica").Replica._direct_ingress_asgi)
+    assert set(re.findall(r"(\w+)\(headers\)", handling)) == {
+        "_parse_request_timeout", "parse_disconnect_disabled_header", "parse_session_id_header"}  # fmt: skip
+    assert set(re.findall(r"\bSERVE_[A-Z_]+\b", handling)) == {
+        "SERVE_HTTP_REQUEST_ID_HEADER", "SERVE_MULTIPLEXED_MODEL_ID"}  # fmt: skip
 
 
 def test_haproxys_template_has_defaults_for_all_its_frontends() -> None:

@@ -76,16 +76,19 @@ class Flood:
         return {"model": self._model, "prompt": prompt, "stream": stream} | limits
 
 
-def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[float]]) -> None:
-    """Ask /health again and again; put the seconds that each answer took into ``waits`` at the end."""
-    found: list[float] = []
+Probe = tuple[int, float]  # status, seconds
+
+
+def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]]) -> None:
+    """Ask /health again and again; put what was answered, and how late, into ``waits`` at the end."""
+    found: list[Probe] = []
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     while not found or not stop.is_set():
         begun = time.perf_counter()
         connection.request("GET", "/health")
         response = connection.getresponse()
         response.read()
-        found.append(time.perf_counter() - begun if response.status == 200 else float("inf"))
+        found.append((response.status, time.perf_counter() - begun))
         time.sleep(0.005)
     waits.put(found)
 
@@ -101,8 +104,9 @@ async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], f
         return outcomes, time.perf_counter() - begun
 
 
-def report(outcomes: Sequence[Outcome], seconds: float, waits: Sequence[float], out: Path | None) -> bool:
-    """Print the figures; whether there were only 200 and 429, and all 200 right."""
+def report(outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe], out: Path | None) -> bool:
+    """Print the figures; whether there were only 200 and 429, all 200 right, and every probe answered 200."""
+    waits, healths = [wait for _, wait in probes], Counter(status for status, _ in probes)
     statuses = Counter(outcome.status for outcome in outcomes)
     wrong = sum(not outcome.right for outcome in outcomes)
     ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft]
@@ -116,9 +120,9 @@ def report(outcomes: Sequence[Outcome], seconds: float, waits: Sequence[float], 
         "/health longest": 1e3 * max(waits),
     }
     retries = Counter(outcome.retry_after for outcome in outcomes if outcome.status == 429)
-    print(f"statuses {dict(statuses)}, Retry-After {dict(retries)}, /health asked {len(waits)} times")
+    print(f"statuses {dict(statuses)}, Retry-After {dict(retries)}, /health {dict(healths)}")
     Report("flood", UNITS, out).add(f"{len(outcomes)} requests", figures)
-    return set(statuses) <= {200, 429} and not wrong
+    return set(statuses) <= {200, 429} and not wrong and set(healths) == {200}
 
 
 def main() -> int:

@@ -1,10 +1,11 @@
 """What one hostile request costs the others: the inter-token latency of honest streams beside each case, and alone.
 
-    python -m benchmarks.http.hostile --url http://127.0.0.1:8000 [--seconds 10] [--cases "slow masks" ...]
+    python -m benchmarks.http.hostile [--url http://127.0.0.1:8000] [--seconds 10] [--cases "slow masks" ...]
 
-Streams and attack run in separate processes. Each case is sent again and again, by one client, while eight streams run;
-between two cases the streams run alone. ``worst`` is the longest of all gaps; the limit is three times the p99 alone
-and 20 ms.
+Without a URL it serves the embedded model itself. Streams and attack run in separate processes. Each case is sent again
+and again, by one client, while eight streams run; between two cases the streams run alone. ``worst`` is the longest of
+all gaps; the limit is three times the p99 alone and 20 ms. At the end a schema of one field is sent alone, and while 60
+forms are compiled that take seconds each: ``answered`` is the time of its whole answer, whose limit is 1 s.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import http.client
 import json
 import multiprocessing
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,24 +30,32 @@ import aiohttp
 
 from benchmarks.http.serving import first_model, sse
 from benchmarks.rows import Report, parser, quantile
+from tests.serving import ARGS, Server, free_port, serve_file
 
-STREAMS = 8
-UNITS = {"p50": "ms", "p99": "ms", "worst": "ms", "limit": "ms", "tokens/s": "", "sent": ""}
+STREAMS, HEAVY = 8, 60
+UNITS = {"p50": "ms", "p99": "ms", "worst": "ms", "limit": "ms", "tokens/s": "", "sent": "", "answered": "ms"}
+SMALL_LIMIT_MS = 1000.0
 
 
 def _wide(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
 
 
-def _chain(rules: int) -> str:
+def _chain(rules: int, last: str = "b") -> str:
     lines = [f"r{i} ::= [a] r{i + 1}" for i in range(rules)]
-    return "\n".join(["root ::= r0", *lines, f"r{rules} ::= [b]"])
+    return "\n".join(["root ::= r0", *lines, f"r{rules} ::= [{last}]"])
 
 
 def _form(**spec: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 200, "structured_outputs": spec}
 
 
+def _tool(number: int) -> dict[str, Any]:
+    function = {"name": f"f{number}", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    return {"type": "function", "function": function}
+
+
+_SMALL = _form(json={"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]})
 _LITERAL = "a" * 4000
 _SLOW = "start: A\nA: " + " ".join([f'"{_LITERAL}"'] * 10)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +68,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "3,001 messages to render": ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * 3001}),
     "a prompt of 1 M characters": ("/v1/completions", {"prompt": "a b " * 250_000, "max_tokens": 1}),
     "8 answers, echo": ("/v1/completions", {"prompt": "a b " * 200, "max_tokens": 100, "n": 8, "echo": True}),
+    "64 answers with 20 logprobs": ("/v1/completions", {"prompt": "a b", "max_tokens": 100, "n": 64, "logprobs": 20}),
+    "20 logprobs of 1,500 prompt tokens": (
+        "/v1/completions", {"prompt": "a b " * 750, "max_tokens": 1, "prompt_logprobs": 20}),
+    "1,024 biases, 4 stops, 128 bad words": (
+        "/v1/completions", {"prompt": "a b", "max_tokens": 200, "n": 8, "stop": ["x" * 2000] * 4,
+                            "bad_words": ["y"] * 128, "logit_bias": {str(i): -1 for i in range(100, 1124)}}),
+    "128 tools": ("/v1/chat/completions", {"messages": _form()["messages"], "max_tokens": 50,
+                                           "tools": [_tool(i) for i in range(128)]}),
+    "2,048 inputs to embed": ("/v1/embeddings", {"input": [f"{i} a b c" for i in range(2048)]}),
+    "1,024 documents to rerank": ("/rerank", {"query": "a", "documents": [f"{i} a b c" for i in range(1024)]}),
 }  # fmt: skip
 
 
@@ -103,37 +126,81 @@ def measured(url: str, seconds: float) -> dict[str, float]:
     return {name: 1e3 * value for name, value in found.items()} | {"tokens/s": STREAMS * len(gaps) / sum(gaps)}
 
 
+async def small_form(url: str, model: str, heavy: int) -> float:
+    """Milliseconds to the answer of a schema of one field beside so many forms that take long to compile."""
+    timeout, connections = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=timeout, connector=connections) as session:
+
+        async def ask(body: dict[str, Any]) -> int:
+            async with session.post("/v1/chat/completions", json={"model": model, "temperature": 0} | body) as response:
+                await response.read()
+                return response.status
+
+        others = [asyncio.create_task(ask(_form(grammar=_chain(1900, f"b{i}")))) for i in range(heavy)]
+        await asyncio.sleep(0.5)
+        begun = time.perf_counter()
+        if (status := await ask(_SMALL)) != 200:
+            raise RuntimeError(f"a schema of one field was answered {status}")
+        seconds = time.perf_counter() - begun
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return 1e3 * seconds
+
+
+@contextmanager
+def server(url: str | None) -> Iterator[str]:
+    """``url``, or that of a server of its own."""
+    if url is not None:
+        yield url
+        return
+    port = free_port()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server(serve_file(Path(folder) / "serve.yaml", port, ARGS), port) as own,
+    ):
+        yield own.url
+
+
 async def _model(url: str) -> str:
     async with aiohttp.ClientSession() as session:
         return await first_model(session, url)
 
 
-def main() -> int:
-    """The exit status is 1 if a p99 is beyond its limit."""
-    options = parser(__doc__)
-    options.add_argument("--url", default="http://127.0.0.1:8000")
-    options.add_argument("--seconds", type=float, default=10.0)
-    options.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    args = options.parse_args()
-    context = multiprocessing.get_context("spawn")
-    report, beyond = Report("hostile", UNITS, args.out), 0
-    model = asyncio.run(_model(args.url))
-    measured(args.url, 2.0)
-    for case in args.cases:
-        alone = measured(args.url, args.seconds)
+def beside(url: str, seconds: float, cases: list[str], report: Report) -> int:
+    """How many cases are beyond their limit."""
+    context, beyond, model = multiprocessing.get_context("spawn"), 0, asyncio.run(_model(url))
+    measured(url, 2.0)
+    for case in cases:
+        alone = measured(url, seconds)
         report.add("alone", alone)
         begun, stop, told = context.Event(), context.Event(), context.Queue()
-        attacker = context.Process(target=attack, args=(args.url, model, case, begun, stop, told))
+        attacker = context.Process(target=attack, args=(url, model, case, begun, stop, told))
         attacker.start()
         begun.wait()
-        found = measured(args.url, args.seconds)
+        found = measured(url, seconds)
         stop.set()
         statuses = told.get(timeout=180)
         attacker.join()
         limit = 3 * alone["p99"] + 20
         beyond += found["p99"] > limit
         report.add(case, found | {"limit": limit, "sent": sum(statuses.values())}, f"statuses {statuses}")
-    return int(beyond > 0)
+    for heavy in (0, HEAVY):
+        answered = asyncio.run(small_form(url, model, heavy))
+        beyond += answered > SMALL_LIMIT_MS
+        report.add(f"one field beside {heavy} heavy forms", {"answered": answered, "limit": SMALL_LIMIT_MS})
+    return beyond
+
+
+def main() -> int:
+    """The exit status is 1 if something is beyond its limit."""
+    options = parser(__doc__)
+    options.add_argument("--url")
+    options.add_argument("--seconds", type=float, default=10.0)
+    options.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    args = options.parse_args()
+    with server(args.url) as url:
+        return int(beside(url, args.seconds, args.cases, Report("hostile", UNITS, args.out)) > 0)
 
 
 if __name__ == "__main__":

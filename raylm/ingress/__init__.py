@@ -8,8 +8,8 @@ from raylm.lazy import front_door
 
 if TYPE_CHECKING:
     from raylm.ingress.http.api_keys import read_keys as read_keys
+    from raylm.ingress.http.entrance import serve_middlewares as serve_middlewares
     from raylm.ingress.http.haproxy import configure_controller as configure_controller
-    from raylm.ingress.http.middleware import serve_middlewares as serve_middlewares
     from raylm.ingress.ingress import SHARED_ACTORS as SHARED_ACTORS
     from raylm.ingress.ingress import Ingress as Ingress
     from raylm.ingress.routes import Surroundings as Surroundings
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "http.api_keys": ("read_keys",),
+    "http.entrance": ("serve_middlewares",),
     "http.haproxy": ("configure_controller",),
-    "http.middleware": ("serve_middlewares",),
     "ingress": ("SHARED_ACTORS", "Ingress"),
     "routes": ("Surroundings", "build_asgi_app"),
 }

@@ -21,7 +21,7 @@ from raylm.ingress.callers import Callers
 from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import raylm_actors, routed_for_s, shared_secret, stop_flag
+from raylm.ray_private import raylm_actors, route_prefix, routed_for_s, shared_secret, stop_flag
 from raylm.stages import Source, about, configure_logs, report
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Ingress:
             open_observers,
         )
         from raylm.ingress.handle_calls import HandleCalls
+        from raylm.ingress.http.entrance import ENTRANCE
         from raylm.ingress.routes import Surroundings, build_asgi_app
 
         bounds, app_name = self._config.ingress, serve.get_replica_context().app_name
@@ -124,6 +125,7 @@ class Ingress:
         self._leave = lambda: loop.create_task(self._llm.stop())
         if not self._config.engine.scales_to_zero:
             await self._llm.until_engine()
+        ENTRANCE.open(app, route_prefix())
         return app
 
     async def generate(

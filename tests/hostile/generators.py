@@ -218,7 +218,8 @@ def raw(draw: st.DrawFn) -> Attack:
         other = draw(st.sampled_from([
             b"Transfer-Encoding: chunked", b"Transfer-Encoding: x", b"Expect: 100-continue", b"Content-Encoding: gzip",
             b"Host: y", b"Upgrade: websocket", b"Authorization: " + b"x" * 9000, b"A: " + b"b" * 70000,
-            b"x-api-key: \xff",
+            b"x-api-key: \xff", b"x-request-id: \xff", b"traceparent: \xff", b"x-session-id: \xff",
+            b"x-request-timeout-seconds: 0.001", b"x-request-disconnect-disabled: ?1",
             *(b"Content-Length: " + length for length in lengths),
         ]))  # fmt: skip
         data = data.replace(b"Host: x", b"Host: x\r\n" + other)

@@ -22,6 +22,25 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of Serve's own, or what it reads as UTF-8.
+HEADERS = [
+    ("x-request-disconnect-disabled", b"?1"), ("x-request-timeout-seconds", b"0.001"), ("x-request-id", b"\xff"),
+    ("serve_multiplexed_model_id", b"\xff"), ("x-session-id", b"\xff"), ("traceparent", b"\xff"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), HEADERS)
+async def test_no_header_changes_how_a_request_is_served(
+    client: httpx.AsyncClient, beside: Beside[Any], name: str, value: bytes
+) -> None:
+    body = chat("Hi", max_tokens=8)
+    wanted = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+    send = (client.post("/v1/chat/completions", json=body, headers={name: value}) for _ in range(20))
+    for answer in await beside(asyncio.gather(*send)):
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == wanted
+
+
 async def test_silent_bodies_hold_no_places(server: Server, client: httpx.AsyncClient, beside: Beside[None]) -> None:
     async def hostile() -> None:
         host, port = server.url.removeprefix("http://").split(":")

@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -151,15 +150,10 @@ def _check_headers(headers: _Headers) -> None:
         raise HeadersTooLargeError(f"The request's headers are longer than {MAX_HEADER_BYTES} bytes.")
 
 
-def serve_middlewares() -> list[Middleware]:
-    """For Serve's proxies and replica servers (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), the last one outermost."""
-    return [Middleware(ServeErrorMiddleware), Middleware(ThrottleMiddleware)]
-
-
 class ThrottleMiddleware:
     """Lets requests into Serve's handling a few in each turn of the event loop; probes do not wait for their turn.
 
-    What Serve does around a request costs as much as what we do.
+    What Serve does around a request costs as much as what we do. Probes come here in a proxy only.
     """
 
     def __init__(self, app: ASGIApp) -> None:

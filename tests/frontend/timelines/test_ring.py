@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 
 import orjson
@@ -11,7 +12,7 @@ import pytest
 
 from raylm.errors import OverloadedError, RayLMError
 from raylm.frontend.timelines.describe import timeline
-from raylm.frontend.timelines.record import MAX_EVENTS, Part
+from raylm.frontend.timelines.record import MAX_EVENTS, Part, Record
 from raylm.frontend.timelines.ring import Filter, Timelines
 
 ALL = Filter(owner=None, limit=100_000)
@@ -105,6 +106,15 @@ def test_an_owner_sees_its_own() -> None:
     assert ids(timelines, Filter(owner="alice")) == ["of-alice"]
     assert timelines.find("of-bob", "alice") is None
     assert timelines.find("of-bob", None) is not None
+
+
+def test_no_more_is_told_of_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    timelines, told, raw = Timelines(clock=ticking()), [], Record.raw
+    monkeypatch.setattr(Record, "raw", lambda one, ingress: told.append(one.id) or raw(one, ingress))
+    with ExitStack() as open_ones:
+        for number in range(50):
+            open_ones.enter_context(timelines.request(f"r{number}", "", "/a"))
+        assert ids(timelines, Filter(None, limit=3)) == told == ["r49", "r48", "r47"]
 
 
 def test_phases_add_up_by_a_clock_that_ticks() -> None:

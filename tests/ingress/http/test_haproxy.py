@@ -23,7 +23,7 @@ BODY = b"x" * 400
 
 
 class Replica:
-    """A server that reads a request, never answers, and notices when its client has gone."""
+    """A server that reads a request and notices when its client has gone: it never answers, or without an end."""
 
     def __init__(self) -> None:
         self.asked, self.left = asyncio.Event(), asyncio.Event()
@@ -33,6 +33,13 @@ class Replica:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if b"/-/healthz" in (head := await reader.readuntil(b"\r\n\r\n")):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        elif b"/endless" in head:
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(bytes(65536))
+                    await writer.drain()
+            self.left.set()
         else:
             self.head = head
             await reader.readexactly(len(BODY))
@@ -51,13 +58,15 @@ async def replica() -> AsyncIterator[Replica]:
 
 
 @pytest.fixture
-async def haproxy(tmp_path: Path, replica: Replica) -> AsyncIterator[Any]:
+async def haproxy(tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """Ray's object that runs HAProxy: below /up a replica, below /down none."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
     from raylm.ingress.http.haproxy import configure
 
+    for name in ("_HEAD_S", "_READER_S"):
+        monkeypatch.setattr(f"raylm.ingress.http.haproxy.{name}", 1)
     server = ServerConfig("replica", "127.0.0.1", replica.port)
     backends = {
         "up": BackendConfig("up", "/up", app_name="up", servers=[server]),
@@ -70,6 +79,7 @@ async def haproxy(tmp_path: Path, replica: Replica) -> AsyncIterator[Any]:
         server_state_file=str(tmp_path / "state"),
         metrics_enabled=False,
         metrics_port=free_port(),
+        stats_port=free_port(),
     )
     api = HAProxyApi(config, backends, str(tmp_path / "haproxy.cfg"))
     configure(SimpleNamespace(_haproxy=api))
@@ -99,7 +109,8 @@ async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(
     async with asyncio.timeout(10):
         await replica.asked.wait()
     assert replica.head.lower().rpartition(b"x-forwarded-for: ")[2].startswith(b"127.0.0.1\r\n")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1 if apart_s else 1.2)
+    assert not replica.left.is_set()
     writer.close()
     async with asyncio.timeout(1):
         await replica.left.wait()
@@ -111,3 +122,25 @@ async def test_it_passes_on_longer_heads_than_the_ingress_takes(haproxy: Any) ->
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}") as client:
         answer = await client.get("/down", headers={"x-long": "x" * (MAX_HEADER_BYTES + 1)})
     assert answer.status_code == 503
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /up HTTP/1.1\r\nHost: x\r\nContent-Length: 4"])
+async def test_who_sends_no_whole_head_keeps_no_connection(haproxy: Any, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.cfg.http_options.port)
+    writer.write(sent)
+    try:
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    finally:
+        writer.close()
+
+
+async def test_who_stops_to_read_holds_no_place(haproxy: Any, replica: Replica) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.cfg.http_options.port, limit=1000)
+    writer.write(b"GET /up/endless HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    try:
+        async with asyncio.timeout(20):
+            await replica.left.wait()
+    finally:
+        writer.close()

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 
 from raylm.ingress import serve_middlewares
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
+
 
 async def plain(request: Request) -> Response:
     headers = {"x-request-id": "a"}
