@@ -8,7 +8,7 @@ MINUTES ?= 10
 
 .DEFAULT_GOAL := help
 EXTRAS := anthropic responses tool_parsers quantization transformers_backend speculation gpu
-.PHONY: help serve test test-all check conformance clients extras long fuzz sanitizers format figures pictures clean
+.PHONY: help serve test test-all check conformance clients extras long fuzz sanitizers format figures pictures boards clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -55,6 +55,9 @@ figures: $(VENV)/.dev  ## print the size figures over raylm/ and the lines by pa
 
 pictures: $(VENV)/.dev  ## draw what docs/console.md shows of the console; needs the distribution's chromium
 	@$(BIN)/python -m tests.console_pictures
+
+boards: $(VENV)/.dev  ## write the Prometheus rules and Grafana dashboards of deploy/monitoring anew
+	@$(BIN)/python -m deploy.monitoring.boards
 
 clean:  ## remove the virtual environments and caches
 	rm -rf $(VENV) $(OTHERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -86,7 +86,7 @@ def build_asgi_app(
     ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas. The app's ``state.desk`` answers
     what other replicas ask for operators; the functions of ``state.jobs`` run beside it.
     """
-    http_metrics, state = HTTPMetrics(async_llm), surroundings.state or StateClient()
+    http_metrics, state = HTTPMetrics(async_llm, config), surroundings.state or StateClient()
     state.share(lambda: async_llm.metrics_text() + http_metrics.text(), async_llm.adapters)
     unqueued, gate = Admission(), Gate(config.ingress, state)
     lifecycle = gate.lifecycle
