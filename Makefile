@@ -8,7 +8,7 @@ MINUTES ?= 10
 
 .DEFAULT_GOAL := help
 EXTRAS := anthropic responses tool_parsers quantization transformers_backend speculation gpu
-.PHONY: help serve test test-all check conformance clients extras long fuzz sanitizers format figures pictures boards clean
+.PHONY: help serve test test-all software check conformance clients extras long fuzz sanitizers format figures pictures boards clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -19,7 +19,10 @@ serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded mo
 test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones
 	@$(BIN)/pytest -m "not long"
 
-test-all: check test long conformance clients extras  ## everything, also what takes long or needs other software
+test-all: check software test long conformance clients extras  ## everything, also what takes long or needs other software
+
+software: $(VENV)/.dev  ## the programs that tests drive, Chromium and Prometheus: installed as root, else named
+	@$(BIN)/python -m tests.software
 
 long: $(VENV)/.dev  ## the tests that take minutes
 	@$(BIN)/pytest -m long

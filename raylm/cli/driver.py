@@ -258,7 +258,8 @@ def _start_dashboard() -> None:
     try:
         url = f"http://{ray_private.start_dashboard()}"
     except Exception as error:  # of any class: without it everything is served all the same
-        report("stage", "ray", f"the dashboard did not start: {_last_line(str(error))}")
+        if ray.is_initialized():  # else everything has been stopped meanwhile
+            report("stage", "ray", f"the dashboard did not start: {_last_line(str(error))}")
         return
     token = ", with the token of `ray get-auth-token`" if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     report("stage", "ray", f"dashboard at {url}{token}; RAY_DASHBOARD_ADDRESS={url} serve status")
