@@ -48,6 +48,15 @@ def dead_processes() -> list[str]:
     return [kind for kind, infos in started if any(info.process.poll() is not None for info in infos)]
 
 
+def dashboard_url() -> str | None:
+    """Of Ray's dashboard, as its head knows it; None where there is none."""
+    from ray._private import ray_constants
+    from ray.experimental import internal_kv
+
+    found = internal_kv._internal_kv_get(b"webui:url", namespace=ray_constants.KV_NAMESPACE_DASHBOARD)
+    return f"http://{found.decode()}" if found else None
+
+
 def dashboard_fault() -> str | None:
     """Why Ray's dashboard cannot be started here: which package it lacks."""
     from ray._private.utils import get_dashboard_dependency_error

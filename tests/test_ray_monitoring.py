@@ -57,11 +57,9 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     job |= {"scrape_interval": "3s", "authorization": {"credentials_file": "key"}}
     job["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    process = subprocess.Popen(
-        [PROMETHEUS, "--config.file=prometheus.yaml", "--storage.tsdb.path=data",
-         f"--web.listen-address=127.0.0.1:{port}"],
-        cwd=folder, stdout=subprocess.DEVNULL, stderr=(folder / "log").open("w"),
-    )  # fmt: skip
+    words = ["--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{port}"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([PROMETHEUS, *words], cwd=folder, stdout=log, stderr=log)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -166,6 +164,11 @@ async def test_rays_dashboard_is_there_and_knows_the_application(server: Server)
         assert "<html" in (await client.get("/")).text
         applications = (await client.get("/api/serve/applications/")).json()["applications"]
         actors = (await client.get("/logical/actors")).json()["data"]["actors"].values()
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        told = [
+            (await client.get("/v1/cluster", headers={"x-api-key": f"sk-{key}"})).json() for key in ("watch", "bob")
+        ]
+    assert [one["dashboard"] for one in told] == [address[1], None], "who may see the actors may know where"
     assert applications["default"]["docs_path"] == "/console"
     assert set(applications["default"]["deployments"]) >= {"Ingress", "Engine"}
     names = [actor["name"] for actor in actors]

@@ -22,7 +22,7 @@ from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
 from raylm.ingress.ray_metrics import RayMetrics
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import raylm_actors, routed_for_s, shared_secret, stop_flag
+from raylm.ray_private import dashboard_url, raylm_actors, routed_for_s, shared_secret, stop_flag
 from raylm.stages import report
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class Ingress:
                 application=app_name,
                 create_peers=self._peers,
                 actors=raylm_actors,
+                dashboard=dashboard_url,
             ),
         )
         self._state.start()
