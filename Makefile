@@ -8,7 +8,7 @@ MINUTES ?= 10
 
 .DEFAULT_GOAL := help
 EXTRAS := anthropic responses tool_parsers quantization transformers_backend speculation gpu
-.PHONY: help serve test test-all check conformance clients extras long fuzz sanitizers format figures pictures clean
+.PHONY: help serve test test-all software check conformance clients extras long fuzz sanitizers format figures pictures boards clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -19,7 +19,10 @@ serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded mo
 test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones
 	@$(BIN)/pytest -m "not long"
 
-test-all: check test long conformance clients extras  ## everything, also what takes long or needs other software
+test-all: check software test long conformance clients extras  ## everything, also what takes long or needs other software
+
+software: $(VENV)/.dev  ## the programs that tests drive, Chromium and Prometheus: installed as root, else named
+	@$(BIN)/python -m tests.software
 
 long: $(VENV)/.dev  ## the tests that take minutes
 	@$(BIN)/pytest -m long
@@ -56,6 +59,9 @@ figures: $(VENV)/.dev  ## print the size figures over raylm/ and the lines by pa
 pictures: $(VENV)/.dev  ## draw what docs show of the console and the commands; needs the distribution's chromium
 	@$(BIN)/python -m tests.command_pictures
 	@$(BIN)/python -m tests.console_pictures
+
+boards: $(VENV)/.dev  ## write the Prometheus rules and Grafana dashboards of deploy/monitoring anew
+	@$(BIN)/python -m deploy.monitoring.boards
 
 clean:  ## remove the virtual environments and caches
 	rm -rf $(VENV) $(OTHERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

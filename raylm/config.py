@@ -119,8 +119,12 @@ class EngineConfig(Frozen):
     as hashes of their blocks alone."""
 
     @property
+    def min_replicas(self) -> int:
+        return self.replicas.min if isinstance(self.replicas, ReplicaRange) else self.replicas
+
+    @property
     def scales_to_zero(self) -> bool:
-        return isinstance(self.replicas, ReplicaRange) and self.replicas.min == 0
+        return self.min_replicas == 0
 
     @model_validator(mode="after")
     def _ranks_are_actors(self) -> EngineConfig:

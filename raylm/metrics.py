@@ -37,8 +37,16 @@ E2E = Metric("histogram", "vllm:e2e_request_latency_seconds", "From arrival to t
 SUCCESS = Metric("counter", "vllm:request_success", "Requests finished, by reason.", ("finished_reason",))
 QUEUED_REQUESTS = Metric("gauge", "raylm:queued_requests", "Sequences, received or about to be, without a token yet.")
 QUEUED_TOKENS = Metric("gauge", "raylm:queued_tokens", "Prompt tokens of those sequences, in part estimated.")
+QUEUED_REQUESTS_LIMIT = Metric("gauge", "raylm:queued_requests_limit", "Sequences that may wait in a replica.")
+QUEUED_TOKENS_LIMIT = Metric("gauge", "raylm:queued_tokens_limit", "Prompt tokens that may wait in a replica.")
 HTTP_ANSWERS = Metric(
     "counter", "raylm:http_answers", "HTTP answers begun, by status and key's name.", ("status", "key")
 )
 ENGINES = Metric("gauge", "raylm:engines_ready", "Engines this ingress replica is connected to.")
+ENGINES_WANTED = Metric("gauge", "raylm:engines_wanted", "Engines that the configuration asks for, at least.")
+KEY_TOKENS = Metric("counter", "raylm:key_tokens", "Tokens of ended requests, by key's name.", ("key", "kind"))
+KEY_REQUESTS = Metric(
+    "counter", "raylm:key_requests", "Ended requests with a token or vector, by key's name.", ("key",)
+)
+KEY_TTFT = Metric("counter", "raylm:key_ttft_seconds", "Their seconds to the first token, summed.", ("key",))
 BUILD = Metric("gauge", "raylm:build", "Versions of what runs, as labels; always 1.", ("version", "python"))

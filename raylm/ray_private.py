@@ -76,7 +76,41 @@ def shared_secret(name: str) -> bytes:
 def dead_processes() -> list[str]:
     """Which of the processes that ``ray.init`` started ended by themselves, as kinds: raylet, gcs_server, ..."""
     node = ray._private.worker._global_node
-    return [] if node is None else [kind for kind, _ in node.dead_processes()]
+    started = [] if node is None else list(node.all_processes.items())  # start_dashboard() changes it meanwhile
+    return [kind for kind, infos in started if any(info.process.poll() is not None for info in infos)]
+
+
+def dashboard_url() -> str | None:
+    """Of Ray's dashboard, as its head knows it; None where there is none."""
+    from ray._private import ray_constants
+    from ray.experimental import internal_kv
+
+    found = internal_kv._internal_kv_get(b"webui:url", namespace=ray_constants.KV_NAMESPACE_DASHBOARD)
+    return f"http://{found.decode()}" if found else None
+
+
+def dashboard_fault() -> str | None:
+    """Why Ray's dashboard cannot be started here: which package it lacks."""
+    from ray._private.utils import get_dashboard_dependency_error
+
+    error = get_dashboard_dependency_error()
+    return None if error is None else str(error)
+
+
+def start_dashboard() -> str:
+    """Start Ray's dashboard for the Ray that this process started without; HOST:PORT when it answers.
+
+    It takes the place of the process that Ray starts instead. Any exception of Ray's says why it did not start.
+    """
+    from ray._private import ray_constants
+    from ray.experimental import internal_kv
+
+    node = ray._private.worker._global_node
+    node.kill_dashboard(check_alive=False)
+    key, namespace = ray_constants.DASHBOARD_ADDRESS, ray_constants.KV_NAMESPACE_DASHBOARD
+    internal_kv._internal_kv_del(key.encode(), namespace=namespace)  # by which Ray knows that it is up
+    node.start_api_server(include_dashboard=True, raise_on_failure=True)
+    return str(node.webui_url)
 
 
 def haproxy_manager() -> type:

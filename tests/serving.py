@@ -60,13 +60,15 @@ def text_of(line: str) -> str:
 class Server:
     """`raylm serve`; leaving the context ends all of it, whatever state it is in."""
 
-    def __init__(self, path: Path, port: int, **environment: str) -> None:
+    def __init__(self, path: Path, port: int, *options: str, **environment: str) -> None:
+        """``options`` are those of the command; without any there is no dashboard of Ray's."""
+        options = options or ("--no-dashboard",)
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = path.with_suffix(".log")
         with self.log.open("w") as log:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "raylm.cli.main", "serve", str(path)],
+                [sys.executable, "-m", "raylm.cli.main", "serve", str(path), *options],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -22,8 +22,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules 
         ("ray.actor", "ActorHandle._actor_id"),
         ("ray._private.worker", "global_worker.actors"),
         ("ray._private.worker", "_global_node"),
-        ("ray._private.node", "Node.dead_processes"),
+        ("ray._private.node", "Node.kill_dashboard"),
+        ("ray._private.node", "Node.start_api_server"),
+        ("ray._private.node", "Node.webui_url"),
+        ("ray._private.ray_constants", "DASHBOARD_ADDRESS"),
+        ("ray._private.ray_constants", "KV_NAMESPACE_DASHBOARD"),
+        ("ray._private.utils", "get_dashboard_dependency_error"),
         ("ray.experimental.internal_kv", "_internal_kv_put"),
+        ("ray.experimental.internal_kv", "_internal_kv_del"),
         ("ray.experimental.internal_kv", "_internal_kv_get"),
         ("ray._common.utils", "import_attr"),
         ("ray._private.state", "actors"),
@@ -59,6 +65,7 @@ def test_a_name_is_there(module: str, name: str) -> None:
         ("ray.serve._private.replica", "self._route_prefix"),
         ("ray.serve._private.replica", "__serve_build_asgi_app__"),
         ("ray.serve._private.haproxy", "self._haproxy"),
+        ("ray._private.node", "self.all_processes"),
     ],
 )
 def test_an_attribute_of_an_object_is_there(module: str, attribute: str) -> None:

@@ -92,7 +92,9 @@ class Starter:
         }  # fmt: skip
         path = self._folder / "raylm.yaml"
         path.write_text(yaml.safe_dump(served))
-        return self._server(OURS, port, Command([sys.executable, "-m", "raylm.cli.main", "serve", str(path)]))
+        return self._server(
+            OURS, port, Command([sys.executable, "-m", "raylm.cli.main", "serve", str(path), "--no-dashboard"])
+        )
 
     # ---------------------------------------------------------------- peers
 

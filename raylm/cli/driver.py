@@ -37,6 +37,7 @@ _TELL_S = 30.0
 _LINES_S = 5.0  # for the reason that an actor wrote: Ray brings its lines later than its status
 _CONNECT_S = 60.0
 _ENDING_S = 15.0  # what applications of a server that was killed get to end, when it is started again
+_DASHBOARD_NICENESS = 10
 _DECLARATIVE = ("deployments", "runtime_env", "autoscaling_policy")  # what only a file that is deployed whole can have
 
 
@@ -96,7 +97,7 @@ class Driver:
                 limit.start()
                 context = ray.init(address=address, namespace="serve")
             else:
-                context = ray.init(address="local", namespace="serve", include_dashboard=self._dashboard)
+                context = ray.init(address="local", namespace="serve", include_dashboard=False)
         except Exception as error:  # of any class: Ray's own are plain ones too
             raise ConfigError(_why_no_ray(error, address)) from error
         finally:
@@ -106,8 +107,6 @@ class Driver:
         mode = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
         report("stage", "ray", f"{gcs}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs")
         report("stage", "ray", f"{mode}RAY_ADDRESS={gcs} ray status")
-        if url := context.address_info.get("webui_url"):
-            report("stage", "ray", f"{mode}RAY_DASHBOARD_ADDRESS=http://{url} serve status")
         session = Path(context.address_info["session_dir"])
         report("stage", "logs", f"{session}/logs")
         if address is None:
@@ -229,6 +228,9 @@ class Driver:
                     report("stage", "running", f"{served.name}{self._place(served.route_prefix)}")
             running |= now
             waiting = [name for name in self._names if name not in running]
+            if self._dashboard and not waiting:
+                self._dashboard = False
+                threading.Thread(target=_start_dashboard, name="start of the dashboard", daemon=True).start()
             if waiting and time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
                 report("stage", "waiting", "; ".join(f"{name}: {_describe(found[name])}" for name in waiting))
@@ -245,6 +247,23 @@ class Driver:
             take_away(self._names if self._deployed else [], with_serve=self._started_serve)
         if self._guard is not None:
             ray.kill(self._guard)
+
+
+def _start_dashboard() -> None:
+    """Behind all that serves: on Linux niceness is a thread's own, and the processes that it starts inherit it."""
+    os.setpriority(os.PRIO_PROCESS, 0, _DASHBOARD_NICENESS)
+    if fault := ray_private.dashboard_fault():
+        report("stage", "ray", f"no dashboard: {fault}; pip install 'ray[default]' brings what it needs")
+        return
+    try:
+        url = f"http://{ray_private.start_dashboard()}"
+    except Exception as error:  # of any class: without it everything is served all the same
+        if ray.is_initialized():  # else everything has been stopped meanwhile
+            report("stage", "ray", f"the dashboard did not start: {_last_line(str(error))}")
+        return
+    token = ", with the token of `ray get-auth-token`" if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+    report("stage", "ray", f"dashboard at {url}{token}; RAY_DASHBOARD_ADDRESS={url} serve status")
+    threading.Event().wait()  # the kernel ends the processes with the thread that has started them
 
 
 def _statuses() -> dict[str, Any] | None:

@@ -38,10 +38,10 @@ _OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\)
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the command, not of what is served."""
+    """Of the command, not of what is served. ``dashboard`` is None where nothing was said: there is one, then."""
 
     verbose: bool = False
-    dashboard: bool = False
+    dashboard: bool | None = None
     ready_timeout_s: float = 600.0
 
 
@@ -74,6 +74,8 @@ class Launcher:
             check_machine()
         else:
             check_cluster(self._address)
+            if self._settings.dashboard is not None:
+                raise ConfigError("--dashboard: the Ray that RAY_ADDRESS names has its own dashboard, or none.")
         claim = None
         if self._address is None:
             claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None
@@ -85,7 +87,7 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self._report("config", f"RayLM {__version__}, {served.source}: {'; '.join(map(_describe, served.configs()))}")
-        process = ServeProcess(served, self._settings.dashboard)
+        process = ServeProcess(served, self._address is None and self._settings.dashboard is not False)
         try:
             self._follow(process)
         finally:

@@ -52,8 +52,9 @@ def serve(
         bool, typer.Option("--print-config", help="Print the Serve file that is used, and end.")
     ] = False,
     dashboard: Annotated[
-        bool, typer.Option("--dashboard", help="Start Ray's dashboard too, for `serve status`.")
-    ] = False,
+        bool | None,
+        typer.Option("--dashboard/--no-dashboard", help="Ray's dashboard, started once everything answers; on."),
+    ] = None,
     ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds until every application must answer.")] = 600,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show everything that Ray writes.")] = False,
 ) -> None:

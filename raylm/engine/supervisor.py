@@ -16,7 +16,7 @@ from ray.util import get_current_placement_group, list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
-from raylm.engine.actor import ENGINE_CORE, LOST, create_engine_core
+from raylm.engine.actor import ENGINE_CORE, LOST, NAMESPACE, create_engine_core
 from raylm.engine.deployment.autoscaling import EngineLoad
 from raylm.engine.deployment.memory import check_memory
 from raylm.engine.deployment.names import EngineName, engine_digest
@@ -63,7 +63,11 @@ class EngineProcesses:
         path = self._monitor.path
         own = EngineName.parse(name)
         names = ("" if own is None else own.app_name, engine_id)
-        self._workers = [create_worker(config, rank, path, names, **options) for rank, options in enumerate(workers)]
+        named = {"namespace": NAMESPACE}
+        self._workers = [
+            create_worker(config, rank, path, names, name=f"Worker {rank} of {name}", **named, **options)
+            for rank, options in enumerate(workers)
+        ]
         self._core = create_engine_core(config, name, engine_id, self._workers, path, **core)
 
     async def start(self) -> EngineInfo:

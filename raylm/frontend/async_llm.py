@@ -66,7 +66,7 @@ class AsyncLLM:
         self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
-        outputs, self.timelines = self._outputs, Timelines()
+        outputs, self.timelines = self._outputs, Timelines(on_end=self._telemetry.ended)
         self._router = Router(
             outputs.process, outputs.fail, outputs.resumed, recovery_timeout_s, wake=wake, on_sent=outputs.sent
         )

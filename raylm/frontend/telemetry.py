@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from raylm import metrics
+from raylm.frontend.timelines.record import Record
 from raylm.messages import EngineStats
 
 _ENGINE_SERIES: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], metrics.Metric, str]] = [
@@ -27,6 +28,9 @@ _ENGINE_SERIES: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], metric
     (CounterMetricFamily, metrics.DRAFTED_TOKENS, "counters.drafted_tokens"),
     (CounterMetricFamily, metrics.ACCEPTED_TOKENS, "counters.accepted_tokens"),
 ]
+
+
+_OF_KEYS = (metrics.KEY_TOKENS, metrics.KEY_REQUESTS, metrics.KEY_TTFT)
 
 
 class _Histogram:
@@ -55,6 +59,9 @@ class Telemetry(Collector):
         self._engines = engines
         self._ttft, self._itl, self._e2e = _Histogram(), _Histogram(), _Histogram()
         self._success: Counter[str] = Counter()
+        self._keys: dict[metrics.Metric, defaultdict[tuple[str, ...], float]] = {
+            metric: defaultdict(float) for metric in _OF_KEYS
+        }
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """``count`` tokens of a sequence came together, ``seconds`` after the last one, or, ``first``, the arrival."""
@@ -69,6 +76,15 @@ class Telemetry(Collector):
         self._success[reason] += 1
         if reason in ("stop", "length"):
             self._e2e.observe(max(seconds, 0.0))
+
+    def ended(self, record: Record) -> None:
+        """A request of a caller, with all of its prompts, has ended."""
+        tokens = self._keys[metrics.KEY_TOKENS]
+        tokens[record.key, "prompt"] += sum(part.prompt_tokens for part in record.parts)
+        tokens[record.key, "generation"] += sum(len(ids) for part in record.parts for ids in part.drawn)
+        if first := [part.first_token for part in record.parts if part.first_token is not None]:
+            self._keys[metrics.KEY_REQUESTS][record.key,] += 1
+            self._keys[metrics.KEY_TTFT][record.key,] += max(min(first) - record.received, 0.0)
 
     def text(self) -> bytes:
         return generate_latest(self)
@@ -97,6 +113,11 @@ class Telemetry(Collector):
         for reason in sorted({"stop", "length", "abort", "error"} | self._success.keys()):
             success.add_metric([self._model_name, reason], self._success[reason])
         yield success
+        for metric, counted_by in self._keys.items():
+            of_keys = CounterMetricFamily(metric.name, metric.help, labels=["model_name", *metric.labels])
+            for key, count in counted_by.items():
+                of_keys.add_metric([self._model_name, *key], count)
+            yield of_keys
         ready = GaugeMetricFamily(metrics.ENGINES.name, metrics.ENGINES.help, labels=["model_name"])
         ready.add_metric([self._model_name], len(engines))
         yield ready

@@ -19,9 +19,10 @@ from raylm.errors import ConfigError
 from raylm.frontend import Lifecycle
 from raylm.ingress.callers import Callers
 from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
+from raylm.ingress.ray_metrics import RayMetrics
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import raylm_actors, route_prefix, routed_for_s, shared_secret, stop_flag
+from raylm.ray_private import dashboard_url, raylm_actors, route_prefix, routed_for_s, shared_secret, stop_flag
 from raylm.stages import Source, about, configure_logs, report
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Ingress:
     ``engine`` is bound so that Serve deploys the engines with the ingress, and is called only where there may be none;
     ``shared_actors`` are SHARED_ACTORS, none where there is a single replica.
     """
+
+    docs_path = "/console"  # Serve's REST API has it with the application
 
     _llm: AsyncLLM
     _lifecycle: Lifecycle
@@ -108,6 +111,7 @@ class Ingress:
                 application=app_name,
                 create_peers=self._peers,
                 actors=raylm_actors,
+                dashboard=dashboard_url,
             ),
         )
         self._state.start()
@@ -119,6 +123,7 @@ class Ingress:
             Discovery(app_name, engine_digest(self._config), self._llm.add_engine),
             asyncio.create_task(self._drain_when_stopped()),
             asyncio.create_task(self._start_engines_when_wanted()),
+            asyncio.create_task(RayMetrics(app_name, self._state.series_for_all).run()),
             *(asyncio.create_task(job()) for job in app.state.jobs),
         )
         loop = asyncio.get_running_loop()

@@ -65,7 +65,7 @@ class Surroundings:
 
     ``state`` is its line to what all replicas share, without which it has one of its own; with ``secret`` all of them
     sign the ids of streams. ``application`` is the name that Serve has for it. ``create_peers`` knows how to ask the
-    other replicas, ``actors`` lists those of Ray.
+    other replicas, ``actors`` lists those of Ray, ``dashboard`` knows the URL of Ray's.
     """
 
     state: StateClient | None = None
@@ -73,6 +73,7 @@ class Surroundings:
     application: str = ""
     create_peers: Callable[[Desk], Peers] = Alone
     actors: ListActors = list
+    dashboard: Callable[[], str | None] = str
 
 
 def build_asgi_app(
@@ -86,7 +87,7 @@ def build_asgi_app(
     ``shared_actors`` are those of SHARED_ACTORS, where there are several replicas. The app's ``state.desk`` answers
     what other replicas ask for operators; the functions of ``state.jobs`` run beside it.
     """
-    http_metrics, state = HTTPMetrics(async_llm), surroundings.state or StateClient()
+    http_metrics, state = HTTPMetrics(async_llm, config), surroundings.state or StateClient()
     state.share(lambda: async_llm.metrics_text() + http_metrics.text(), async_llm.adapters)
     unqueued, gate = Admission(), Gate(config.ingress, state)
     lifecycle = gate.lifecycle
@@ -134,7 +135,7 @@ def build_asgi_app(
         *model_routes(async_llm, config, lifecycle),
         *ops_routes(async_llm, lifecycle, state),
         *request_routes(peers),
-        *cluster_routes(async_llm, peers, surroundings.actors),
+        *cluster_routes(async_llm, peers, surroundings.actors, surroundings.dashboard),
         *console_routes(),
         openapi_route(),
         docs_route(),

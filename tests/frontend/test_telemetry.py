@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from raylm.frontend.telemetry import Telemetry
+from raylm.frontend.timelines.record import Part, Record
 from raylm.messages import Counters, EngineStats
 from raylm.metrics import STEP_TOKENS_BUCKETS
 
@@ -65,3 +66,30 @@ def test_steps_fall_into_their_buckets_by_tokens() -> None:
 
     assert [of("bucket", le=bound) for bound in ("1", "16", "32", "16384", "+Inf")] == [5, 5, 7, 7, 8]
     assert (of("count"), of("sum")) == (8, 20_053)
+
+
+def test_tokens_of_keys_are_counted_as_requests_end() -> None:
+    clock = iter([10.0, 20.0, 30.0]).__next__
+    telemetry, model = Telemetry("m", dict), ("model_name", "m")
+
+    def end(key: str, *parts: tuple[int, list[list[int]], float | None]) -> None:
+        record = Record("r", key, "/v1/completions", clock)
+        for prompt_tokens, drawn, first_token in parts:
+            part = Part("p", lambda: 0.0)
+            part.prompt_tokens, part.drawn, part.first_token = prompt_tokens, drawn, first_token
+            record.parts.append(part)
+        telemetry.ended(record)
+
+    end("alice", (5, [[1, 2], [3]], 12.5), (7, [[4]], 11.0))
+    end("alice", (100, [[]], None))  # refused or ended before its first token
+    end("bob", (2, [[9] * 30], 30.25))
+    found = samples(telemetry)
+
+    def of(name: str, **labels: str) -> float:
+        return found[f"raylm:key_{name}_total", frozenset({model, *labels.items()})]
+
+    assert of("tokens", key="alice", kind="prompt") == 112
+    assert of("tokens", key="alice", kind="generation") == 4
+    assert of("tokens", key="bob", kind="generation") == 30
+    assert (of("requests", key="alice"), of("ttft_seconds", key="alice")) == (1, 1.0)
+    assert of("ttft_seconds", key="bob") == 0.25

@@ -180,6 +180,18 @@ class StateClient:
             others, departed = {}, []
         return await asyncio.to_thread(merge, own, self.replica, others, departed)
 
+    async def series_for_all(self) -> bytes | None:
+        """As ``series`` in one of the replicas, the first by its name; None in others, and without the state."""
+        own = self._own_series()
+        try:
+            async with asyncio.timeout(SERIES_TIMEOUT_S):
+                others, departed = await self._link.series()
+        except (StateLostError, TimeoutError):
+            return None
+        if min(others, default=self.replica) < self.replica:
+            return None
+        return await asyncio.to_thread(merge, own, self.replica, others, departed)
+
     async def publish(self) -> None:
         """Tell now what was decided about adapters; returns when it is told, or after PERIOD_S without the state."""
         self.start()

@@ -62,13 +62,20 @@ class Timelines:
     """Owned by one event loop, without locks. ``ingress`` is the name of this process in what it tells.
 
     The last ``max_requests`` ended ones are kept, as JSON of at most ``max_bytes``; no text of any prompt or answer.
+    ``on_end`` is told of each as it ends.
     """
 
-    def __init__(self, max_requests: int = 10_000, max_bytes: int = 48 * 2**20, clock: Clock = time.time) -> None:
+    def __init__(
+        self,
+        max_requests: int = 10_000,
+        max_bytes: int = 48 * 2**20,
+        clock: Clock = time.time,
+        on_end: Callable[[Record], object] = id,
+    ) -> None:
         self.ingress = "ingress"
         self.clock = clock
         self.observers: tuple[RequestObserver, ...] = ()
-        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._max_requests, self._max_bytes, self._on_end = max_requests, max_bytes, on_end
         self._in_flight: dict[Record, None] = {}
         self._ended: deque[_Ended] = deque()
         self._size = 0
@@ -127,6 +134,7 @@ class Timelines:
             return
         record.ended = max([record.ended, *(part.ended or 0.0 for part in record.parts)])
         del self._in_flight[record]
+        self._on_end(record)
         raw = record.raw(self.ingress)
         entry = _Ended(
             id=record.id,

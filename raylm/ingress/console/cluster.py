@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 ListActors = Callable[[], list[dict[str, Any]]]
 
 
-def cluster_routes(llm: AsyncLLM, peers: Peers, actors: ListActors) -> list[Route]:
+def cluster_routes(
+    llm: AsyncLLM, peers: Peers, actors: ListActors, dashboard: Callable[[], str | None] = str
+) -> list[Route]:
+    """``dashboard`` knows the URL of Ray's, if it has one."""
+
     async def cluster(request: Request) -> Response:
         owner = owner_of(request)
-        answers, found = await asyncio.gather(peers.ask("about"), asyncio.to_thread(actors))
+        asked = peers.ask("about"), asyncio.to_thread(actors), asyncio.to_thread(dashboard)
+        answers, found, url = await asyncio.gather(*asked)
         return json_response({
             "now": time.time(),
             "model": llm.model_name,
@@ -39,6 +44,7 @@ def cluster_routes(llm: AsyncLLM, peers: Peers, actors: ListActors) -> list[Rout
             "missing": answers.missing,
             "engines": [_engine(client.info, llm.engine_stats) for client in llm.engines],
             "actors": found if owner is None else [],
+            "dashboard": url or None if owner is None else None,
         })  # fmt: skip
 
     async def pools(request: Request) -> Response:

@@ -21,6 +21,7 @@ from raylm.ingress.http.openapi import endpoints
 from raylm.version import VERSION
 
 if TYPE_CHECKING:
+    from raylm.config import Config
     from raylm.frontend import AsyncLLM, Lifecycle, StateClient
 
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -29,10 +30,15 @@ _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class HTTPMetrics(Collector):
     """What one replica has answered, and what waits for a first token in it; owned by one event loop, without locks."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self.answers: Counter[tuple[int, str]] = Counter()  # by status, and name of the key if a right one was needed
         self._model_name = llm.model_name
         self._admission = llm.admission
+        self._constants = (
+            (metrics.QUEUED_REQUESTS_LIMIT, config.ingress.max_queued_requests),
+            (metrics.QUEUED_TOKENS_LIMIT, config.ingress.max_queued_tokens),
+            (metrics.ENGINES_WANTED, config.engine.min_replicas),
+        )
         self._process = ProcessCollector(registry=None)
 
     def text(self) -> bytes:
@@ -45,7 +51,8 @@ class HTTPMetrics(Collector):
             answers.add_metric([self._model_name, str(status), key_name], count)
         yield answers
         queue = self._admission
-        for metric, value in ((metrics.QUEUED_REQUESTS, queue.requests), (metrics.QUEUED_TOKENS, queue.tokens)):
+        queued = (metrics.QUEUED_REQUESTS, queue.requests), (metrics.QUEUED_TOKENS, queue.tokens)
+        for metric, value in (*queued, *self._constants):
             gauge = GaugeMetricFamily(metric.name, metric.help, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge

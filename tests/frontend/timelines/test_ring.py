@@ -135,3 +135,18 @@ def test_phases_add_up_by_a_clock_that_ticks() -> None:
     assert found["wall_s"] == sum(phase["seconds"] for phase in found["phases"])
     names = [phase["phase"] for phase in found["phases"]]
     assert names == ["admission", "body", "parse", "template", "tokenize", "route", "send", "decode", "write"]
+
+
+def test_a_request_is_told_once_and_whole_as_it_ends() -> None:
+    told: list[Record] = []
+    timelines = Timelines(on_end=told.append)
+    with timelines.request("a", "alice", "/"):
+        running = timelines.part("p", "m", never)
+        running.__enter__().prompt_tokens = 3
+        with timelines.part("q", "m", never):
+            pass
+    assert told == []
+    running.__exit__(None, None, None)
+    with timelines.part("by handle", "m", never):
+        pass
+    assert [(record.id, record.key, len(record.parts)) for record in told] == [("a", "alice", 2), ("by handle", "", 1)]

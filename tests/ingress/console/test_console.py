@@ -11,6 +11,7 @@ import pytest
 
 from raylm.config import Config
 from raylm.ingress import build_asgi_app
+from raylm.ingress.routes import Surroundings
 from tests.chromium import CHROMIUM, Page, chromium
 from tests.ingress.console.test_requests import Stack
 from tests.ingress.fake_llm import FakeAsyncLLM
@@ -182,4 +183,14 @@ async def test_each_view_fits_a_telephone(page: Page, view: str) -> None:
         await page.until("document.querySelector('#live').textContent === 'live'")
         await asyncio.sleep(0.3)
         assert await page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.faults == []
+
+
+async def test_the_actors_link_to_rays_dashboard_where_there_is_one(page: Page) -> None:
+    for there in ("http://127.0.0.1:8265", None):
+        app = build_asgi_app(FakeAsyncLLM(), Config(), None, Surroundings(dashboard=lambda there=there: there))  # type: ignore[misc,arg-type]
+        async with served(app) as url:
+            await page.goto(f"{url}/console#/actors")
+            await page.until("document.querySelector('h1')?.textContent === 'Actors'")
+            assert await page.run("document.querySelector('#dashboard')?.getAttribute('href') ?? null") == there
     assert page.faults == []

@@ -16,9 +16,11 @@ from raylm.config import Config
 from raylm.engine import EngineCore
 from raylm.frontend import AsyncLLM, LocalEngineClient
 from raylm.ingress import build_asgi_app
+from raylm.ingress.routes import Surroundings
 from raylm.messages import EngineInfo
 from tests.fakes import FakeExecutor, FakeWorker
-from tests.ingress.harness import events, until
+from tests.ingress.fake_llm import FakeAsyncLLM
+from tests.ingress.harness import client_of, events, until
 from tests.ingress.refused import error_of
 from tests.ingress.test_real_llm import MODEL, PROMPT, TEXT, ids_of
 
@@ -391,3 +393,12 @@ async def test_the_cluster_and_its_pools_are_told() -> None:
         assert (engine["id"], engine["blocks"], engine["generation_tokens"]) == ("e0", 12, 90)
         (ingress,) = cluster["ingresses"]
         assert (ingress["state"], cluster["missing"]) == ("ready", [])
+
+
+async def test_rays_dashboard_is_named_to_who_may_see_the_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "root: sk-root admin,bob: sk-bob")
+    config = Config.model_validate({"ingress": {"api_keys_env": "KEYS"}})
+    around = Surroundings(dashboard=lambda: "http://127.0.0.1:8265")
+    async with client_of(build_asgi_app(FakeAsyncLLM(), config, None, around)) as client:  # type: ignore[arg-type]
+        told = [(await client.get("/v1/cluster", headers={"x-api-key": f"sk-{key}"})).json() for key in ("root", "bob")]
+    assert [one["dashboard"] for one in told] == ["http://127.0.0.1:8265", None]

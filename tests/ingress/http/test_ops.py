@@ -100,3 +100,15 @@ async def test_without_the_switch_there_is_no_access_log(llm: FakeAsyncLLM, caps
     async with client_of(logged(llm, access_log=False)) as client:
         assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("replicas", "wanted"), [(3, "3.0"), ({"min": 0, "max": 4}, "0.0"), ({"min": 2, "max": 4}, "2.0")]
+)
+async def test_limits_stand_beside_what_they_bound(llm: FakeAsyncLLM, replicas: object, wanted: str) -> None:
+    bounds = {"max_queued_requests": 7, "max_queued_tokens": 900}
+    config = Config.model_validate({"ingress": bounds, "engine": {"replicas": replicas}})
+    async with client_of(build_asgi_app(llm, config)) as client:  # type: ignore[arg-type]
+        told = dict(re.findall(r"^raylm:(\w+)\{.*\} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE))
+    assert (told["queued_requests_limit"], told["queued_tokens_limit"]) == ("7.0", "900.0")
+    assert told["engines_wanted"] == wanted

@@ -595,7 +595,8 @@ function showActors(main) {
     const order = { Ingress: 0, Engine: 1, EngineCore: 2, Worker: 3 };
     const actors = [...cluster.actors].sort((a, b) => order[a.kind] - order[b.kind] || b.began - a.began).slice(0, 200).map(one => make("tr", {}, make("td", { text: one.kind }), make("td", {}, state(one.state, kindOf(one.state))), make("td", { text: one.node }), make("td", { class: "num", text: one.pid }),
       make("td", { class: "num", text: one.restarts }), make("td", { text: one.began ? clock(one.began) : "–" }), make("td", { class: "clip mono muted", text: one.name || "", title: one.name || "" })));
-    view.replaceChildren(make("div", { class: "head" }, make("h1", { text: "Actors" }), make("span", { class: "muted", text: `RayLM ${cluster.version} · ${cluster.fingerprint}` })),
+    view.replaceChildren(make("div", { class: "head" }, make("h1", { text: "Actors" }), make("span", { class: "muted", text: `RayLM ${cluster.version} · ${cluster.fingerprint}` }),
+        cluster.dashboard ? make("a", { href: cluster.dashboard, target: "_blank", rel: "noopener", id: "dashboard", text: "Ray's dashboard" }) : null),
       panelOf("Ingresses", ["Replica", "State", "Node", ["Process"], ["Requests"], ["Queued tokens"], "Up for"], ingresses),
       panelOf("Engines", ["Engine", "Computes on", ["Restarts"], ["Running"], ["Waiting"], "KV cache", ["Steps"], ["A step"], ["Preempted"]], engines),
       actors.length ? panelOf("Processes, as Ray knows them", ["Kind", "State", "Node", ["Process"], ["Restarts"], "Since", "Name"], actors) : make("p", { class: "muted", text: cluster.sees === "all" ? "Ray does not run here." : "Processes are shown to the admin's key." }));

@@ -1,0 +1,79 @@
+"""Ray's dashboard beside `raylm serve`: whose Ray it is for, and what is said where there can be none."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from raylm import ray_private
+from raylm.cli.main import app
+from raylm.stages import parse
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # pydantic's, as Ray Serve is imported
+
+
+def start_dashboard() -> None:
+    from raylm.cli import driver
+
+    driver._start_dashboard()
+
+
+@pytest.fixture
+def somebody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Listens where RAY_ADDRESS says that a Ray is."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        yield
+
+
+@pytest.mark.parametrize("option", ["--dashboard", "--no-dashboard"])
+def test_the_dashboard_of_anothers_ray_is_not_ours_to_start(option: str, somebody: None) -> None:
+    done = CliRunner().invoke(app, ["serve", "embedded", option])
+    assert done.exit_code == 2
+    assert "--dashboard: the Ray that RAY_ADDRESS names has its own dashboard, or none." in done.output
+
+
+@pytest.fixture
+def nice(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What niceness is asked for, which a test could not take back."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: asked.append(niceness))
+    return asked
+
+
+def test_without_its_packages_there_is_none_and_one_line_says_so(
+    nice: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_private, "dashboard_fault", lambda: "No module named 'aiohttp_cors'")
+    monkeypatch.setattr(ray_private, "start_dashboard", lambda: pytest.fail("it cannot start"))
+    start_dashboard()
+    (line,) = capsys.readouterr().out.splitlines()
+    said = "no dashboard: No module named 'aiohttp_cors'; pip install 'ray[default]' brings what it needs"
+    assert parse(line) == ("stage", "ray", said)
+    assert nice == [10]
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_one_that_does_not_start_is_told_unless_everything_ends(
+    is_running: bool, nice: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start() -> str:
+        raise RuntimeError("first line\nthe port is taken")
+
+    monkeypatch.setattr(ray_private, "dashboard_fault", lambda: None)
+    monkeypatch.setattr(ray_private, "start_dashboard", start)
+    monkeypatch.setattr("ray.is_initialized", lambda: is_running)
+    start_dashboard()
+    said = [parse(line) for line in capsys.readouterr().out.splitlines()]
+    assert said == [("stage", "ray", "the dashboard did not start: the port is taken")] * is_running
+
+
+def test_the_packages_of_this_environment_are_there() -> None:
+    assert ray_private.dashboard_fault() is None

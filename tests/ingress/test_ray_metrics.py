@@ -1,0 +1,95 @@
+"""RayMetrics hands every sample to Ray under the name that it has in /metrics, from one replica alone."""
+
+from __future__ import annotations
+
+from raylm.frontend.engines.adapters import AdapterDirectory
+from raylm.frontend.state.application_state import ApplicationState
+from raylm.frontend.state.client import LocalState, StateClient, StateLostError
+from raylm.frontend.state.messages import Holdings, StateReport
+from raylm.ingress.ray_metrics import RayMetrics
+
+TEXT = b"""# HELP vllm:generation_tokens_total Tokens generated.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{model_name="m",engine="e.0"} 7.0
+# HELP vllm:time_to_first_token_seconds TTFT.
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{model_name="m",le="1.0"} 2.0
+vllm:time_to_first_token_seconds_bucket{model_name="m",le="+Inf"} 3.0
+vllm:time_to_first_token_seconds_count{model_name="m"} 3.0
+vllm:time_to_first_token_seconds_sum{model_name="m"} 4.5
+# HELP process_open_fds Files.
+# TYPE process_open_fds gauge
+process_open_fds 9.0
+"""
+
+
+class Gauges:
+    """Stands in for ray.util.metrics.Gauge, which takes no tag that it was not made with, and wants all of them."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        self.made: list[str] = []
+
+    def __call__(self, name: str, about: str, tag_keys: tuple[str, ...]) -> Gauges.One:
+        assert about
+        assert ":" not in name
+        self.made.append(name)
+        return Gauges.One(self, name, tag_keys)
+
+    class One:
+        def __init__(self, owner: Gauges, name: str, tag_keys: tuple[str, ...]) -> None:
+            self._owner, self._name, self._keys = owner, name, tag_keys
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            assert set(tags) == set(self._keys)
+            self._owner.values[self._name, frozenset(tags.items())] = value
+
+
+async def nothing() -> None:
+    return None
+
+
+def test_each_sample_is_a_gauge() -> None:
+    gauges = Gauges()
+    copier = RayMetrics("chat", nothing, gauges)
+    for _ in range(2):
+        copier.copy(TEXT)
+    both = ("application", "chat"), ("model_name", "m")
+    ttft = "vllm_time_to_first_token_seconds"
+    assert gauges.values == {
+        ("vllm_generation_tokens_total", frozenset({*both, ("engine", "e.0")})): 7,
+        (f"{ttft}_bucket", frozenset({*both, ("le", "1.0")})): 2,
+        (f"{ttft}_bucket", frozenset({*both, ("le", "+Inf")})): 3,
+        (f"{ttft}_count", frozenset(both)): 3,
+        (f"{ttft}_sum", frozenset(both)): 4.5,
+    }
+    assert len(gauges.made) == len(set(gauges.made))
+
+
+def replica(name: str, state: LocalState) -> StateClient:
+    client = StateClient(state, name)
+    client.share(lambda: TEXT, AdapterDirectory())
+    return client
+
+
+async def test_one_replica_tells_for_all() -> None:
+    state = ApplicationState()
+    told = {name: replica(name, LocalState(state)) for name in ("a", "b", "c")}
+    for name in told:
+        state.exchange(StateReport(name, "", Holdings((), ()), series=TEXT))
+    texts = {name: await client.series_for_all() for name, client in told.items()}
+    assert texts["a"] == await told["a"].series()
+    assert texts["b"] is texts["c"] is None
+    state.leave("a")
+    assert await told["b"].series_for_all() == await told["b"].series()
+    assert await told["c"].series_for_all() is None
+
+
+class NoState(LocalState):
+    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+        raise StateLostError("gone")
+
+
+async def test_alone_it_tells_and_without_the_state_nobody_does() -> None:
+    assert await replica("a", LocalState()).series_for_all() is not None
+    assert await replica("a", NoState()).series_for_all() is None

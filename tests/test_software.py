@@ -1,0 +1,53 @@
+"""`make software` says what is missing, installs it where it may, and fails where something is missing still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import software
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder in which programs are found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def put(folder: Path, name: str, script: str = "") -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_all_is_there(programs: Path) -> None:
+    put(programs, "google-chrome")
+    put(programs, "prometheus")
+    assert software.main() == 0
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_what_is_missing_and_cannot_be_installed_is_named(
+    user: int, programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who is not root may not, and root may have no apt-get."""
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    put(programs, "chromium")
+    if user:
+        put(programs, "apt-get", "exit 1")
+    assert software.main() == 1
+    assert capsys.readouterr().out == "make: the tests need prometheus: sudo apt-get install prometheus\n"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_root_installs_it(works: bool, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    log = programs / "log"
+    put(programs, "made")
+    copy = "; ".join(f"/bin/cp {programs}/made {programs}/{name}" for name in ("chromium", "prometheus"))
+    put(programs, "apt-get", f'echo "$RUNLEVEL $@" >> {log}; {f"[ $2 = update ] || {{ {copy}; }}" if works else ""}')
+    assert software.main() == (not works)
+    assert log.read_text().splitlines() == [
+        "1 --quiet=2 update", "1 --quiet=2 install --yes --no-install-recommends chromium prometheus",
+    ]  # fmt: skip
