@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -48,6 +49,8 @@ def chat(
     from raylm.client import ServerError, is_address
 
     given = {"temperature": temperature, "max_tokens": max_tokens}
+    if sys.stdin.isatty():  # a shell that starts us in the background has it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with asyncio.Runner() as runner:
         try:
             is_url = target is not None and is_address(target)

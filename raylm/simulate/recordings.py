@@ -16,6 +16,7 @@ from raylm.simulate.report import spread
 from raylm.simulate.step_costs import fit, read_steps
 from raylm.simulate.trace import SimulatedRequest, read_trace
 
+_DRAFTS = ("speculative_tokens", "share_drafts")  # without drafts these say nothing
 _SAME = ("block_size", "max_model_len", "prefix_caching", "scheduler")
 
 
@@ -47,7 +48,7 @@ def read_recordings(paths: list[Path], **over: Any) -> Recorded:
         costs, error = fit(read_steps(path))
         groups.append({"num_blocks": head["num_blocks"], "costs": costs.model_dump()})
         errors.append(error)
-    scheduler = {name: value for name, value in first["scheduler"].items() if name != "speculative_tokens" or value}
+    scheduler = {name: value for name, value in first["scheduler"].items() if name not in _DRAFTS or value}
     cache = {"block_size": first["block_size"], "prefix_caching": first["prefix_caching"]}
     given = {"engines": groups, "max_model_len": first["max_model_len"]}
     fleet = Fleet.of(given | {"config": {"scheduler": scheduler, "cache": cache}} | over, ", ".join(map(str, paths)))

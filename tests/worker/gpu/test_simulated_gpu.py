@@ -21,7 +21,6 @@ from raylm.worker.forward import ModuleForward
 from raylm.worker.gpu import xformers
 from raylm.worker.gpu.probe import probe
 from raylm.worker.gpu.split_k import Pages, SplitK
-from raylm.worker.input_buffers import StepInputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
@@ -252,13 +251,13 @@ def test_planted_faults_are_seen(
 
 
 def test_who_waits_while_a_graph_is_recorded_is_told(machine: Gpu, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ModuleForward.hidden
+    forward = ModuleForward.run_planned
 
-    def looking(self: ModuleForward, inputs: StepInputs) -> Tensor:
-        assert int(inputs.positions.max()) >= 0
-        return forward(self, inputs)
+    def looking(self: ModuleForward, input_ids: Tensor, positions: Tensor, plan: object) -> Tensor:
+        assert int(positions.max()) >= 0
+        return forward(self, input_ids, positions, plan)
 
-    monkeypatch.setattr(ModuleForward, "hidden", looking)
+    monkeypatch.setattr(ModuleForward, "run_planned", looking)
     with pytest.raises(AssertionError, match="somebody waits while a graph is recorded"):
         start(path)
 
