@@ -154,6 +154,7 @@ def test_all_wishes_draw_what_they_draw_on_a_cpu(machine: Gpu, path: Path, sched
     assert machine.replays
 
 
+@pytest.mark.long
 @pytest.mark.uses("transformers_backend")
 def test_transformers_modeling_is_captured_too(machine: Gpu, tmp_path: Path) -> None:
     from tests.models.transformers_backend.families import make_family

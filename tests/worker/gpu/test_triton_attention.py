@@ -28,6 +28,7 @@ def interpreted(marks: str) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.long
 def test_the_kernels_in_tritons_interpreter() -> None:
     interpreted("not long")
 

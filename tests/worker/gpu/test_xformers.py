@@ -202,8 +202,14 @@ for file in {*root.rglob("*.py")} - kernels:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["-c", EVERY_MODULE], ["-m", "pytest", "-p", "no:cacheprovider", "tests/ingress/test_real_llm.py"]],
-    ids=["modules", "server"],
+    [
+        pytest.param(["-c", EVERY_MODULE], id="modules"),
+        pytest.param(
+            ["-m", "pytest", "-p", "no:cacheprovider", "tests/ingress/test_real_llm.py"],
+            id="server",
+            marks=pytest.mark.long,
+        ),
+    ],
 )
 def test_all_of_raylm_works_without_xformers_and_triton(tmp_path: Path, arguments: list[str]) -> None:
     """All modules but those of kernels can be imported, and the HTTP application answers over a real engine."""
