@@ -60,9 +60,12 @@ def text_of(line: str) -> str:
 class Server:
     """`raylm serve`; leaving the context ends all of it, whatever state it is in."""
 
-    def __init__(self, path: Path, port: int, *options: str, **environment: str) -> None:
-        """``options`` are those of the command; without any there is no dashboard of Ray's."""
-        options = options or ("--no-dashboard",)
+    def __init__(self, path: Path, port: int, *options: str, ready: str = "ready ", **environment: str) -> None:
+        """``options`` are those of the command; without any there is no dashboard of Ray's.
+
+        ``ready`` stands in what it writes once it is.
+        """
+        options, self._ready = options or ("--no-dashboard",), ready
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = path.with_suffix(".log")
@@ -77,7 +80,7 @@ class Server:
             )
 
     def __enter__(self) -> Server:
-        self.wait_until(lambda: "ready " in self.log.read_text(), "is not ready")
+        self.wait_until(lambda: self._ready in self.log.read_text(), "is not ready")
         self._session = self._child()
         return self
 

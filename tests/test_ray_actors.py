@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import ray
@@ -85,10 +85,10 @@ async def running(engine: EngineActors) -> asyncio.Future[str]:
     return asyncio.ensure_future(engine.core.run.remote())
 
 
-def request(key: int, max_tokens: int, seed: int = 3) -> EngineCoreRequest:
+def request(key: int, max_tokens: int, seed: int = 3, resumable_as: str = "") -> EngineCoreRequest:
     """One that ends by length alone."""
     params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
-    return EngineCoreRequest(key, str(key), PROMPT, params)
+    return EngineCoreRequest(key, str(key), PROMPT, params, resumable_as=resumable_as)
 
 
 async def read(
@@ -188,7 +188,7 @@ class Caller:
     async def call(self, core: ActorHandle) -> int:
         """Open a request that takes a minute; returns the process's id when it is under way."""
         self._client = await RayEngineClient.connect(core)
-        self._client.add(request(1, 3900))
+        self._client.add(request(1, 3900, resumable_as="a stream"))
         outputs = self._client.outputs()
         while not (await anext(outputs)).keys:
             pass
@@ -196,7 +196,7 @@ class Caller:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_what_a_client_had_open_ends_with_its_process_and_nobody_else_s_does(start: Start, number: int) -> None:
+async def test_what_a_client_had_open_is_parked_at_its_end_and_nobody_else_s_is(start: Start, number: int) -> None:
     engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
     await running(engine)
     stayer = await RayEngineClient.connect(engine.core)
@@ -214,6 +214,18 @@ async def test_what_a_client_had_open_ends_with_its_process_and_nobody_else_s_do
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert tokens[1] == FakeModel().continuation(PROMPT, 3, 250)
+    named = request(7, 3900, resumable_as="a stream")
+    parked = await stayer.take_parked(named)
+    assert parked is not None
+    (drawn,) = parked.token_ids
+    assert drawn
+    assert drawn == FakeModel().continuation(PROMPT, 3, len(drawn))
+    assert await stayer.take_parked(named) is None, "it was given"
+    stayer.add(replace(named, drawn=(tuple(drawn),)))
+    outputs = stayer.outputs()
+    while not (news := await anext(outputs)).keys:
+        pass
+    assert news.token_ids == FakeModel().continuation(PROMPT, 3, len(drawn) + len(news.token_ids))[len(drawn) :]
 
 
 async def test_a_client_without_anything_to_send_keeps_its_lease(start: Start) -> None:

@@ -147,7 +147,7 @@ def run_example(script: str, *args: str) -> str:
         pytest.param("EngineCoreActor", signal.SIGKILL, marks=pytest.mark.long),
         pytest.param("ServeReplica:default:Engine", signal.SIGKILL, marks=pytest.mark.long),
         pytest.param("WorkerActor", signal.SIGSTOP, marks=pytest.mark.long),
-        ("EngineCoreActor", signal.SIGSTOP),
+        pytest.param("EngineCoreActor", signal.SIGSTOP, marks=pytest.mark.long),
     ],
 )
 def test_a_stream_outlives_a_killed_or_stopped_process_with_the_text_of_an_undisturbed_one(

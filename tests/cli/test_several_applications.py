@@ -12,7 +12,7 @@ import yaml
 from raylm.checkpoint import EMBEDDED
 from tests.serving import ARGS, Server, chat, free_port, serve_file
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 def test_all_are_served_and_named_at_ready(tmp_path: Path) -> None:
