@@ -35,6 +35,7 @@ def test_every_line_is_json_without_prompts_and_the_last_spans_arrive(tmp_path: 
             assert wrong.status_code == 400
             last = httpx.post(f"{server.url}/v1/chat/completions", json=chat(PLANTED, max_tokens=4), timeout=60)
             assert last.status_code == 200
+            server.wait_until(lambda: '"request.slow"' in server.log.read_text(), "tells of no slow request")
             assert server.stop(signal.SIGINT) == 0
             written = server.log.read_text()
         roots = sorted(collector.roots, key=lambda span: span.start_time_unix_nano)

@@ -127,7 +127,13 @@ class Ingress:
             *(asyncio.create_task(job()) for job in app.state.jobs),
         )
         loop = asyncio.get_running_loop()
-        self._leave = lambda: loop.create_task(self._llm.stop())
+
+        def leave() -> object:
+            stopping = loop.create_task(self._llm.stop())
+            self._llm.timelines.close(_LAST_SPANS_S)
+            return stopping
+
+        self._leave = leave
         if not self._config.engine.scales_to_zero:
             await self._llm.until_engine()
         ENTRANCE.open(app, route_prefix())
@@ -236,10 +242,13 @@ class Ingress:
         await asyncio.sleep(routed_for_s() + _LEAVE_S)
         await self._lifecycle.drain(self._config.ingress.shutdown_grace_s)
         await self._state.close()
-        await self._llm.timelines.close(_LAST_SPANS_S)
+        await asyncio.to_thread(self._llm.timelines.close, _LAST_SPANS_S)
 
     def __del__(self) -> None:
-        """Serve calls this when no request is left: engines that drain need not wait for this client."""
+        """Serve calls this when no request is left, which may be before ``_drain_when_stopped`` has come to its end.
+
+        Engines that drain need not wait for this client.
+        """
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()

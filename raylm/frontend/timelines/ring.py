@@ -152,10 +152,11 @@ class Timelines:
         for observe in self.observers:
             observe(raw, record)
 
-    async def close(self, timeout_s: float) -> None:
-        """Let the observers tell what they still have to; each may take so long."""
-        for observer in self.observers:
-            await asyncio.to_thread(observer.close, timeout_s)
+    def close(self, timeout_s: float) -> None:
+        """Let the observers tell what they still have to, on any thread, each for so long; once."""
+        observers, self.observers = self.observers, ()
+        for observer in observers:
+            observer.close(timeout_s)
 
     # ---------------------------------------------------------------- what is asked
 
