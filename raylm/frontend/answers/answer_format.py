@@ -54,3 +54,5 @@ class AnswerReader:
             delta.tool_calls = delta.tool_calls or None
             if self._tools.over or (self._tools.has_calls and delta.finish_reason == "stop"):
                 delta.finish_reason = "tool_calls"
+            if self._tools.over:
+                delta.stop_reason = None  # what stopped the text came behind the call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,17 @@ async def embedded() -> AsyncIterator[tuple[AsyncLLM, PlayedEngine]]:
 
 
 async def answer(
-    llm: AsyncLLM, engine: PlayedEngine, text: str, *, pieces: int = 3, reason: Any = "stop", **request: Any
+    llm: AsyncLLM,
+    engine: PlayedEngine,
+    text: str,
+    *,
+    pieces: int = 3,
+    reason: Any = "stop",
+    params: SamplingParams = PARAMS,
+    **request: Any,
 ) -> CompletionDelta:
     """The whole answer when the engine says ``text`` in pieces of so many tokens."""
-    prompt = await llm.prepare_chat(ChatRequest(messages=ASK, **request), PARAMS)
+    prompt = await llm.prepare_chat(ChatRequest(messages=ASK, **request), params)
     drawn = await llm.tokenize(text)
     drawn += [2] if reason == "stop" else []
     outputs = llm.generate(prompt.token_ids, prompt.params, RequestHead(request_id="r"), prompt.answer_format)
@@ -85,11 +93,13 @@ async def test_an_answer_cut_short_has_made_no_tool_call(embedded: tuple[AsyncLL
 
 
 @pytest.mark.uses("tool_parsers")
-async def test_one_call_ends_the_answer(embedded: tuple[AsyncLLM, PlayedEngine]) -> None:
+async def test_one_call_ends_the_answer_and_not_what_comes_behind_it(embedded: tuple[AsyncLLM, PlayedEngine]) -> None:
     llm, engine = embedded
+    params = replace(PARAMS, stop=("More",))
     for pieces in (1, 7, 1000):
         text = f"{CALL}\n{CALL}\nMore."
-        got = await answer(llm, engine, text, pieces=pieces, tools=[TOOL], parallel_tool_calls=False)
+        got = await answer(llm, engine, text, pieces=pieces, params=params, tools=[TOOL], parallel_tool_calls=False)
+        assert got.stop_reason is None
         assert got.tool_calls is not None
         assert [call.index for call in got.tool_calls] == [0]
         assert (got.text, got.finish_reason) == ("", "tool_calls")
