@@ -257,9 +257,7 @@ def test_what_the_queue_cannot_hold_is_lost_and_closing_has_an_end(collector: Co
         with timelines.request(str(number), "", "/"):
             pass
     assert observer.lost == 3
-    began = time.monotonic()
     observer.close(0.1)
-    assert time.monotonic() - began < 5
     assert not observer._thread.is_alive()
     assert observer.lost == 6
 
