@@ -144,6 +144,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Pat
             terminal.until("max_tokens is 1")
             terminal.enter("more\r")
             terminal.until("1 tokens")
+            terminal.until("> ")  # before, Ctrl-D would be the terminal's own
             terminal.enter("\x04")
             assert terminal.process.wait(10) == 0
         finally:
