@@ -71,6 +71,12 @@ class SchedulerConfig(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _drafts_to_share(self) -> SchedulerConfig:
+        if self.share_drafts and not self.speculative_tokens:
+            raise ValueError("share_drafts: without speculative_tokens nothing is drafted; set it, or leave this out")
+        return self
+
 
 class ReplicaRange(Frozen):
     """Engines that are started and ended as the load asks for."""

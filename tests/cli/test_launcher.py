@@ -120,6 +120,10 @@ def test_two_models_and_an_application_of_somebody_else_are_read(tmp_path: Path)
             "engine: tensor_parallel_size: ranks are processes of their own",
         ),
         (
+            "applications: [{import_path: 'raylm:build_app', args: {scheduler: {share_drafts: true}}}]",
+            "scheduler: share_drafts: without speculative_tokens nothing is drafted",
+        ),
+        (
             "applications: [{import_path: 'raylm:build_app', args: {scheduler: {max_num_batched_tokens: 32}}}]",
             "scheduler: max_num_batched_tokens: 32 tokens in a step are fewer than its sequences (max_num_seqs: 64)",
         ),
