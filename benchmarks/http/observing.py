@@ -34,7 +34,7 @@ from raylm.engine import EngineCore, LocalExecutor, engine_core
 from raylm.engine.timelines.observer import EventRecorder, Observer
 from raylm.frontend import AsyncLLM, LocalEngineClient, StateClient, async_llm
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.timelines.record import Part, Record
+from raylm.frontend.timelines.record import Part, Record, Trace
 from raylm.frontend.timelines.ring import Timelines
 from raylm.ingress import build_asgi_app
 from raylm.ingress.ray_metrics import RayMetrics
@@ -86,7 +86,7 @@ class NoPart(Part):
 
 class NoTimelines(Timelines):
     @contextmanager
-    def request(self, request_id: str, key: str, path: str) -> Iterator[Record]:
+    def request(self, request_id: str, key: str, path: str, trace: Trace = None) -> Iterator[Record]:
         yield NoRecord(request_id, key, path, self.clock)
 
     @contextmanager

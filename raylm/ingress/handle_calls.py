@@ -102,7 +102,7 @@ class HandleCalls:
         """As ``stream``, with everything in one output."""
         with closing(starting), self._lifecycle.admit() as ongoing, ongoing:
             params, outputs = await starting
-            (output,) = await gather([outputs], params.n, Usage())
+            (output,) = await gather([outputs], params.n, Usage(), at_once=1)
         return output
 
     async def embedding(self, prompt: object, params: PoolingParams | None, fields: JSONObject) -> RequestOutput:

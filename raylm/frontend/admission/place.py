@@ -62,10 +62,14 @@ class Place:
         self.reservation = self._queue.enter(num_bytes, *self._name_and_weight())
         return self.reservation
 
-    def expect(self, num_sequences: int) -> None:
-        """It turns out to ask for so many sequences; OverloadedError if there is no room for them."""
+    def expect(self, num_prompts: int, num_sequences: int) -> None:
+        """It turns out to have so many prompts, of so many sequences each; OverloadedError if there is no room."""
         if self.reservation is not None:
-            self.reservation.grow(num_sequences, 0)
+            self.reservation.expect(num_prompts, num_sequences)
+
+    def at_once(self, num_sequences: int) -> float:
+        """How many of its prompts, of so many sequences each, may wait for their first tokens at once."""
+        return self._queue.at_once(num_sequences)
 
     def bounded(self, request: EngineCoreRequest, max_tokens: int | None) -> EngineCoreRequest:
         """``request`` with an answer no longer than its key may ask for, where its client, by ``max_tokens``, does not.

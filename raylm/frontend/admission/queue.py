@@ -15,6 +15,7 @@ _MIN_RATIO, _MAX_RATIO = 1 / 64, 1.0
 _MEMORY_BYTES = 1_000_000  # of bodies whose ratio is remembered
 _MAX_RETRY_S = 60
 _RATE_SAMPLES = 64
+_PARTS = 4  # one request has at most the fourth part of the queue at once
 
 
 class QueuePolicy(Protocol):
@@ -51,7 +52,8 @@ class Admission:
 
     What is being received, rendered or tokenized counts by an estimate from its bytes, and by its tokens once they
     are known. A request that finds no other one of its key waiting is let in whatever its size and however many wait
-    of other keys: so none can turn another away. What a key may have beyond that the ``policy`` says.
+    of other keys: so none can turn another away. What a key may have beyond that the ``policy`` says. Of one request
+    the prompts that are ``at_once`` wait; the others are to come when these have begun.
     All methods may raise OverloadedError, which says when to come back.
     """
 
@@ -73,6 +75,10 @@ class Admission:
         self._seen_bytes = _INITIAL_TOKENS_PER_BYTE**-1
         self._seen_tokens = 1.0
         self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)  # when the last sequences got their first token
+
+    def at_once(self, num_sequences: int) -> float:
+        """How many prompts of one request, of so many sequences each, may wait at once."""
+        return max(1.0, self._max_requests // _PARTS // num_sequences)
 
     def check(self, num_bytes: int, key: str = "", weight: float = 1.0) -> None:
         """Refuse a prompt of so many bytes before work is done on it."""
@@ -161,6 +167,13 @@ class Reservation:
         tokens = self._admission._estimate(self._bytes)
         self._admission._check(requests, tokens, self)
         self.set(requests, tokens)
+
+    def expect(self, prompts: int, num_sequences: int) -> None:
+        """It turns out to have so many prompts, of so many sequences each, and counts for those that wait at once."""
+        waiting = int(min(prompts, self._admission.at_once(num_sequences)))
+        self._bytes = self._bytes * waiting // prompts
+        self.set(self.requests, self._admission._estimate(self._bytes))
+        self.grow(waiting * num_sequences, 0)
 
     def give(self, requests: int) -> int:
         """Hand over the share of so many sequences; returns the bytes that they were estimated from."""

@@ -274,7 +274,7 @@ class ChatCompletions:
         self, body: ChatCompletionRequest, params: SamplingParams | None, *, any_length: bool
     ) -> tuple[SamplingParams, ChatPrompt]:
         params = params or body.params(self._llm.sampling_defaults)
-        body.expect(params.n)
+        body.expect(1, params.n)
         return params, await self._llm.prepare_chat(body.chat_request(any_length=any_length), params)
 
 

@@ -63,7 +63,7 @@ class Choices(ABC):
 
     async def _whole(self, outputs: Sequence[Outputs]) -> list[bytes]:
         usage = Usage(len(outputs))
-        whole = await gather(outputs, self._n, usage)
+        whole = await gather(outputs, self._n, usage, self._body.at_once(self._n))
 
         def make() -> JSONObject:
             choices = Pieces(self._whole_choice(choice, output) for output in whole for choice in output.deltas)
@@ -83,7 +83,7 @@ class Choices(ABC):
         if self._id.all_told(with_usage=with_usage):
             yield self._id.line() + DONE
             return
-        async with aclosing(merge(outputs)) as items:
+        async with aclosing(merge(outputs, self._body.at_once(self._n))) as items:
             async for output in items:
                 usage.count(output)
                 shown = usage.as_json() if self._with_usage else None

@@ -165,7 +165,7 @@ class Completions:
         body.check(self._config)
         head = body.head(name, arrival_time, "prompt", self._llm)
         params = params or body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
-        body.expect(len(body.prompt) * params.n)
+        body.expect(len(body.prompt), params.n)
         special = body.add_special_tokens is not False
         prompts = [await tokenized(prompt, body, self._llm, special=special) for prompt in body.prompt]
         outputs: list[Outputs] = []

@@ -61,7 +61,7 @@ class Embedded:
 
 
 class PoolingHandler(ABC, Generic[B]):
-    """The handler of a route: sends the texts of a body to the engine at once, and answers when it has all vectors.
+    """The handler of a route: sends the texts of a body to the engines side by side, answers when it has all vectors.
 
     ``prefix`` begins the ids of answers.
     """
@@ -88,22 +88,22 @@ class PoolingHandler(ABC, Generic[B]):
         body.check(self._config)
         name = f"{self.prefix}-{body.request_id or request_id}"
         head = body.head(name, time.time(), "input", self._llm)
-        return self.answer(body, head, await self._embed(await self.streams(body, head)))
+        return self.answer(body, head, await self._embed(await self.streams(body, head), body.at_once(1)))
 
     async def streams(self, body: B, head: RequestHead, params: PoolingParams | None = None) -> list[Outputs]:
         """Of each text its one output, computed when it is asked for; ``params`` hold in place of the body's."""
         texts = self.texts(body)
         params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
-        body.expect(len(texts))
+        body.expect(len(texts), 1)
         return [
             self._llm.embed(await tokenized(prompt, body, self._llm), params, head.nth(place, param))
             for place, (prompt, param) in enumerate(texts)
         ]
 
-    async def _embed(self, streams: Sequence[Outputs]) -> Embedded:
+    async def _embed(self, streams: Sequence[Outputs], at_once: float) -> Embedded:
         """If one of the texts fails the others are given up."""
         vectors, usage = [np.empty(0, np.float32)] * len(streams), Usage(len(streams))
-        async with aclosing(merge(streams)) as outputs:
+        async with aclosing(merge(streams, at_once)) as outputs:
             async for output in outputs:
                 usage.count(output)
                 assert output.vector is not None, "a pooled request was answered without a vector"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -202,10 +203,14 @@ class Body(BaseModel):
         self._place = place
         return self
 
-    def expect(self, num_sequences: int) -> None:
-        """Make room in the queue for what it asks for; OverloadedError if there is none."""
+    def expect(self, num_prompts: int, num_sequences: int) -> None:
+        """Make room in the queue for so many prompts, of so many sequences each; OverloadedError if there is none."""
         if self._place is not None:
-            self._place.expect(num_sequences)
+            self._place.expect(num_prompts, num_sequences)
+
+    def at_once(self, num_sequences: int) -> float:
+        """How many of its prompts, of so many sequences each, may wait for their first tokens at once."""
+        return math.inf if self._place is None else self._place.at_once(num_sequences)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Self:

@@ -83,11 +83,14 @@ def _num_shown(entries: Sequence[TokenLogprob | None]) -> int:
     return len(entries) * (1 + len(first.top)) if first is not None else 0
 
 
-async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[RequestOutput]:
-    """Read the requests of ``streams``, of ``n`` sequences each, to their end; of each comes one output with it all."""
+async def gather(streams: Sequence[Outputs], n: int, usage: Usage, at_once: float) -> list[RequestOutput]:
+    """Read the requests of ``streams``, of ``n`` sequences each, to their end; of each comes one output with it all.
+
+    As many wait for their first output as ``merge`` says.
+    """
     choices = [[CompletionDelta(index) for index in range(n)] for _ in streams]
     last: dict[int, RequestOutput] = {}
-    async with aclosing(merge(streams)) as outputs:
+    async with aclosing(merge(streams, at_once)) as outputs:
         async for output in outputs:
             usage.count(output)
             last[output.place] = output
@@ -97,21 +100,24 @@ async def gather(streams: Sequence[Outputs], n: int, usage: Usage) -> list[Reque
     return [replace(last[place], deltas=deltas) for place, deltas in enumerate(choices)]
 
 
-def merge(streams: Sequence[Outputs]) -> Outputs:
+def merge(streams: Sequence[Outputs], at_once: float) -> Outputs:
     """The outputs of all streams as they come, each with the ``place`` of its stream; who closes it closes them.
+
+    Streams are begun in order, ``at_once`` of them before the first of these have had an output.
 
     Raises:
         Exception: what the first failing stream raised.
     """
-    return streams[0] if len(streams) == 1 else _interleave(streams)
+    return streams[0] if len(streams) == 1 else _interleave(streams, int(min(at_once, len(streams))))
 
 
-async def _interleave(streams: Sequence[Outputs]) -> Outputs:
+async def _interleave(streams: Sequence[Outputs], at_once: int) -> Outputs:
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
     tasks: list[asyncio.Task[None]] = []
+    room = asyncio.Semaphore(at_once)
     try:
         for place, stream in enumerate(streams):
-            tasks.append(asyncio.create_task(_pump(place, stream, queue)))
+            tasks.append(asyncio.create_task(_pump(place, stream, queue, room)))
             if len(tasks) % _STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)  # each takes a part of a millisecond to reach its engine
         open_streams = len(streams)
@@ -129,13 +135,20 @@ async def _interleave(streams: Sequence[Outputs]) -> Outputs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item]) -> None:
+async def _pump(place: int, stream: Outputs, queue: asyncio.Queue[_Item], room: asyncio.Semaphore) -> None:
     ended: Exception | None = None
+    await room.acquire()
+    waits = True
     try:
         async with aclosing(stream) as outputs:
             async for output in outputs:
+                if waits:
+                    waits = False
+                    room.release()
                 output.place = place
                 await queue.put(output)
     except Exception as error:
         ended = error
+    if waits:
+        room.release()
     await queue.put(ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -64,10 +65,51 @@ async def test_a_prompt_that_does_not_fit_beside_others_is_not_rendered(
 async def test_choices_count_each(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     llm.admission._max_requests = 8
     waiting = llm.admission.prompt(1, 1)
-    error_of(await client.post("/v1/completions", json=TEXT | {"prompt": ["a"] * 4, "n": 2}), 429)
+    error_of(await client.post("/v1/completions", json=TEXT | {"prompt": ["a"] * 2, "n": 8}), 429)
     error_of(await client.post("/v1/chat/completions", json=CHAT | {"n": 8}), 429)
     assert (await client.post("/v1/completions", json=TEXT | {"prompt": ["a"] * 3, "n": 2})).status_code == 200
     waiting.release()
+
+
+MANY: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": ["a"] * 20}),
+    ("/v1/completions", {"prompt": ["a"] * 20, "n": 2, "stream": True}),
+    ("/v1/embeddings", {"input": ["a"] * 20}),
+    ("/rerank", {"query": "a", "documents": ["b"] * 19}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), MANY)
+async def test_a_request_of_many_prompts_leaves_most_of_the_queue_to_others(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """The fourth part of it waits at once, and the next prompt comes as one of these has begun."""
+    llm.admission._max_requests, step = 16, asyncio.Semaphore(0)
+    begun, ended = 0, 0
+
+    def in_turns(answers: Any) -> Any:
+        async def waiting(*args: Any) -> Any:
+            nonlocal begun, ended
+            begun += 1
+            await step.acquire()
+            ended += 1
+            async with aclosing(answers(*args)) as outputs:
+                async for output in outputs:
+                    yield output
+
+        return waiting
+
+    monkeypatch.setattr(llm, "generate", in_turns(llm.generate))
+    monkeypatch.setattr(llm, "embed", in_turns(llm.embed))
+    answer = asyncio.create_task(client.post(path, json={"model": llm.model_name} | body))
+    at_once = 4 // body.get("n", 1)
+    for number in range(20):
+        await until(lambda: ended == number and begun == min(at_once + number, 20))  # noqa: B023
+        assert llm.admission.requests == 4
+        error_of(await client.post("/v1/completions", json=TEXT | {"n": 13}), 429)
+        step.release()
+    assert (await answer).status_code == 200
+    assert (llm.admission.requests, llm.admission.tokens) == (0, 0)
 
 
 async def test_refusals_leave_nothing_in_the_queue(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
