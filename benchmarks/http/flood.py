@@ -1,9 +1,11 @@
 """Send a server far more requests at once than its queue takes: each must be answered rightly or refused with 429.
 
-    python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000
+    python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000 [--floods 20]
 
 Half of the requests stream. A 200 is right if its text is the one that the same prompt had alone, before the flood
-(temperature 0). Meanwhile another process asks /health without pause and notes the longest wait.
+(temperature 0). Meanwhile another process asks /health without pause and notes the longest wait, and a third one only
+sleeps, 5 ms at a time, and notes by how much it was woken too late: as late as that the machine may run whatever has
+something to do, so no answer is always faster.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -26,9 +28,10 @@ from benchmarks.http.serving import first_model, sse
 from benchmarks.rows import Report, parser, quantile
 
 PROMPTS = 32
+_PAUSE_S = 0.005
 UNITS = {
     "answered": "", "wrong": "", "time": "s", "TTFT p50": "ms", "TTFT p99": "ms",
-    "/health p99": "ms", "/health longest": "ms",
+    "/health p99": "ms", "/health longest": "ms", "a sleep's longest delay": "ms",
 }  # fmt: skip
 
 
@@ -81,6 +84,7 @@ Probe = tuple[int, float]  # status, seconds
 
 def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]]) -> None:
     """Ask /health again and again; put what was answered, and how late, into ``waits`` at the end."""
+    os.setsid()  # else Linux schedules it as a part of the flood (autogroups)
     found: list[Probe] = []
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     while not found or not stop.is_set():
@@ -89,8 +93,19 @@ def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]
         response = connection.getresponse()
         response.read()
         found.append((response.status, time.perf_counter() - begun))
-        time.sleep(0.005)
+        time.sleep(_PAUSE_S)
     waits.put(found)
+
+
+def watch_sleep(stop: Event, delays: multiprocessing.Queue[float]) -> None:
+    """Sleep again and again; put the longest delay, in seconds, into ``delays`` at the end."""
+    os.setsid()
+    longest = 0.0
+    while not stop.is_set():
+        begun = time.perf_counter()
+        time.sleep(_PAUSE_S)
+        longest = max(longest, time.perf_counter() - begun - _PAUSE_S)
+    delays.put(longest)
 
 
 async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], float]:
@@ -104,7 +119,7 @@ async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], f
         return outcomes, time.perf_counter() - begun
 
 
-def report(outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe], out: Path | None) -> bool:
+def report(outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe], delay: float, to: Report) -> bool:
     """Print the figures; whether there were only 200 and 429, all 200 right, and every probe answered 200."""
     waits, healths = [wait for _, wait in probes], Counter(status for status, _ in probes)
     statuses = Counter(outcome.status for outcome in outcomes)
@@ -118,10 +133,11 @@ def report(outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe],
         "TTFT p99": 1e3 * quantile(ttfts, 0.99),
         "/health p99": 1e3 * quantile(waits, 0.99),
         "/health longest": 1e3 * max(waits),
+        "a sleep's longest delay": 1e3 * delay,
     }
     retries = Counter(outcome.retry_after for outcome in outcomes if outcome.status == 429)
     print(f"statuses {dict(statuses)}, Retry-After {dict(retries)}, /health {dict(healths)}")
-    Report("flood", UNITS, out).add(f"{len(outcomes)} requests", figures)
+    to.add(f"{len(outcomes)} requests", figures)
     return set(statuses) <= {200, 429} and not wrong and set(healths) == {200}
 
 
@@ -131,18 +147,30 @@ def main() -> int:
     options.add_argument("--url", default="http://127.0.0.1:8000")
     options.add_argument("--requests", type=int, default=1000)
     options.add_argument("--max-tokens", type=int, default=32)
+    options.add_argument("--floods", type=int, default=1, help="one after the other")
     args = options.parse_args()
+    to = Report("flood", UNITS, args.out)
+    return 0 if all(measured(args.url, args.requests, args.max_tokens, to) for _ in range(args.floods)) else 1
+
+
+def measured(url: str, requests: int, max_tokens: int, to: Report) -> bool:
+    """One flood with its watchers; whether all was answered as it must be."""
     context = multiprocessing.get_context("spawn")
-    stop, waits = context.Event(), context.Queue()
-    watcher = context.Process(target=watch_health, args=(args.url, stop, waits))
-    watcher.start()
+    stop, waits, delays = context.Event(), context.Queue(), context.Queue()
+    watchers = [
+        context.Process(target=watch_health, args=(url, stop, waits)),
+        context.Process(target=watch_sleep, args=(stop, delays)),
+    ]
+    for watcher in watchers:
+        watcher.start()
     try:
-        outcomes, seconds = asyncio.run(flood(args.url, args.requests, args.max_tokens))
+        outcomes, seconds = asyncio.run(flood(url, requests, max_tokens))
     finally:
         stop.set()
-    found = waits.get(timeout=60)
-    watcher.join()
-    return 0 if report(outcomes, seconds, found, args.out) else 1
+    probes, delay = waits.get(timeout=60), delays.get(timeout=60)
+    for watcher in watchers:
+        watcher.join()
+    return report(outcomes, seconds, probes, delay, to)
 
 
 if __name__ == "__main__":

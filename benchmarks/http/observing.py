@@ -71,6 +71,8 @@ class NoRecord(Record):
     def sending(self, send: Any) -> Any:
         return send
 
+    def wrote(self, before: float) -> None: ...
+
 
 class NoPart(Part):
     __slots__ = ()

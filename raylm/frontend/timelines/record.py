@@ -147,13 +147,17 @@ class Record:
             await send(message)
             if message["type"] == "http.response.start":
                 self.status = message["status"]
-                return
-            self.last_byte = now = self.clock()
-            self.blocked_s += now - before
-            if self.first_byte is None:
-                self.first_byte = now
+            else:
+                self.wrote(before)
 
         return send_and_note
+
+    def wrote(self, before: float) -> None:
+        """Bytes of the answer that were handed over at ``before`` are taken."""
+        self.last_byte = now = self.clock()
+        self.blocked_s += now - before
+        if self.first_byte is None:
+            self.first_byte = now
 
     def raw(self, ingress: str) -> dict[str, Any]:
         """All that is known, as plain values."""

@@ -81,7 +81,7 @@ class JSONEndpoint:
         trace = trace_of(headers.get("traceparent"), ",".join(headers.getlist("tracestate")))
         request = scope["raylm.request_id"], scope.get("raylm.key", ""), path, trace
         with suppress(ClientDisconnectedError), self.timelines.request(*request) as record:
-            await self._answer(scope, receive, record.sending(send), record, key)
+            await self._answer(scope, receive, send, record, key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, key: ApiKey | None) -> None:
         headers = Headers(scope=scope)
@@ -91,10 +91,17 @@ class JSONEndpoint:
             with _deadline(headers, place.ongoing) as on_begin:
                 content = await self.gate.receive(place, receive)
                 record.mark("parse")
-                await self._serve(content, place, on_begin, scope, receive, send)
+                await self._serve(content, place, on_begin, scope, receive, send, record)
 
     async def _serve(
-        self, content: bytes, place: Place, on_begin: _Callback, scope: Scope, receive: Receive, send: Send
+        self,
+        content: bytes,
+        place: Place,
+        on_begin: _Callback,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        record: Record,
     ) -> None:
         ongoing = place.ongoing
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
@@ -110,10 +117,11 @@ class JSONEndpoint:
                 if isinstance(answer, (bytes, list)):
                     on_begin()
                     reservation.release()  # however slowly the client reads
-                    await _send_whole([answer] if isinstance(answer, bytes) else answer, send)
+                    await _send_whole([answer] if isinstance(answer, bytes) else answer, record.sending(send))
                 else:
                     async with aclosing(answer):
-                        await _send_stream(answer, ongoing, on_begin, scope, send, self.keep_alive)
+                        events = EventStream(send, self.keep_alive, record)
+                        await _send_stream(answer, ongoing, on_begin, scope, events)
         finally:
             watch.cancel()
 
@@ -204,9 +212,9 @@ async def _send_whole(pieces: list[bytes], send: Send) -> None:
 
 
 async def _send_stream(
-    chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, send: Send, keep_alive: bytes
+    chunks: Chunks, ongoing: OngoingRequest, on_begin: _Callback, scope: Scope, events: EventStream
 ) -> None:
-    async with EventStream(send, keep_alive) as events:
+    async with events:
         try:
             with ongoing:
                 first = await anext(chunks)

@@ -8,6 +8,8 @@ from types import TracebackType
 
 from starlette.types import Send
 
+from raylm.frontend.timelines.record import Record
+
 KEEP_ALIVE_S = 5.0
 
 _HEADERS = [
@@ -20,12 +22,13 @@ _HEADERS = [
 class EventStream:
     """Sends the head before the first chunk, and ``keep_alive`` when KEEP_ALIVE_S have passed without one.
 
-    Until then ``begun`` is False, and the answer can still have another status.
+    Until then ``begun`` is False, and the answer can still have another status. What is written is noted in ``record``.
     """
 
-    def __init__(self, send: Send, keep_alive: bytes) -> None:
+    def __init__(self, send: Send, keep_alive: bytes, record: Record) -> None:
         self.begun = False
         self._send = send
+        self._record = record
         self._keep_alive = keep_alive
         self._sending = asyncio.Lock()
 
@@ -43,18 +46,21 @@ class EventStream:
 
     async def send(self, chunk: bytes) -> None:
         self._last = self._time()
-        await self._put({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._put(chunk, more=True)
 
     async def end(self, chunk: bytes = b"") -> None:
-        await self._put({"type": "http.response.body", "body": chunk})
+        await self._put(chunk, more=False)
         self._timer.cancel()
 
-    async def _put(self, message: dict[str, object]) -> None:
+    async def _put(self, chunk: bytes, *, more: bool) -> None:
+        record = self._record
         async with self._sending:
             if not self.begun:
-                self.begun = True
+                self.begun, record.status = True, 200
                 await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._send(message)
+            before = record.clock()
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+            record.wrote(before)
 
     async def _keep_alive_when_idle(self) -> None:
         with suppress(Exception):  # a connection that is broken is noticed where its disconnection is watched
