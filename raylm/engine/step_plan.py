@@ -8,6 +8,7 @@ from raylm.engine.sequence import Sequence
 from raylm.messages import NewSequence, SchedulerOutput
 
 Reserve = Callable[[Sequence, int, "StepPlan"], bool]
+_DESCRIBED = 8  # tokens that one of a prompt counts for whose log-probabilities are asked for: its logits are computed too
 
 
 class StepPlan:
@@ -49,7 +50,7 @@ class StepPlan:
             if known >= seq.limit or tokens <= 0:
                 continue
             if known - computed > 1:
-                tokens -= self._add_chunk(seq, min(known - computed, max(1, tokens - (len(running) - place - 1))))
+                tokens -= self._add_chunk(seq, max(1, tokens - (len(running) - place - 1)))
                 chunked.append(seq)
             elif computed % reserve_every or reserve(seq, place, self):
                 ids.append(seq.id)
@@ -64,7 +65,7 @@ class StepPlan:
         """Let a sequence join that the worker has no row of, and compute as much of it as the budget allows."""
         self.max_new -= 1
         self.new.append(seq.as_new(block_ids))
-        self.tokens -= self._add_chunk(seq, min(seq.num_tokens - seq.num_computed, self.tokens))
+        self.tokens -= self._add_chunk(seq, self.tokens)
 
     def grow(self, blocks: list[int]) -> None:
         """Append blocks to the table of the next row's sequence."""
@@ -96,17 +97,22 @@ class StepPlan:
             new_block_ids=[block for blocks in self._grown.values() for block in blocks],
         )
 
-    def _add_chunk(self, seq: Sequence, count: int) -> int:
-        """Let ``seq`` compute its next ``count`` tokens, and draw one if they are its last ones; returns ``count``."""
+    def _add_chunk(self, seq: Sequence, most: int) -> int:
+        """Let ``seq`` compute its next tokens, and draw one if they are its last ones.
+
+        Returns how many of the ``most`` tokens of the budget that are left for it this takes.
+        """
         computed, known = seq.num_computed, seq.num_tokens
+        each = 1 if seq.prompt_logprobs is None else _DESCRIBED
+        count = min(known - computed, max(1, most // each))
         samples = computed + count == known
         seq.num_computed = computed + count
         seq.num_tokens = known + samples
         if count > 1:
             self._chunks.append((seq.id, computed, count, samples))
-            return count
+            return min(count * each, most)
         if not samples:
             self._silent.append(len(self._ids))
         self._ids.append(seq.id)
         self._computed.append(computed)
-        return count
+        return min(count * each, most)

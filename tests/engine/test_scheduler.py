@@ -37,6 +37,25 @@ def test_a_long_prompt_is_computed_in_chunks_and_draws_at_its_end() -> None:
     assert [len(plan.new) for plan in plans] == [1, 0, 0]
 
 
+def test_prompt_tokens_whose_log_probabilities_are_asked_for_count_as_several() -> None:
+    """Their logits are computed too, and those who run beside them wait as long."""
+    engine = Engine(num_blocks=20, max_num_batched_tokens=16)
+    engine.add([1] * 6, key=1, prompt_logprobs=1)
+    engine.add([1] * 40, key=2, prompt_logprobs=1)
+    engine.add([1] * 40, key=3)
+    plan = engine.schedule()
+    assert rows(plan) == [(0, 0, 2, False)]
+    engine = Engine(num_blocks=20, max_num_batched_tokens=17)
+    engine.add([1], key=1)
+    engine.step()
+    engine.add([1] * 6, key=2, prompt_logprobs=1)
+    assert [rows(engine.schedule()) for _ in range(3)] == [
+        [(0, 1, 1, True), (1, 0, 2, False)],
+        [(0, 2, 1, True), (1, 2, 2, False)],
+        [(0, 3, 1, True), (1, 4, 2, True)],
+    ]
+
+
 def test_new_blocks_are_sent_when_a_block_border_is_crossed() -> None:
     engine = Engine()
     engine.add([1] * 3)
@@ -235,7 +254,7 @@ def test_a_request_without_a_seed_gets_one_and_keeps_it() -> None:
 
 
 def test_prompt_logprobs_are_computed_at_every_position_and_once() -> None:
-    engine = Engine(num_blocks=20, max_num_batched_tokens=16)
+    engine = Engine(num_blocks=20, max_num_batched_tokens=128)
     engine.add([1] * 20, key=0)
     engine.step()
     engine.step()
