@@ -7,7 +7,7 @@ CONFIG ?= configs/llama.yaml
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-EXTRAS := anthropic responses tool_parsers quantization transformers_backend speculation gpu
+EXTRAS := anthropic responses tool_parsers otel quantization transformers_backend speculation gpu
 .PHONY: help serve test test-all software check conformance clients extras long fuzz sanitizers format figures pictures boards clean
 
 help:  ## this list
