@@ -8,7 +8,9 @@ from raylm.engine.sequence import Sequence
 from raylm.messages import NewSequence, SchedulerOutput
 
 Reserve = Callable[[Sequence, int, "StepPlan"], bool]
-_DESCRIBED = 8  # tokens that one of a prompt counts for whose log-probabilities are asked for: its logits are computed too
+_DESCRIBED = (
+    8  # tokens that one of a prompt counts for whose log-probabilities are asked for: its logits are computed too
+)
 
 
 class StepPlan:

@@ -26,6 +26,8 @@ class StateActor:
     engines start anew together. Ray starts it again when it is lost; the replicas then tell it what they know.
     """
 
+    shared = True
+
     def __init__(self) -> None:
         self._state = ApplicationState()
         loop = asyncio.get_event_loop()
@@ -57,6 +59,8 @@ class StateActor:
 
 class RemoteState:
     """The StateActor of an application, started if there is none."""
+
+    shared = True
 
     def __init__(self, app_name: str) -> None:
         self._name = state_name(app_name)

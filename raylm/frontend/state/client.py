@@ -44,7 +44,12 @@ class StateLostError(Exception):
 
 
 class StateLink(Protocol):
-    """The state itself, wherever it is: all raise StateLostError where it cannot be asked."""
+    """The state itself, wherever it is: all raise StateLostError where it cannot be asked.
+
+    It is ``shared`` where other replicas may ask it for the series of this one.
+    """
+
+    shared: bool
 
     async def exchange(self, report: StateReport) -> StateReply: ...
 
@@ -57,6 +62,7 @@ class LocalState:
     """The state of an application with one ingress replica, in that replica; it ends with it."""
 
     def __init__(self, state: ApplicationState | None = None) -> None:
+        self.shared = state is not None
         self._state = state or ApplicationState()
 
     async def exchange(self, report: StateReport) -> StateReply:
@@ -237,7 +243,7 @@ class StateClient:
         asked = [claim for claim, _ in self._claims.values()]
         now = time.monotonic()
         series = None
-        if now - self._series_told >= PERIOD_S:
+        if self._link.shared and now - self._series_told >= PERIOD_S:
             self._series_told, series = now, self._own_series()
         report = StateReport(
             self.replica,

@@ -191,7 +191,7 @@ async def test_what_fails_in_a_report_does_not_end_reporting() -> None:
             raise failures.pop()
         return b""
 
-    client = StateClient()
+    client = StateClient(LocalState(ApplicationState()))
     client.share(series, AdapterDirectory())
     (await client.claim("a", KeyLimits(concurrency=1))).end()
     assert not failures

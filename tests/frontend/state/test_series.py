@@ -11,7 +11,7 @@ from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.state import client as client_module
 from raylm.frontend.state.application_state import LEASE_S, MOST_DEPARTED, ApplicationState
 from raylm.frontend.state.client import LocalState, StateClient
-from raylm.frontend.state.messages import Holdings, StateReport
+from raylm.frontend.state.messages import Holdings, KeyLimits, StateReport
 from raylm.frontend.state.series import fold, merge
 
 Values = dict[str, float]
@@ -121,6 +121,22 @@ async def test_without_the_state_a_replica_tells_of_itself(monkeypatch: pytest.M
     values = values_of(await client.series())
     assert values["raylm:http_answers_total|status=200"] == 3
     assert values["raylm:queued_requests|model_name=m,replica=a"] == 1
+
+
+async def test_who_is_alone_tells_nobody_of_itself() -> None:
+    client = StateClient(LocalState(), "a")
+    told = 0
+
+    def own() -> bytes:
+        nonlocal told
+        told += 1
+        return text_of(3, 1, 100, 4)
+
+    client.share(own, AdapterDirectory())
+    (await client.claim("a", KeyLimits(concurrency=1))).end()
+    assert told == 0
+    assert values_of(await client.series())["raylm:http_answers_total|status=200"] == 3
+    await client.close()
 
 
 def test_folding_changes_no_sum() -> None:
