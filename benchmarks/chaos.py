@@ -16,7 +16,6 @@ makes the same load and the same faults, at the same times.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import re
@@ -24,16 +23,15 @@ import signal
 import tempfile
 import time
 from argparse import Namespace
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from benchmarks.asking import GIVE_UP_S, Asked, Question, WrongError, ask, open_client
 from benchmarks.rows import Report, parser, quantile
 from benchmarks.silences import AFTER_S, Fault, Silence, silences, undisturbed
 from tests.serving import Server, free_port, serve_file
@@ -55,27 +53,13 @@ FAULTS = [
 INGRESS_DEATH = ("ServeReplica:default:Ingress", signal.SIGKILL)
 BETWEEN_S = (8.0, 16.0)
 ASK_AGAIN_S = 0.2
-GIVE_UP_S = 120.0
 TURN_S, LATE_S = 0.02, 0.1
-# What differs between two answers that say the same.
-_VOLATILE = {
-    "id", "created", "created_at", "completed_at", "item_id", "call_id", "sequence_number", "response_id",
-    "prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens",
-    "input_tokens",
-}  # fmt: skip
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
     "required": ["name", "sizes"],
 }
 _TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-
-
-@dataclass(frozen=True)
-class Question:
-    name: str
-    path: str
-    body: dict[str, Any]
 
 
 def questions() -> list[Question]:
@@ -109,114 +93,6 @@ def questions() -> list[Question]:
     said = {"model": "embedded", "messages": asked, "max_tokens": 200, "temperature": 0}
     made += [Question("message", "/v1/messages", said | {"stream": stream}) for stream in (False, True)]
     return made
-
-
-class WrongError(Exception):
-    """An answer that is an error, or none; ``lost`` if a client's library would ask again."""
-
-    def __init__(self, text: str, lost: bool = False) -> None:
-        super().__init__(text)
-        self.lost = lost
-
-
-@dataclass
-class Asked:
-    """What has come by now, and when its parts did; ``waits`` are the phases of its timeline, by the same clock."""
-
-    question: Question
-    times: list[float]
-    ids: list[str] = field(default_factory=list)
-    last_event: str = ""
-    lines: list[str] = field(default_factory=list)
-    waits: list[tuple[float, float, str]] = field(default_factory=list)
-
-    @property
-    def gaps(self) -> list[float]:
-        return [end - begin for begin, end in pairwise(self.times)]
-
-    @property
-    def answer(self) -> Any:
-        """Raises WrongError."""
-        if not self.question.body.get("stream"):
-            return stable(json.loads("\n".join(self.lines)))
-        events = [json.loads(line) for line in self.lines if line != "[DONE]"]
-        if errors := [event for event in events if event.get("error")]:
-            raise WrongError(json.dumps(errors[0]))
-        return joined(events)
-
-
-def open_client() -> aiohttp.ClientSession:
-    """Each request has a connection of its own."""
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(GIVE_UP_S), read_bufsize=2**20)
-
-
-async def ask(client: aiohttp.ClientSession, url: str, asked: Asked) -> None:
-    """Ask, or go on with a stream behind its last event; WrongError if it is refused or ends early."""
-    streamed = asked.question.body.get("stream")
-    if not asked.last_event:
-        asked.lines.clear()
-    headers = {"last-event-id": asked.last_event} if asked.last_event else {}
-    try:
-        async with client.post(url + asked.question.path, json=asked.question.body, headers=headers) as response:
-            if response.status != 200:
-                raise WrongError(f"{response.status} {await response.text()}", response.status >= 500)
-            asked.ids.append(response.headers.get("x-request-id", ""))
-            if not streamed:
-                asked.lines.append(await response.text())
-                asked.times.append(time.monotonic())
-                return
-            async for event_id, data in _events(response):
-                asked.times.append(time.monotonic())
-                asked.lines.append(data)
-                asked.last_event = event_id or asked.last_event
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise WrongError(repr(error), lost=True) from error
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str]]:
-    """(id, data) of each whole event; those that only keep the connection open are left out."""
-    event_id = data = ""
-    async for line in response.content:
-        if line.startswith(b"id: "):
-            event_id = line[4:].strip().decode()
-        elif line.startswith(b"data: "):
-            data = line[6:].strip().decode()
-        elif line == b"\n" and data:
-            if data != '{"type":"ping"}':
-                yield event_id, data
-            event_id = data = ""
-
-
-def stable(value: Any) -> Any:
-    """An answer without what differs each time."""
-    if isinstance(value, dict):
-        return {name: stable(part) for name, part in value.items() if name not in _VOLATILE}
-    return [stable(part) for part in value] if isinstance(value, list) else value
-
-
-def joined(events: list[dict[str, Any]]) -> Any:
-    """What the events of a stream say together, however they were cut."""
-    texts: defaultdict[str, str] = defaultdict(str)
-    last: dict[str, Any] = {}
-    for event in events:
-        if event.get("type") == "response.completed":
-            return stable(event["response"])
-        parts = event.get("choices") or ([event] if isinstance(event.get("delta"), dict) else [])
-        for part in parts:
-            place = part.get("index", 0)
-            for name, text in _texts(part.get("delta") or {}):
-                texts[f"{place} {name}"] += text
-            for name in ("finish_reason", "stop_reason"):
-                if reason := part.get(name) or (part.get("delta") or {}).get(name):
-                    last[f"{place} {name}"] = reason
-    return {"texts": dict(texts), "ends": last}
-
-
-def _texts(delta: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in delta.items():
-        if isinstance(value, str) and name not in ("role", "type", "stop_reason"):
-            yield name, value
 
 
 class Chaos:
@@ -349,38 +225,47 @@ class Chaos:
         self.counts[kind] += 1
         print(f"{kind}: {text[:600]}", flush=True)
 
-    def silences(self) -> list[Silence]:
-        return list(silences(self.faults, [stream.times for stream in self.streams]))
+    @property
+    def _times(self) -> list[list[float]]:
+        return [stream.times for stream in self.streams]
 
     def figures(self) -> dict[str, float]:
         found: dict[str, float] = {
             name: self.counts[name] for name in ("answers", "different", "errors", "asked again")
         }
-        heard = self.silences()
+        heard = list(silences(self.faults, self._times))
         for sort, named in (("death", "deaths"), ("stop", "stops")):
             found[named] = sum(fault.sort == sort for fault in self.faults)
             for covered, alone in ((True, ""), (False, ", alone")):
-                lasted = [one.seconds for one in heard if one.fault.sort == sort and one.covered == covered]
+                lasted = [one.seconds for one in heard if _sort(one) == sort and one.covered == covered]
                 if lasted:
                     found |= {f"silence p{q} after a {sort}{alone}": quantile(lasted, q / 100) for q in (50, 99)}
-        quiet = [undisturbed(self.faults, stream.times) for stream in self.streams]
-        if lasted := [seconds for seconds in quiet if seconds is not None]:
+        if lasted := [one.seconds for one in undisturbed(self.faults, self._times)]:
             found["longest silence p99 without a fault"] = quantile(lasted, 0.99)
         return found
 
     def tell(self, started: float) -> Iterator[str]:
         """A line for each fault, and below it one for each long silence; times are seconds since ``started``."""
-        heard = self.silences()
+        heard = list(silences(self.faults, self._times))
         for fault in self.faults:
             others = ", ".join(sorted(fault.others)) or "no other"
             yield f"{fault.at - started:7.1f} s  {fault.what} of {fault.victim}; beside it {others}"
-            for one in sorted(heard, key=lambda one: -one.seconds):
-                if one.fault is fault and one.seconds > self._options.tell:
-                    stream = self.streams[one.stream]
-                    alone = "" if one.covered else ", alone"
-                    waits = "; ".join(_waited(stream.waits, one)) or "nothing is known"
-                    after = f"{one.begin - fault.at:+.2f} s, {self._own_s(one):.2f} s late itself"
-                    yield f"    {one.seconds:.2f} s from {after}{alone}, {stream.question.name}: {waits}"
+            yield from self._long_ones([one for one in heard if one.fault is fault], fault.at)
+        yield "    none  without a fault"
+        yield from self._long_ones(undisturbed(self.faults, self._times), started)
+
+    def _long_ones(self, heard: Iterable[Silence], since: float) -> Iterator[str]:
+        for one in sorted(heard, key=lambda one: -one.seconds):
+            if one.seconds > self._options.tell:
+                stream = self.streams[one.stream]
+                alone = "" if one.covered else ", alone"
+                waits = "; ".join(_waited(stream.waits, one)) or "nothing is known"
+                after = f"{one.begin - since:+.2f} s, {self._own_s(one):.2f} s late itself"
+                yield f"    {one.seconds:.2f} s from {after}{alone}, {stream.question.name}: {waits}"
+
+
+def _sort(silence: Silence) -> str:
+    return "" if silence.fault is None else silence.fault.sort
 
 
 def _roles(pid: int, cluster: dict[str, Any]) -> tuple[str, frozenset[str]]:

@@ -5,7 +5,7 @@
 Each stream is read once on undisturbed engines; these are the right texts. Then every client reads its stream again
 and again, while the number of engines goes from 2 to 1 and back, as by `serve deploy`. A drain lasts from the call
 that asks for one engine less until that engine's processes are gone. Restarted are all other processes of the server
-that end or begin in a drain: of its actors and HAProxy.
+that end or begin meanwhile: actors and HAProxy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.chaos import Asked, Question, WrongError, ask, open_client
+from benchmarks.asking import Asked, Question, WrongError, ask, open_client
 from benchmarks.rows import Report, parser, quantile
 from tests.serving import title
 from tests.updating import Updates, updated_server
@@ -78,23 +78,31 @@ def actors(updates: Updates) -> dict[int, str]:
     }
 
 
-def drain(updates: Updates) -> tuple[float, list[str]]:
-    """Take one engine away: how long it took in seconds, and which other processes ended or began meanwhile."""
-    before, since = actors(updates), time.monotonic()
+def others(before: dict[int, str], after: dict[int, str]) -> list[str]:
+    """Processes that ended or began, beside those of one engine."""
+    changed = {**before, **after}
+    names = Counter(changed[pid] for pid in before.keys() ^ after.keys())
+    for part in ENGINE:
+        names.subtract({name: 1 for name in names if name.startswith(part)})
+    return [*names.elements()]
+
+
+def cycle(updates: Updates) -> tuple[float, list[str]]:
+    """From two engines to one and back: how long the drain took in seconds, and which other processes changed."""
+    two = actors(updates)
+
+    def is_gone() -> bool:
+        gone = [two[pid] for pid in two.keys() - actors(updates).keys()]
+        return all(any(name.startswith(part) for name in gone) for part in ENGINE)
+
+    since = time.monotonic()
     updates.ask_for_replicas(1)
-    left = len(ENGINE)
-    while left:
-        updates.wait(lambda: len(before.keys() - actors(updates).keys()) >= len(ENGINE), "keeps its engine")
-        gone = Counter(before[pid] for pid in before.keys() - actors(updates).keys())
-        left = sum(not any(name.startswith(part) for name in gone) for part in ENGINE)
+    updates.wait(is_gone, "keeps its engine")
     seconds = time.monotonic() - since
     updates.set_engines(1)
-    after = actors(updates)
-    changed = Counter(before[pid] for pid in before.keys() - after.keys())
-    for part in ENGINE:
-        changed.subtract({name: 1 for name in changed if name.startswith(part)})
-    restarted = [*changed.elements(), *(after[pid] for pid in after.keys() - before.keys())]
-    return seconds, restarted
+    one = actors(updates)
+    updates.set_engines(2)
+    return seconds, others(two, one) + others(one, actors(updates))
 
 
 async def measure(updates: Updates, questions: list[Question], times: int) -> dict[str, float]:
@@ -103,18 +111,17 @@ async def measure(updates: Updates, questions: list[Question], times: int) -> di
 
 
 async def _measure(updates: Updates, streams: Streams, times: int) -> dict[str, float]:
+    await asyncio.to_thread(updates.set_engines, 2)  # imports Serve, which beside many streams would take a minute
     await streams.read_once()
-    seconds, restarted = [], []
+    seconds, changed = [], []
     readers = [asyncio.create_task(streams.read_on(number)) for number in range(len(streams.questions))]
     try:
         for number in range(times):
-            lasted, others = await asyncio.to_thread(drain, updates)
-            print(
-                f"drain {number}: {lasted:.2f} s; others that ended or began: {', '.join(others) or 'none'}", flush=True
-            )
+            lasted, restarted = await asyncio.to_thread(cycle, updates)
+            named = ", ".join(restarted) or "none"
+            print(f"drain {number}: {lasted:.2f} s; other processes that ended or began: {named}", flush=True)
             seconds.append(lasted)
-            restarted += others
-            await asyncio.to_thread(updates.set_engines, 2)
+            changed += restarted
         whole = streams.counts["streams"] + len(readers)
         while streams.counts["streams"] + streams.counts["errors"] < whole:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
@@ -122,7 +129,7 @@ async def _measure(updates: Updates, streams: Streams, times: int) -> dict[str, 
         for reader in readers:
             reader.cancel()
     found = {name: float(streams.counts[name]) for name in ("streams", "different", "errors")}
-    found |= {"drains": len(seconds), "restarted": len(restarted), "longest silence": streams.longest_silence_s}
+    found |= {"drains": len(seconds), "restarted": len(changed), "longest silence": streams.longest_silence_s}
     return found | {"drain p50": quantile(seconds, 0.5), "longest drain": max(seconds)}
 
 
@@ -143,6 +150,8 @@ def main() -> None:
         with updated_server(Path(folder) / "serve.yaml", engines=2, **args) as updates:
             questions = [question(number, given.tokens) for number in range(given.streams)]
             figures = asyncio.run(measure(updates, questions, given.times))
+            said = updates.server.log.read_text()
+    print("\n".join(line for line in said.splitlines() if " lost " in line) or "no engine was lost")
     case = f"{given.streams} streams of {given.tokens:,} tokens, 2 engines to 1 and back, {given.times} times"
     Report("drains", UNITS, given.out).add(case, figures)
 

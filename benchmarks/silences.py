@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,9 +25,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Silence:
-    """The longest one of a stream that began before the next fault; ``covered`` if another process was there."""
+    """The longest one of a stream that began before the next fault; ``covered`` if another process was there.
 
-    fault: Fault
+    Without a ``fault`` none was near.
+    """
+
+    fault: Fault | None
     stream: int
     begin: float
     seconds: float
@@ -51,8 +54,9 @@ def silences(faults: Sequence[Fault], streams: Sequence[Sequence[float]]) -> Ite
             yield Silence(fault, number, begin, end - begin, bool(fault.others - hit))
 
 
-def undisturbed(faults: Iterable[Fault], times: Sequence[float]) -> float | None:
-    """The longest silence of a stream that no fault came near; None for others."""
-    if any(times[0] - AFTER_S < fault.at < times[-1] for fault in faults):
-        return None
-    return max(end - begin for begin, end in pairwise(times))
+def undisturbed(faults: Sequence[Fault], streams: Sequence[Sequence[float]]) -> Iterator[Silence]:
+    """The longest silence of every stream that no fault came near."""
+    for number, times in enumerate(streams):
+        if not any(times[0] - AFTER_S < fault.at < times[-1] for fault in faults):
+            begin, end = max(pairwise(times), key=lambda pair: pair[1] - pair[0])
+            yield Silence(None, number, begin, end - begin, True)

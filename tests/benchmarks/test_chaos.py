@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos import _roles, joined, stable
+from benchmarks.asking import joined, stable
+from benchmarks.chaos import _roles
 from benchmarks.silences import Fault, silences, undisturbed
 
 
@@ -45,8 +46,8 @@ def test_a_silence_is_of_the_fault_before_it() -> None:
 
 
 def test_a_stream_is_undisturbed_if_no_fault_was_near() -> None:
-    assert undisturbed([fault(10, "a")], [21, 22, 25]) == 3
-    assert undisturbed([fault(10, "a")], [19, 22, 25]) is None
+    (found,) = undisturbed([fault(10, "a")], [[21, 22, 25], [19, 22, 25], [9, 11]])
+    assert (found.stream, found.begin, found.seconds) == (0, 22, 3)
 
 
 @pytest.mark.parametrize(
