@@ -63,9 +63,9 @@ class Asked:
 
 
 def open_client() -> aiohttp.ClientSession:
-    """Each request has a connection of its own."""
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(GIVE_UP_S), read_bufsize=2**20)
+    """Each request has a connection of its own, and fails when nothing has come for GIVE_UP_S."""
+    connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(sock_read=GIVE_UP_S)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20)
 
 
 async def ask(client: aiohttp.ClientSession, url: str, asked: Asked) -> None:

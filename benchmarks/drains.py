@@ -149,9 +149,11 @@ def main() -> None:
         args = {"engine": {"threads": 1}, "ingress": {"shutdown_grace_s": GRACE_S}}
         with updated_server(Path(folder) / "serve.yaml", engines=2, **args) as updates:
             questions = [question(number, given.tokens) for number in range(given.streams)]
-            figures = asyncio.run(measure(updates, questions, given.times))
-            said = updates.server.log.read_text()
-    print("\n".join(line for line in said.splitlines() if " lost " in line) or "no engine was lost")
+            try:
+                figures = asyncio.run(measure(updates, questions, given.times))
+            finally:
+                said = updates.server.log.read_text().splitlines()
+                print("\n".join(line for line in said if " lost " in line) or "no engine was lost", flush=True)
     case = f"{given.streams} streams of {given.tokens:,} tokens, 2 engines to 1 and back, {given.times} times"
     Report("drains", UNITS, given.out).add(case, figures)
 
