@@ -9,8 +9,9 @@ ids (examples/resuming_client.py), and asks again otherwise, which is counted.
 
 Printed are the deaths, the answers, what was wrong with them, and the longest silence in streams that were open at a
 death or stop: where another engine (or ingress) was up all the time, and where none was ("alone"). Each silence of
-more than --tell seconds has a line that says what its request waited for (with the phases of its timeline). The seed
-makes the same load and the same faults, at the same times.
+more than --tell seconds has a line that says what its request waited for (the phases of its timeline). "Clients late"
+are seconds in which this process itself did not get its turn, as where the machine stalls, which its clients take for
+silence: "less lateness" are silences without them. The seed makes the same load and the same faults, at the same times.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ UNITS |= {
     for fault in ("death", "stop")
     for alone in ("", ", alone")
     for q in ("p50", "p99")
-} | {"longest silence p99 without a fault": "s"}
+}
+UNITS |= {f"silence p99 after a {fault}, less lateness": "s" for fault in ("death", "stop")}
+UNITS |= {"longest silence p99 without a fault": "s", "clients late": "s"}
 FAULTS = [
     ("WorkerActor", signal.SIGKILL),
     ("WorkerActor", signal.SIGSTOP),
@@ -54,6 +57,7 @@ INGRESS_DEATH = ("ServeReplica:default:Ingress", signal.SIGKILL)
 BETWEEN_S = (8.0, 16.0)
 ASK_AGAIN_S = 0.2
 TURN_S, LATE_S = 0.02, 0.1
+NICENESS = -10
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
@@ -117,6 +121,8 @@ class Chaos:
             again = await self._undisturbed(question)
             assert again == right, f"{question.name} has two answers on an undisturbed server"
         self._ends_at = time.monotonic() + 60 * self._options.minutes
+        with suppress(PermissionError):  # clients have machines of their own; here they would wait for the engines
+            os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
         watch = asyncio.create_task(self._watch_itself())
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._disturb())
@@ -240,6 +246,10 @@ class Chaos:
                 lasted = [one.seconds for one in heard if _sort(one) == sort and one.covered == covered]
                 if lasted:
                     found |= {f"silence p{q} after a {sort}{alone}": quantile(lasted, q / 100) for q in (50, 99)}
+            heard_of = [one for one in heard if _sort(one) == sort and one.covered]
+            if lasted := [one.seconds - self._own_s(one) for one in heard_of]:
+                found[f"silence p99 after a {sort}, less lateness"] = quantile(lasted, 0.99)
+        found["clients late"] = sum(now - before for before, now in self._late)
         if lasted := [one.seconds for one in undisturbed(self.faults, self._times)]:
             found["longest silence p99 without a fault"] = quantile(lasted, 0.99)
         return found
