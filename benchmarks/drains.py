@@ -58,7 +58,7 @@ class Streams:
                 self._note("errors", f"stream {number}: {error}")
             else:
                 self.counts["streams"] += 1
-                self.longest_silence_s = max(self.longest_silence_s, *asked.gaps)
+                self.longest_silence_s = max([self.longest_silence_s, *asked.gaps])
                 if different:
                     self._note("different", f"stream {number}: {asked.answer} for {self.right[number]}")
 
