@@ -4,15 +4,19 @@
 
 Each question is asked twice of the undisturbed server; these are the right answers. Then clients ask at random, while
 every few seconds a worker, an EngineCore or an Engine replica is killed (SIGKILL) or stopped (SIGSTOP). With
---ingress-deaths ingress replicas are killed too: a client whose ingress is gone asks again, as its library would, up to
-three times, which is counted. Printed are the deaths, the answers, what was wrong with them, and the longest silence
-in streams that were open at a death or stop. The seed makes the same load and the same faults, at the same times.
+--ingress-deaths ingress replicas are killed too: a client whose ingress is gone goes on with its stream where that has
+ids (examples/resuming_client.py), and asks again otherwise, which is counted.
+
+Printed are the deaths, the answers, what was wrong with them, and the longest silence in streams that were open at a
+death or stop: where another engine (or ingress) was up all the time, and where none was ("alone"). Each silence of
+more than --tell seconds has a line that says what its request waited for (the phases of its timeline). "Clients late"
+are seconds in which this process itself did not get its turn, as where the machine stalls, which its clients take for
+silence: "less lateness" are silences without them. The seed makes the same load and the same faults, at the same times.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import re
@@ -20,19 +24,28 @@ import signal
 import tempfile
 import time
 from argparse import Namespace
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
+from benchmarks.asking import GIVE_UP_S, Asked, Question, WrongError, ask, open_client
 from benchmarks.rows import Report, parser, quantile
+from benchmarks.silences import AFTER_S, Fault, Silence, silences, undisturbed
 from tests.serving import Server, free_port, serve_file
 
 UNITS = {"deaths": "", "stops": "", "answers": "", "different": "", "errors": "", "asked again": ""}
-UNITS |= {f"silence {q} after a {fault}": "s" for fault in ("death", "stop") for q in ("p50", "p99")}
+UNITS |= {
+    f"silence {q} after a {fault}{alone}": "s"
+    for fault in ("death", "stop")
+    for alone in ("", ", alone")
+    for q in ("p50", "p99")
+}
+UNITS |= {f"silence p99 after a {fault}, less lateness": "s" for fault in ("death", "stop")}
+UNITS |= {"longest silence p99 without a fault": "s", "clients late": "s"}
 FAULTS = [
     ("WorkerActor", signal.SIGKILL),
     ("WorkerActor", signal.SIGSTOP),
@@ -42,27 +55,15 @@ FAULTS = [
 ]
 INGRESS_DEATH = ("ServeReplica:default:Ingress", signal.SIGKILL)
 BETWEEN_S = (8.0, 16.0)
-AFTER_S = 10.0  # in which a silence may come of a fault
-TRIES = 3
-# What differs between two answers that say the same.
-_VOLATILE = {
-    "id", "created", "created_at", "completed_at", "item_id", "call_id", "sequence_number", "response_id",
-    "prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens",
-    "input_tokens",
-}  # fmt: skip
+ASK_AGAIN_S = 0.2
+TURN_S, LATE_S = 0.02, 0.1
+NICENESS = -10
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
     "required": ["name", "sizes"],
 }
 _TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-
-
-@dataclass(frozen=True)
-class Question:
-    name: str
-    path: str
-    body: dict[str, Any]
 
 
 def questions() -> list[Question]:
@@ -98,106 +99,54 @@ def questions() -> list[Question]:
     return made
 
 
-class WrongError(Exception):
-    """An answer that is an error, or none; ``lost`` if a client's library would ask again."""
-
-    def __init__(self, text: str, lost: bool = False) -> None:
-        super().__init__(text)
-        self.lost = lost
-
-
-@dataclass
-class Asked:
-    """What came, and when its parts did."""
-
-    answer: Any = None
-    times: list[float] = field(default_factory=list)
-
-
-async def ask(url: str, question: Question) -> Asked:
-    """Raises WrongError."""
-    found = Asked(times=[time.monotonic()])
-    try:
-        async with (
-            httpx.AsyncClient(timeout=120) as client,
-            client.stream("POST", url + question.path, json=question.body) as response,
-        ):
-            if response.status_code != 200:
-                raise WrongError(
-                    f"{response.status_code} {(await response.aread()).decode()}", response.status_code >= 500
-                )
-            lines = []
-            async for line in response.aiter_lines():
-                if line.startswith("data: ") or not question.body.get("stream"):
-                    found.times.append(time.monotonic())
-                    lines.append(line.removeprefix("data: "))
-    except httpx.HTTPError as error:
-        raise WrongError(repr(error), lost=True) from error
-    if not question.body.get("stream"):
-        found.answer = stable(json.loads("\n".join(lines)))
-        return found
-    events = [json.loads(line) for line in lines if line != "[DONE]"]
-    if errors := [event for event in events if event.get("error")]:
-        raise WrongError(json.dumps(errors[0]))
-    found.answer = joined(events)
-    return found
-
-
-def stable(value: Any) -> Any:
-    """An answer without what differs each time."""
-    if isinstance(value, dict):
-        return {name: stable(part) for name, part in value.items() if name not in _VOLATILE}
-    return [stable(part) for part in value] if isinstance(value, list) else value
-
-
-def joined(events: list[dict[str, Any]]) -> Any:
-    """What the events of a stream say together, however they were cut."""
-    texts: defaultdict[str, str] = defaultdict(str)
-    last: dict[str, Any] = {}
-    for event in events:
-        if event.get("type") == "response.completed":
-            return stable(event["response"])
-        parts = event.get("choices") or ([event] if isinstance(event.get("delta"), dict) else [])
-        for part in parts:
-            place = part.get("index", 0)
-            for name, text in _texts(part.get("delta") or {}):
-                texts[f"{place} {name}"] += text
-            for name in ("finish_reason", "stop_reason"):
-                if reason := part.get(name) or (part.get("delta") or {}).get(name):
-                    last[f"{place} {name}"] = reason
-    return {"texts": dict(texts), "ends": last}
-
-
-def _texts(delta: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in delta.items():
-        if isinstance(value, str) and name not in ("role", "type", "stop_reason"):
-            yield name, value
-
-
 class Chaos:
     def __init__(self, server: Server, options: Namespace) -> None:
         self._server = server
         self._options = options
         self._questions = questions()
-        self._right: dict[str, Any] = {}
+        self._right: list[Any] = []
         self._ends_at = 0.0
-        self.faults: list[tuple[float, str]] = []  # when, "death" or "stop"
-        self.of_kind: Counter[str] = Counter()
+        self._late: list[tuple[float, float]] = []
+        self.faults: list[Fault] = []
         self.streams: list[Asked] = []
         self.counts: Counter[str] = Counter()
-        self.wrong: list[str] = []
 
     async def run(self) -> None:
-        for number, question in enumerate(self._questions):
-            self._right[f"{number}"] = (await ask(self._server.url, question)).answer
-        for number, question in enumerate(self._questions):
-            again = (await ask(self._server.url, question)).answer
-            assert again == self._right[f"{number}"], f"{question.name} has two answers on an undisturbed server"
+        async with open_client() as self._client:
+            await self._run()
+
+    async def _run(self) -> None:
+        self._right = [await self._undisturbed(question) for question in self._questions]
+        for question, right in zip(self._questions, self._right, strict=True):
+            again = await self._undisturbed(question)
+            assert again == right, f"{question.name} has two answers on an undisturbed server"
         self._ends_at = time.monotonic() + 60 * self._options.minutes
+        with suppress(PermissionError):  # clients have machines of their own; here they would wait for the engines
+            os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+        watch = asyncio.create_task(self._watch_itself())
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._disturb())
             for client in range(self._options.clients):
-                tasks.create_task(self._ask(random.Random(f"{self._options.seed} {client}")))
+                tasks.create_task(self._ask_on(random.Random(f"{self._options.seed} {client}")))
+        watch.cancel()
+
+    async def _watch_itself(self) -> None:
+        """When this process's own event loop was late, which clients would take for the server's silence."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(TURN_S)
+            if (now := time.monotonic()) - before > LATE_S:
+                self._late.append((before, now))
+
+    def _own_s(self, silence: Silence) -> float:
+        """Seconds of a silence in which this process itself did not get its turn."""
+        end = silence.begin + silence.seconds
+        return sum(max(0.0, min(end, until) - max(silence.begin, begin) - TURN_S) for begin, until in self._late)
+
+    async def _undisturbed(self, question: Question) -> Any:
+        asked = Asked(question, [time.monotonic()])
+        await ask(self._client, self._server.url, asked)
+        return asked.answer
 
     async def _disturb(self) -> None:
         dice = random.Random(self._options.seed)
@@ -207,55 +156,147 @@ class Chaos:
             if time.monotonic() > self._ends_at - AFTER_S:
                 return
             (name, number), at_random = dice.choice(kinds), dice.random()
-            victims = sorted(self._server.processes(name))
+            cluster = await self._cluster()
+            victims = sorted(await asyncio.to_thread(self._server.processes, name))
             if not victims:
                 continue
-            self.faults.append((time.monotonic(), "death" if number == signal.SIGKILL else "stop"))
-            self.of_kind[f"{signal.Signals(number).name} {name.rpartition(':')[2]}"] += 1
-            os.kill(victims[int(at_random * len(victims))], number)
+            pid = victims[int(at_random * len(victims))]
+            sort = "death" if number == signal.SIGKILL else "stop"
+            what = f"{signal.Signals(number).name} {name.rpartition(':')[2]}"
+            fault = Fault(time.monotonic(), sort, what, *_roles(pid, cluster))
+            with suppress(ProcessLookupError):  # of its own accord, as its engine was lost a moment before
+                os.kill(pid, number)
+                self.faults.append(fault)
 
-    async def _ask(self, dice: random.Random) -> None:
+    async def _cluster(self) -> dict[str, Any]:
+        while True:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                return await self._get("/v1/cluster")
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        async with self._client.get(self._server.url + path, raise_for_status=True) as answer:
+            return dict(await answer.json())
+
+    async def _ask_on(self, dice: random.Random) -> None:
         while time.monotonic() < self._ends_at:
             number = dice.randrange(len(self._questions))
             question = self._questions[number]
-            for again in range(TRIES):
-                try:
-                    found = await ask(self._server.url, question)
-                except WrongError as error:
-                    if error.lost and self._options.ingress_deaths and again < TRIES - 1:
-                        self.counts["asked again"] += 1
-                        continue
-                    self._note("errors", f"{question.name}: {error}")
-                else:
-                    if found.answer != self._right[f"{number}"]:
-                        self._note("different", f"{question.name}: {found.answer} for {self._right[f'{number}']}")
-                    if question.body.get("stream"):
-                        self.streams.append(found)
-                break
+            asked = Asked(question, [time.monotonic()])
+            try:
+                await self._ask(asked)
+                answer = asked.answer
+            except WrongError as error:
+                self._note("errors", f"{question.name}: {error}")
+            else:
+                if answer != self._right[number]:
+                    self._note("different", f"{question.name}: {answer} for {self._right[number]}")
+                if question.body.get("stream"):
+                    self.streams.append(asked)
+                    if max(asked.gaps, default=0.0) > self._options.tell:
+                        await self._follow(asked)
             self.counts["answers"] += 1
+
+    async def _ask(self, asked: Asked) -> None:
+        """Until the whole answer is there; what is lost with an ingress is asked for again for a while."""
+        while True:
+            try:
+                return await ask(self._client, self._server.url, asked)
+            except WrongError as error:
+                gives_up = time.monotonic() - asked.times[-1] > GIVE_UP_S
+                if not error.lost or not self._options.ingress_deaths or gives_up:
+                    raise
+            self.counts["asked again"] += 1
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _follow(self, asked: Asked) -> None:
+        """What a request waited for, as the ingress that ended it knows."""
+        epoch = time.time() - time.monotonic()
+        try:
+            found = await self._get(f"/v1/requests/{asked.ids[-1]}")
+        except (aiohttp.ClientError, TimeoutError):
+            return
+        begun = found.get("received", 0.0) - epoch
+        for phase in found.get("phases", ()):
+            start = begun + phase["start_s"]
+            asked.waits.append((start, start + phase["seconds"], phase["phase"]))
+        for part in found.get("parts", ()):
+            for route in part["routes"]:
+                asked.waits.append((begun + route["at_s"], begun + route["at_s"], f"to {route['engine']}"))
+            for one in part["events"]:
+                name = f"{one['event']} {one['sequence']} step {one['step']} tokens {one['tokens']}"
+                asked.waits.append((begun + one["at_s"], begun + one["at_s"], name))
 
     def _note(self, kind: str, text: str) -> None:
         self.counts[kind] += 1
-        self.wrong.append(f"{kind}: {text[:600]}")
-        print(self.wrong[-1], flush=True)
+        print(f"{kind}: {text[:600]}", flush=True)
+
+    @property
+    def _times(self) -> list[list[float]]:
+        return [stream.times for stream in self.streams]
 
     def figures(self) -> dict[str, float]:
         found: dict[str, float] = {
             name: self.counts[name] for name in ("answers", "different", "errors", "asked again")
         }
-        for kind, named in (("death", "deaths"), ("stop", "stops")):
-            found[named] = sum(fault == kind for _, fault in self.faults)
-            silences = [longest for at, fault in self.faults if fault == kind for longest in self._silences(at)]
-            if silences:
-                found |= {f"silence p{q} after a {kind}": quantile(silences, q / 100) for q in (50, 99)}
+        heard = list(silences(self.faults, self._times))
+        for sort, named in (("death", "deaths"), ("stop", "stops")):
+            found[named] = sum(fault.sort == sort for fault in self.faults)
+            for covered, alone in ((True, ""), (False, ", alone")):
+                lasted = [one.seconds for one in heard if _sort(one) == sort and one.covered == covered]
+                if lasted:
+                    found |= {f"silence p{q} after a {sort}{alone}": quantile(lasted, q / 100) for q in (50, 99)}
+            heard_of = [one for one in heard if _sort(one) == sort and one.covered]
+            if lasted := [one.seconds - self._own_s(one) for one in heard_of]:
+                found[f"silence p99 after a {sort}, less lateness"] = quantile(lasted, 0.99)
+        found["clients late"] = sum(now - before for before, now in self._late)
+        if lasted := [one.seconds for one in undisturbed(self.faults, self._times)]:
+            found["longest silence p99 without a fault"] = quantile(lasted, 0.99)
         return found
 
-    def _silences(self, at: float) -> Iterator[float]:
-        """The longest of each stream that was open ``at`` a time, soon after it."""
-        for stream in self.streams:
-            if stream.times[0] < at < stream.times[-1]:
-                pairs = zip(stream.times, stream.times[1:], strict=False)
-                yield max(end - begin for begin, end in pairs if end > at and begin < at + AFTER_S)
+    def tell(self, started: float) -> Iterator[str]:
+        """A line for each fault, and below it one for each long silence; times are seconds since ``started``."""
+        heard = list(silences(self.faults, self._times))
+        for fault in self.faults:
+            others = ", ".join(sorted(fault.others)) or "no other"
+            yield f"{fault.at - started:7.1f} s  {fault.what} of {fault.victim}; beside it {others}"
+            yield from self._long_ones([one for one in heard if one.fault is fault], fault.at)
+        yield "    none  without a fault"
+        yield from self._long_ones(undisturbed(self.faults, self._times), started)
+
+    def _long_ones(self, heard: Iterable[Silence], since: float) -> Iterator[str]:
+        for one in sorted(heard, key=lambda one: -one.seconds):
+            if one.seconds > self._options.tell:
+                stream = self.streams[one.stream]
+                alone = "" if one.covered else ", alone"
+                waits = "; ".join(_waited(stream.waits, one)) or "nothing is known"
+                after = f"{one.begin - since:+.2f} s, {self._own_s(one):.2f} s late itself"
+                yield f"    {one.seconds:.2f} s from {after}{alone}, {stream.question.name}: {waits}"
+
+
+def _sort(silence: Silence) -> str:
+    return "" if silence.fault is None else silence.fault.sort
+
+
+def _roles(pid: int, cluster: dict[str, Any]) -> tuple[str, frozenset[str]]:
+    """Whose process it is, an engine's or an ingress's, and the others of the sort that serve."""
+    if any(one["pid"] == pid for one in cluster["ingresses"]):
+        ready = {str(one["pid"]) for one in cluster["ingresses"] if one["state"] == "ready" and one["engines"]}
+        return f"{pid}", frozenset(ready - {f"{pid}"})
+    engines = {one["id"].rpartition(".")[0] for one in cluster["engines"]}
+    names = [one["name"] for one in cluster["actors"] if one["pid"] == pid]
+    victim = re.split("[:#]", names[0])[-1].partition(".")[0] if names else f"{pid}"
+    return victim, frozenset(engines - {victim})
+
+
+def _waited(waits: list[tuple[float, float, str]], silence: Silence) -> Iterator[str]:
+    """What overlaps a silence, with times behind its begin."""
+    end = silence.begin + silence.seconds
+    for begin, until, name in sorted(waits):
+        if until >= silence.begin - 0.05 and begin <= end:
+            yield f"{name} {begin - silence.begin:+.2f}" + (
+                f" to {until - silence.begin:+.2f}" if until > begin else ""
+            )
 
 
 def main() -> None:
@@ -266,6 +307,7 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=8)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--ingress-deaths", action="store_true")
+    options.add_argument("--tell", type=float, default=1.5, metavar="SECONDS", help="silences that have a line")
     given = options.parse_args()
     port = free_port()
     args = {
@@ -276,13 +318,16 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         path = serve_file(Path(folder) / "serve.yaml", port, args)
+        started = time.monotonic()
         with Server(path, port) as server:
             chaos = Chaos(server, given)
             asyncio.run(chaos.run())
-            said = re.sub(r"(?m)^(?!.* lost ).*\n", "", server.log.read_text())
+            said = re.sub(r"(?m)^(?!.* (lost|engine) ).*\n", "", server.log.read_text())
             server.stop(signal.SIGTERM)
     print(said)
-    print(", ".join(f"{count} × {kind}" for kind, count in sorted(chaos.of_kind.items())))
+    for line in chaos.tell(started):
+        print(line)
+    print(", ".join(f"{count} × {kind}" for kind, count in sorted(Counter(one.what for one in chaos.faults).items())))
     case = f"{given.minutes:g} min, {given.engines} engines, {given.ingresses} ingresses, seed {given.seed}"
     Report("chaos", UNITS, given.out).add(case, chaos.figures())
 

@@ -95,7 +95,7 @@ class Server:
 
     def processes(self, name: str = "") -> list[int]:
         """Ids of the server's processes, of all or of the actors of a class."""
-        return [pid for pid in session_members(self._session) if _title(pid).startswith(f"ray::{name}" if name else "")]
+        return [pid for pid in session_members(self._session) if title(pid).startswith(f"ray::{name}" if name else "")]
 
     def kill_actor(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to the one actor of a class."""
@@ -135,7 +135,7 @@ def _parent(entry: Path) -> int | None:
         return None
 
 
-def _title(pid: int) -> str:
+def title(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:

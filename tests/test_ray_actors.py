@@ -350,3 +350,18 @@ async def test_a_line_that_an_engine_cannot_read_is_given_up_and_opened_again(st
     await asyncio.sleep(1.5)
     assert found.empty(), "an engine that drains is left for good"
     discovery.stop()
+
+
+async def test_a_client_whose_lease_has_ended_is_told_that_the_engine_lives(start: Start) -> None:
+    engine = start(str(EngineName("app", engine_digest(CONFIG), "a.0")))
+    await running(engine)
+    client = await RayEngineClient.connect(engine.core)
+    client.add(request(1, 5))
+    outputs = client.outputs()
+    async with asyncio.timeout(20):
+        await read(outputs, {1})
+        client._tasks[0].cancel()  # it renews the lease
+        with pytest.raises(EngineDiedError):
+            await read(outputs, {2})
+    assert client.dropped
+    await client.close()

@@ -57,12 +57,16 @@ class Updates:
 
     def set_replicas(self, number: int, deployment: str = "Engine", **numbers: int) -> None:
         """As ``set_engines``; ``numbers`` are those of other deployments, which stay as they are."""
-        wanted = {deployment: number} | numbers
-        self.application["deployments"] = [{"name": name, "num_replicas": n} for name, n in wanted.items()]
-        self.deploy()
+        self.ask_for_replicas(number, deployment, **numbers)
         self.wait(
             lambda: [*self.replicas(deployment).values()] == ["RUNNING"] * number, f"has not {number} of {deployment}"
         )
+
+    def ask_for_replicas(self, number: int, deployment: str = "Engine", **numbers: int) -> None:
+        """As ``set_replicas``, without waiting."""
+        wanted = {deployment: number} | numbers
+        self.application["deployments"] = [{"name": name, "num_replicas": n} for name, n in wanted.items()]
+        self.deploy()
 
     def update(self, **args: Any) -> None:
         """Change args of the application, and wait until only new replicas are there."""

@@ -19,7 +19,7 @@ from raylm.stages import about
 logger = logging.getLogger("raylm.frontend")
 
 PERIOD_S = 0.25
-RECONNECT_S = 1.0  # by then the name of an engine that has ended is gone
+RECONNECT_S = 1.0  # by then the name of an engine that has ended is gone; one that said that it lives is asked at once
 
 
 class Discovery:
@@ -76,7 +76,8 @@ class Discovery:
         await client.left.wait()
         if client.draining:
             return
-        await asyncio.sleep(RECONNECT_S)
+        if not client.dropped:
+            await asyncio.sleep(RECONNECT_S)
         logger.warning(
             "The line to %s was lost, which lives; it is opened again.", name, extra=about("engine.line_lost")
         )

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, RENEWAL_S, as_raylm_error
-from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
+from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import (
     ClientBatch,
@@ -43,6 +43,7 @@ class RayEngineClient(EngineClient):
     def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
         self.info = info
         self.left = asyncio.Event()  # set by close
+        self.dropped = False  # by an engine that lives: this process did not get its turn, and its lease ended
         self._core = core
         self._client_id = uuid.uuid4().hex
         self._batch = ClientBatch([], [])
@@ -148,6 +149,7 @@ class RayEngineClient(EngineClient):
                 yield await ref
         except RayError as error:
             cause = as_raylm_error(error)
+            self.dropped = type(cause) is EngineUnavailableError
             raise (cause if isinstance(cause, EngineCrashedError) else EngineDiedError(_LOST)) from error
         raise EngineDiedError(_LOST)
 

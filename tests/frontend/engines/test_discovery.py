@@ -18,7 +18,7 @@ class Client:
 
     def __init__(self, fingerprint: str = "fp_1") -> None:
         self.left = asyncio.Event()
-        self.draining = False
+        self.draining = self.dropped = False
         self.info = PlayedEngine("a", fingerprint=fingerprint).info
 
 
@@ -82,6 +82,31 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_
     assert [record.getMessage() for record in caplog.records] == [
         "The line to EngineCore:app:d:a was lost, which lives; it is opened again."
     ]
+    watching.stop()
+
+
+async def test_the_line_to_an_engine_that_dropped_this_client_is_opened_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clients = [Client(), Client()]
+    waiting = iter(clients)
+
+    async def connect(core: object) -> Client:
+        return next(waiting)
+
+    listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
+    monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
+    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
+    monkeypatch.setattr(discovery, "RECONNECT_S", 3600)
+    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
+    found: asyncio.Queue[object] = asyncio.Queue()
+    watching = discovery.Discovery("app", "d", found.put_nowait)
+    async with asyncio.timeout(10):
+        assert await found.get() is clients[0]
+        clients[0].dropped = True
+        clients[0].left.set()
+        assert await found.get() is clients[1]
     watching.stop()
 
 
