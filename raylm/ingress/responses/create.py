@@ -148,7 +148,9 @@ class CreateResponse:
         asked = body.model_dump(mode="json", exclude_unset=True)
         again = await offload(lambda: orjson.dumps({"body": asked, "items": items}), len(items))
         record = await self._record(job, items)
-        await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker)
+        told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None  # so its client knows the id
+        await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker, told)
+        job.last = -1 if told is None else told.last
         hold = None if body.place is None else body.place.hand_over()
         self._begin(self._make(job, outputs, items), hold)
         return follow(self._store, job.owner, job.id, -1) if body.stream else orjson.dumps(job.response())
@@ -184,10 +186,10 @@ class CreateResponse:
             )
             return
         made.last = lost.last
-        await self._make(made, outputs, asked["items"])
+        await self._make(made, outputs, asked["items"], begun=job["status"] == "in_progress")
 
-    async def _make(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
-        making = asyncio.create_task(self._run(job, outputs, items))
+    async def _make(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], *, begun: bool = False) -> None:
+        making = asyncio.create_task(self._run(job, outputs, items, begun))
         cancelled = asyncio.create_task(self._store.until_cancelled(job.owner, job.id))
         try:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
@@ -200,22 +202,21 @@ class CreateResponse:
                 task.cancel()
             await asyncio.gather(making, cancelled, return_exceptions=True)
 
-    async def _run(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
+    async def _run(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], begun: bool) -> None:
         try:
             with self._lifecycle.admit() as ongoing, ongoing:
-                await self._tell(job, outputs, items)
+                await self._tell(job, outputs, items, begun)
         except ShuttingDownError:
             await self._store.release(job.id)
         except Exception as error:
             job.fail(error)
-            await self._put(job, items, [{"type": "response.failed", "response": job.response()}])
+            await self._put(job, items, job.told_as("failed"))
 
-    async def _tell(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
-        shown = job.last >= 0  # as begun
-        async with aclosing(job.events(outputs, begun=shown)) as happened:
+    async def _tell(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], begun: bool) -> None:
+        async with aclosing(job.events(outputs, begun=begun)) as happened:
             async for events in happened:
-                if job.done or not shown:
-                    shown = True
+                if job.done or not begun:
+                    begun = True
                     await self._put(job, items, events)
                 elif events and job.is_streamed:
                     await self._store.append(job.id, self._maker, _told(events, job.last, job.tokens))

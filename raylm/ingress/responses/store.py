@@ -127,9 +127,9 @@ class ResponseStore:
                      len(record) + len(job or b"") + _ROW_BYTES),
                 )  # fmt: skip
                 self._touch_chain(owner, previous, now)
-            else:
-                if events is not None:
-                    self._tell(response_id, maker, events)
+            if events is not None and maker is not None:
+                self._tell(response_id, maker, events)
+            if job is None and maker is not None:
                 self._database.execute(
                     "UPDATE responses SET status = ?1, record = ?2, used = ?3, size = size + ?4 - LENGTH(record),"
                     " job = CASE WHEN ?5 THEN job END WHERE id = ?6 AND maker = ?7 AND status IN"
@@ -262,8 +262,7 @@ class ResponseStore:
                     "UPDATE responses SET maker = ?, makers = makers + 1, lease = ? WHERE id = ?",
                     (maker, now + LEASE_S, response_id),
                 )
-                newest = "SELECT last, tokens FROM events WHERE response = ? ORDER BY last DESC LIMIT 1"
-                last, tokens = self._one(newest, response_id) or (-1, 0)
+                last, tokens = self._newest_event(response_id)
                 taken.append(LostJob(owner, response_id, record, job, last, tokens))
             return taken
 
@@ -302,10 +301,21 @@ class ResponseStore:
             size = len(events.data) + _ROW_BYTES
             self._database.execute("UPDATE responses SET size = size + ? WHERE id = ?", (size, response_id))
 
+    def _newest_event(self, response_id: str) -> tuple[int, int]:
+        """Its number, and how many tokens are told by then."""
+        newest = "SELECT last, tokens FROM events WHERE response = ? ORDER BY last DESC LIMIT 1"
+        found: tuple[int, int] = self._one(newest, response_id) or (-1, 0)
+        return found
+
     def _end(self, response_id: str, record: bytes, status: str, error: JSONObject | None) -> bytes:
         content: JSONObject = orjson.loads(record)
         content["response"] |= {"status": status, "error": error}
         ended = orjson.dumps(content)
+        if error is not None and content.get("streamed"):
+            last, tokens = self._newest_event(response_id)
+            event = {"type": "response.failed", "response": content["response"], "sequence_number": last + 1}
+            row = response_id, last + 1, tokens, orjson.dumps([event])
+            self._database.execute("INSERT INTO events VALUES (?, ?, ?, ?)", row)
         self._database.execute(
             "UPDATE responses SET status = ?, record = ?, job = NULL WHERE id = ?", (status, ended, response_id)
         )

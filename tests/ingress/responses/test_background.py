@@ -102,6 +102,27 @@ def texts(events: list[dict[str, Any]]) -> dict[tuple[int, str], str]:
     return found
 
 
+async def test_who_follows_knows_the_id_before_anything_is_computed(tmp_path: Path) -> None:
+    async with replica(tmp_path / "store") as one:
+        one.engine.quota = 0
+        asking = asyncio.create_task(one.create(stream=True, seed=0))
+        store = one.responses._store
+        async with asyncio.timeout(20):
+            while not (found := store._database.execute("SELECT id FROM responses").fetchall()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        told = await store.follow("", found[0][0], -1)
+        assert told is not None
+        events = httpx.Response(200, content=told[0][0]).json()
+        assert [event["type"] for event in events] == ["response.created", "response.queued"]
+        assert [event["response"]["status"] for event in events] == ["queued", "queued"]
+        one.engine.quota = None
+        events = typed_events((await asking).text.replace(": waiting\n\n", ""))
+        kinds = [event["type"] for event in events]
+        assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+        for event in events:
+            check(event, "ResponseStreamEvent")
+
+
 async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
     async with replica(tmp_path / "store") as one:
         answer = await one.create(stream=True, seed=7, tools=TOOLS, top_logprobs=1)
@@ -168,6 +189,29 @@ async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, see
     ids = {event["item"]["id"] for event in heard if event["type"] == "response.output_item.done"}
     assert ids == {item["id"] for item in ended["output"]} == {e["item_id"] for e in heard if "item_id" in e}
     assert ended["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(tmp_path: Path) -> None:
+    """As when all processes were killed at once, and two ingresses start on the file that is left."""
+    path = tmp_path / "store"
+    first = Replica(path)
+    first.engine.quota = 0
+    lost = [(await first.create(seed=seed, stream=None)).json()["id"] for seed in range(20)]
+    first.responses._store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,))
+    first.responses._store._database.commit()
+    await first.end()
+    async with replica(path, seed=2) as one, replica(path, seed=3) as other:
+        for _ in range(2):  # each takes some at a time
+            await asyncio.gather(one.responses.take_over_once(), other.responses.take_over_once())
+        ended = [await status(one.client, response_id) for response_id in lost]
+        assert [found["status"] for found in ended] == ["completed"] * 20
+        made = [{request.request_id for request in it.engine.added} for it in (one, other)]
+        assert set.union(*made) == {*lost}
+        assert not set.intersection(*made)
+        assert sum(len(it.engine.added) for it in (one, other)) == 20
+        assert [await status(other.client, response_id) for response_id in lost] == ended
+        await asyncio.gather(one.responses.take_over_once(), other.responses.take_over_once())
+        assert sum(len(it.engine.added) for it in (one, other)) == 20
 
 
 async def test_what_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> None:
