@@ -123,7 +123,7 @@ def build_asgi_app(
         post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
         post("/v1/responses", ResponsesRequest, responses, by_key=True),
         *response_routes(store),
-        post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING),
+        post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING, resumable=True),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
         post("/v1/embeddings", EmbeddingRequest, Embeddings(async_llm, config)),
         *(post(path, ScoreRequest, Score(async_llm, config)) for path in ("/score", "/v1/score")),
