@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _BYTES_A_THING = 64  # of JSON, about
 _RENEW_S = LEASE_S / 3
 _MOST_AT_ONCE = 16  # jobs that are taken over
+_KEPT_EACH_S = 0.05  # in which what comes of a response makes one entry of the store, and one call of it
 
 
 class CreateResponse:
@@ -219,11 +220,14 @@ class CreateResponse:
                     begun = True
                     await self._put(job, items, events)
                 elif events and job.is_streamed:
-                    await self._store.append(job.id, self._maker, _told(events, job.last, job.tokens))
-                job.last += len(events)
+                    told = _told(events, job.last, job.tokens)
+                    job.last = told.last
+                    await self._store.append(job.id, self._maker, told)
+                    await asyncio.sleep(_KEPT_EACH_S)  # deltas merge meanwhile
 
     async def _put(self, job: ResponseJob, items: list[JSONObject], events: Events) -> None:
         told = _told(events, job.last, job.tokens) if events and job.is_streamed else None
+        job.last = job.last if told is None else told.last
         await self._store.put(job.owner, job.id, await self._record(job, items), None, None, self._maker, told)
 
 
