@@ -40,7 +40,7 @@ from raylm.ingress.openai.unknown_fields import KnownFields
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
-from raylm.ingress.responses.store import open_store
+from raylm.ingress.responses.shared_store import open_store
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle

@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from raylm.config import Config
+from raylm.errors import StoreLostError
 from raylm.frontend import AsyncLLM
 from raylm.ingress import build_asgi_app
 from raylm.ingress.responses.create import CreateResponse
-from raylm.ingress.responses.store import LEASE_S
+from raylm.ingress.responses.store import LEASE_S, ResponseStore
 from tests.ingress.harness import client_of, typed_events
 from tests.ingress.openai.test_openai_schema import check
 from tests.ingress.refused import error_of
@@ -212,6 +213,55 @@ async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(tmp_path: Path)
         assert [await status(other.client, response_id) for response_id in lost] == ended
         await asyncio.gather(one.responses.take_over_once(), other.responses.take_over_once())
         assert sum(len(it.engine.added) for it in (one, other)) == 20
+
+
+class LostStore(ResponseStore):
+    """One that is lost at each of the calls whose numbers are in ``at``, of those that keep something."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.at: set[int] = set()
+        self._calls = 0
+
+    def _lose(self) -> None:
+        self._calls += 1
+        if self._calls in self.at:
+            raise StoreLostError("The store was lost.")
+
+    async def put(self, *args: Any) -> None:
+        await super().put(*args)  # it is carried out, and who asked does not hear of it
+        self._lose()
+
+    async def append(self, *args: Any) -> None:
+        self._lose()
+        await super().append(*args)
+
+    async def release(self, *args: Any) -> None:
+        self._lose()
+        await super().release(*args)
+
+
+@pytest.mark.parametrize("at", [{2}, {3}, {2, 3}, {3, 4}, {2, 3, 4}])
+async def test_a_response_goes_on_when_the_store_is_lost_meanwhile(tmp_path: Path, at: set[int]) -> None:
+    async with replica(tmp_path / "whole") as calm:
+        answer = await calm.create(stream=True, seed=7)
+        undisturbed = typed_events(answer.text.replace(": waiting\n\n", ""))
+    async with replica(tmp_path / "store", seed=3) as one:
+        one.responses._store = store = LostStore(str(tmp_path / "store"))
+        store.at = at
+        asking = asyncio.create_task(one.create(stream=True, seed=7))
+        async with asyncio.timeout(20):
+            while not asking.done():
+                await one.responses.take_over_once()
+                if not one.responses._background:
+                    store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,))
+                    store._database.commit()
+                await asyncio.sleep(0.02)
+        heard = typed_events((await asking).text.replace(": waiting\n\n", ""))
+        assert store._calls >= max(at)
+    assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
+    assert [heard[0]["type"], heard[-1]["type"]] == ["response.created", "response.completed"]
+    assert texts(heard) == texts(undisturbed)
 
 
 async def test_what_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> None:
