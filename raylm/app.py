@@ -68,6 +68,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
         options: dict[str, Any] = {
             "max_ongoing_requests": _SHARED_ACTOR_REQUESTS,
             "ray_actor_options": {"num_cpus": INGRESS_CPUS},
+            "health_check_period_s": HEALTH_PERIOD_S,
         }
         shared_actors = {name: serve.deployment(actor, **options).bind(config) for name, actor in SHARED_ACTORS.items()}
     return ingress.bind(config, engine.bind(config, gpus), **shared_actors)
