@@ -107,7 +107,10 @@ def test_a_message_goes_on_behind_any_event(
         going_on = events(stack, body, told[-1][0], said=said)
     else:
         told += going_on
-    assert joined(told) == joined(undisturbed)
+    want, got = joined(undisturbed), joined(told)
+    if "tool_choice" in fields:  # how much is drawn behind the one call depends on how the engine's tokens come
+        del want["output_tokens"], got["output_tokens"]
+    assert got == want
 
 
 @pytest.mark.uses("tool_parsers")
