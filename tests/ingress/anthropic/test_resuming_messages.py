@@ -92,7 +92,7 @@ CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=4)  # shares of the events
 
 @pytest.mark.uses("tool_parsers")
 @given(fields=st.sampled_from(BODIES), said=st.integers(0, len(SAID) - 1), luck=st.integers(), cuts=CUTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_message_goes_on_behind_any_event(
     stack: Stack, fields: dict[str, Any], said: int, luck: int, cuts: list[float]
 ) -> None:

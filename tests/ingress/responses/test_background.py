@@ -82,6 +82,10 @@ async def replica(path: Path, seed: int = 0) -> AsyncIterator[Replica]:
     await found.end()
 
 
+async def end_leases(store: ResponseStore) -> None:
+    await store._do(lambda: store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,)))
+
+
 async def status(client: httpx.AsyncClient, response_id: str) -> dict[str, Any]:
     """The response, when it has ended."""
     async with asyncio.timeout(20):
@@ -198,8 +202,7 @@ async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(tmp_path: Path)
     first = Replica(path)
     first.engine.quota = 0
     lost = [(await first.create(seed=seed, stream=None)).json()["id"] for seed in range(20)]
-    first.responses._store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,))
-    first.responses._store._database.commit()
+    await end_leases(first.responses._store)
     await first.end()
     async with replica(path, seed=2) as one, replica(path, seed=3) as other:
         for _ in range(2):  # each takes some at a time
@@ -241,7 +244,7 @@ class LostStore(ResponseStore):
         await super().release(*args)
 
 
-@pytest.mark.parametrize("at", [{2}, {3}, {2, 3}, {3, 4}, {2, 3, 4}])
+@pytest.mark.parametrize("at", [{2}, {3, 4}, {2, 3, 4}])
 async def test_a_response_goes_on_when_the_store_is_lost_meanwhile(tmp_path: Path, at: set[int]) -> None:
     async with replica(tmp_path / "whole") as calm:
         answer = await calm.create(stream=True, seed=7)
@@ -254,8 +257,7 @@ async def test_a_response_goes_on_when_the_store_is_lost_meanwhile(tmp_path: Pat
             while not asking.done():
                 await one.responses.take_over_once()
                 if not one.responses._background:
-                    store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,))
-                    store._database.commit()
+                    await end_leases(store)
                 await asyncio.sleep(0.02)
         heard = typed_events((await asking).text.replace(": waiting\n\n", ""))
         assert store._calls >= max(at)
