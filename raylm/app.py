@@ -25,6 +25,7 @@ DRAIN_MARGIN_S = 3.0
 HEALTH_PERIOD_S = 0.25  # a replica that was killed is replaced after so long
 NEW_BEFORE_OLD = 100  # percent: an update starts as many new replicas as there are before it ends old ones
 _LOAD_PERIOD_S = 1.0  # in which engines tell Serve what they have to do
+_WAITING_PERIOD_S = 0.2  # the same where there may be none: then ingresses tell that somebody waits for one
 _UPSCALE_DELAY_S = 3.0  # for which the load has to ask for more engines
 _SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background waits in one
 
@@ -67,6 +68,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
         options: dict[str, Any] = {
             "max_ongoing_requests": _SHARED_ACTOR_REQUESTS,
             "ray_actor_options": {"num_cpus": INGRESS_CPUS},
+            "health_check_period_s": HEALTH_PERIOD_S,
         }
         shared_actors = {name: serve.deployment(actor, **options).bind(config) for name, actor in SHARED_ACTORS.items()}
     return ingress.bind(config, engine.bind(config, gpus), **shared_actors)
@@ -78,12 +80,13 @@ def _number(engine: EngineConfig) -> dict[str, Any]:
         return {"num_replicas": engine.replicas}
     least, most, itl_ms = engine.replicas.min, engine.replicas.max, engine.replicas.target_itl_ms
     targets = Targets(least, most, engine.replicas.target_ttft_s, None if itl_ms is None else itl_ms / 1000)
+    period_s = _LOAD_PERIOD_S if least else _WAITING_PERIOD_S
     autoscaling = AutoscalingConfig(
         min_replicas=least,
         max_replicas=most,
         initial_replicas=max(1, least),
-        metrics_interval_s=_LOAD_PERIOD_S,
-        look_back_period_s=3 * _LOAD_PERIOD_S,
+        metrics_interval_s=period_s,
+        look_back_period_s=3 * period_s,
         upscale_delay_s=_UPSCALE_DELAY_S,
         downscale_delay_s=engine.replicas.downscale_delay_s,
         policy=AutoscalingPolicy(policy_function=EnginePolicy, policy_kwargs=asdict(targets)),

@@ -137,6 +137,12 @@ class EngineUnavailableError(RayLMError):
     retry_after_s = 2
 
 
+class StoreLostError(EngineUnavailableError):
+    """The store of responses was lost; it is being started again."""
+
+    code = "store_lost"
+
+
 class EngineDiedError(EngineUnavailableError):
     """The engine was lost while it served this request; sending it again is safe."""
 

@@ -87,11 +87,17 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """kill -9 of everything at once: the command, Ray, and all that it has started."""
         self._launcher.kill()
+        while members := session_members(self._session):
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
         self._launcher.wait()
-        for pid in session_members(self._session):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
     def processes(self, name: str = "") -> list[int]:
         """Ids of the server's processes, of all or of the actors of a class."""

@@ -53,6 +53,10 @@ def test_a_range_of_engines_is_serves_autoscaling_by_our_policy(monkeypatch: pyt
     assert (found.min_replicas, found.max_replicas, found.initial_replicas, found.downscale_delay_s) == (0, 3, 1, 7)
     assert found.policy.policy_kwargs == {"min": 0, "max": 3, "target_ttft_s": 1.5, "target_itl_s": 0.05}
     assert engine._deployment_config.max_surge_percent == 100
+    assert found.metrics_interval_s == 0.2, "who waits for the first engine waits for this too"
+    built = app.build_app({"device": "cpu", "engine": {"replicas": replicas | {"min": 1}}})
+    engine = built._bound_deployment.init_args[1]._bound_deployment
+    assert engine._deployment_config.autoscaling_config.metrics_interval_s == 1
 
 
 @pytest.mark.parametrize(

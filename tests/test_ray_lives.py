@@ -1,13 +1,15 @@
-"""What outlives processes, by `raylm serve`: answers beside a request that crashes workers, and clients of an ingress
-that is stopped and started."""
+"""What outlives processes, by `raylm serve`: answers beside a request that crashes workers, clients of an ingress that
+is stopped and started, and responses in the background when everything is killed at once."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,9 @@ class Planting:
 
 sys.meta_path.insert(0, Planting())
 """
+
+
+UNFINISHED = ("queued", "in_progress")
 
 
 async def stream(url: str, number: int, tokens: int) -> str:
@@ -136,3 +141,104 @@ async def test_haproxy_leaves_an_ingress_before_it_refuses_anybody(tmp_path: Pat
         await asyncio.gather(*asking)
         assert wrong == []
         assert updates.replicas("Ingress").keys() != before.keys()
+
+
+class Background:
+    """A response in the background, as one client sees it, whose connections end with the server."""
+
+    def __init__(self, number: int) -> None:
+        text = f"Write about the number {number}."
+        self.body = {"model": "embedded", "input": text, "seed": number, "max_output_tokens": 1500, "ignore_eos": True}
+        self.id = ""
+        self.events: list[dict[str, Any]] = []
+
+    async def create(self, url: str) -> None:
+        """Every other one is followed."""
+        streamed, body = self.body["seed"] % 2 == 1, self.body | {"background": True}
+        async with httpx.AsyncClient(timeout=240) as client:
+            if not streamed:
+                self.id = (await client.post(f"{url}/v1/responses", json=body)).json()["id"]
+                return
+            async with client.stream("POST", f"{url}/v1/responses", json=body | {"stream": True}) as answer:
+                await self._read(answer)
+
+    async def follow(self, url: str) -> None:
+        query = f"stream=true&starting_after={self.events[-1]['sequence_number']}"
+        async with (
+            httpx.AsyncClient(timeout=240) as client,
+            client.stream("GET", f"{url}/v1/responses/{self.id}?{query}") as answer,
+        ):
+            await self._read(answer)
+
+    async def _read(self, answer: httpx.Response) -> None:
+        with suppress(httpx.HTTPError):  # it is cut off as the server is killed
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    self.events.append(json.loads(line[6:]))
+                    self.id = self.id or self.events[0]["response"]["id"]
+
+    def told(self) -> str:
+        return "".join(event["delta"] for event in self.events if event["type"] == "response.output_text.delta")
+
+
+async def found(url: str, response_id: str) -> dict[str, Any]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer: dict[str, Any] = (await client.get(f"{url}/v1/responses/{response_id}")).json()
+        return answer
+
+
+async def ended(url: str, response_id: str) -> dict[str, Any]:
+    """The response, when it has ended."""
+    async with asyncio.timeout(240):
+        while (answer := await found(url, response_id)).get("status", "queued") in UNFINISHED:  # noqa: ASYNC110 - it is the server's
+            await asyncio.sleep(0.2)
+    return answer
+
+
+def said(answer: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in answer["output"] for part in item["content"])
+
+
+async def test_responses_in_the_background_outlive_the_end_of_everything(tmp_path: Path) -> None:
+    args = ARGS | {
+        "engine": {"replicas": 2, "threads": 1},
+        "scheduler": {"max_num_seqs": 4},  # so that most of them wait
+        "ingress": {"replicas": 2, "store": str(tmp_path / "store" / "responses.sqlite")},
+    }
+    port = free_port()
+    path = serve_file(tmp_path / "serve.yaml", port, args)
+    all_of_them = [Background(number) for number in range(20)]
+    async with AsyncExitStack() as tasks:
+        with Server(path, port) as server:
+            async with httpx.AsyncClient(timeout=240) as client:
+                body = all_of_them[0].body | {"max_output_tokens": 20}
+                before = (await client.post(f"{server.url}/v1/responses", json=body)).json()
+                cancelled = (await client.post(f"{server.url}/v1/responses", json=body | {"background": True})).json()
+                await client.post(f"{server.url}/v1/responses/{cancelled['id']}/cancel")
+            creating = [asyncio.create_task(one.create(server.url)) for one in all_of_them]
+            tasks.push_async_callback(asyncio.gather, *creating, return_exceptions=True)
+            async with asyncio.timeout(60):
+                while not all(one.id for one in all_of_them):  # noqa: ASYNC110 - it is the server that tells them
+                    await asyncio.sleep(0.02)
+            answers = await asyncio.gather(*(found(server.url, one.id) for one in all_of_them))
+            states = Counter(answer["status"] for answer in answers)
+            assert states["queued"] >= 4, states
+            assert states["in_progress"] >= 2, states
+            waited = [one for one, answer in zip(all_of_them, answers, strict=True) if answer["status"] == "queued"]
+            begun = [one for one in all_of_them if one not in waited]
+            assert len(server.processes("ServeReplica")) >= 5, "two ingresses, two engines and the store"
+            await asyncio.to_thread(server.kill)
+    with Server(path, port) as server:
+        ends = await asyncio.gather(*(ended(server.url, one.id) for one in all_of_them))
+        assert Counter(answer["status"] for answer in ends) == {"incomplete": 20}, ends  # by max_output_tokens
+        followed = [one for one in all_of_them if one.events]
+        await asyncio.gather(*(one.follow(server.url) for one in followed))
+        for one in followed:
+            assert [event["sequence_number"] for event in one.events] == list(range(len(one.events)))
+            assert one.told() == said(ends[one.body["seed"]])
+        async with httpx.AsyncClient(timeout=240) as client:  # what nobody has disturbed
+            for one in (begun[0], begun[-1], waited[0], waited[-1]):
+                whole = (await client.post(f"{server.url}/v1/responses", json=one.body)).json()
+                assert said(whole) == said(ends[one.body["seed"]])
+        assert await found(server.url, before["id"]) == before
+        assert (await found(server.url, cancelled["id"]))["status"] == "cancelled"

@@ -81,6 +81,10 @@ class AsyncLLM:
         """Wait, however long, for an engine that is not about to end."""
         await self._router.until_lasting_engine()
 
+    async def until_ready(self) -> None:
+        """Wait for an engine where one is expected; EngineUnavailableError if it does not come in time."""
+        await self._router.until_engine()
+
     async def stop(self) -> None:
         """Leave all engines, which ends what is open, and end the threads."""
         await self._router.close()

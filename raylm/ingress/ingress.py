@@ -37,7 +37,7 @@ _LEAVE_S = 0.5  # for proxies to forget this replica, beyond the time that Serve
 
 # Actors that all replicas share where there are several, by the name under which the app knows them.
 SHARED_ACTORS: Family[type] = Family({
-    "response_store": "raylm.ingress.responses.store:SharedResponseStore",
+    "response_store": "raylm.ingress.responses.shared_store:SharedResponseStore",
 })  # fmt: skip
 
 

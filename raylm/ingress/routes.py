@@ -40,7 +40,7 @@ from raylm.ingress.openai.unknown_fields import KnownFields
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
-from raylm.ingress.responses.store import open_store
+from raylm.ingress.responses.shared_store import open_store
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -123,7 +123,7 @@ def build_asgi_app(
         post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
         post("/v1/responses", ResponsesRequest, responses, by_key=True),
         *response_routes(store),
-        post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING),
+        post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING, resumable=True),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
         post("/v1/embeddings", EmbeddingRequest, Embeddings(async_llm, config)),
         *(post(path, ScoreRequest, Score(async_llm, config)) for path in ("/score", "/v1/score")),

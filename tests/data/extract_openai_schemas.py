@@ -38,10 +38,11 @@ SENT = {
     "ToolChoiceParam": {"ToolChoiceOptions", "ToolChoiceFunction"},
     "InputContent": {"InputTextContent"},
     "ResponseStreamEvent": {
-        "ResponseCreatedEvent", "ResponseInProgressEvent", "ResponseCompletedEvent", "ResponseIncompleteEvent",
-        "ResponseFailedEvent", "ResponseErrorEvent", "ResponseOutputItemAddedEvent", "ResponseOutputItemDoneEvent",
-        "ResponseContentPartAddedEvent", "ResponseContentPartDoneEvent", "ResponseTextDeltaEvent",
-        "ResponseTextDoneEvent", "ResponseReasoningTextDeltaEvent", "ResponseReasoningTextDoneEvent",
+        "ResponseCreatedEvent", "ResponseQueuedEvent", "ResponseInProgressEvent", "ResponseCompletedEvent",
+        "ResponseIncompleteEvent", "ResponseFailedEvent", "ResponseErrorEvent", "ResponseOutputItemAddedEvent",
+        "ResponseOutputItemDoneEvent", "ResponseContentPartAddedEvent", "ResponseContentPartDoneEvent",
+        "ResponseTextDeltaEvent", "ResponseTextDoneEvent", "ResponseReasoningTextDeltaEvent",
+        "ResponseReasoningTextDoneEvent",
         "ResponseFunctionCallArgumentsDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent",
     },
 }  # fmt: skip

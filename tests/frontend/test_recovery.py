@@ -293,6 +293,30 @@ async def test_new_requests_wait_for_an_engine_that_is_started_for_them(checkpoi
     await llm.stop()
 
 
+async def test_another_engine_is_started_for_requests_on_the_last_one_when_it_is_to_end(checkpoint: Path) -> None:
+    """Those that were there, and those that come while it drains: they go on as soon as the other one is ready."""
+    wakes: list[str] = []
+    llm = AsyncLLM(Config(model=str(checkpoint)), recovery_timeout_s=30, wake=lambda: wakes.append("wanted"))
+    first, second = PlayedEngine("first"), PlayedEngine("second")
+    llm.add_engine(first)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    begun = asyncio.create_task(read(llm, [5], params))
+    await until(lambda: bool(first.added))
+    assert wakes == []
+    first.say((first.added[0].key, 0, [7], None), draining=True)
+    await until(lambda: bool(wakes))
+    wakes.clear()
+    late = asyncio.create_task(read(llm, [5, 6], params))
+    await until(lambda: len(first.added) == 2)
+    assert wakes
+    llm.add_engine(second)
+    await until(lambda: len(second.added) == 2)
+    for request, tokens in zip(second.added, ([8], [3, 4]), strict=True):
+        second.say((request.key, 0, tokens, "length"))
+    assert await asyncio.gather(begun, late) == [{0: [7, 8]}, {0: [3, 4]}]
+    await llm.stop()
+
+
 @pytest.mark.parametrize("is_lost_late", [False, True])
 async def test_who_comes_when_all_engines_are_lost_waits_for_the_next(
     lasting: AsyncLLM, monkeypatch: pytest.MonkeyPatch, is_lost_late: bool

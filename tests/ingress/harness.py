@@ -51,10 +51,15 @@ def events(text: str) -> list[Any]:
 
 
 def typed_events(text: str) -> list[dict[str, Any]]:
-    """The data of each event of a stream whose events have names, parsed; a name is its data's type."""
+    """The data of each event of a stream whose events have names, parsed; a name is its data's type.
+
+    An event may have an id.
+    """
     found = []
     for block in text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
+        *event_id, name, data = block.split("\n")
+        assert len(event_id) < 2
+        assert all(line.startswith("id: ") for line in event_id)
         event = orjson.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         found.append(event)

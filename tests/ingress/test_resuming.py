@@ -56,7 +56,7 @@ class Stack:
         assert answer.status_code == 200, answer.text
         found = []
         for block in answer.text.removesuffix("\n\n").split("\n\n"):
-            line, data = block.split("\n")
+            line, *_, data = block.split("\n")
             assert line.startswith("id: ")
             assert len(line) <= 84
             found.append((line[4:], data.removeprefix("data: ")))
@@ -243,3 +243,23 @@ def test_a_stream_of_too_many_choices_has_no_ids(stack: Stack) -> None:
         body = {"model": "embedded", "stream": True, "messages": MESSAGES, "n": n}
         answer = stack.runner.run(stack.clients[0].post(CHAT, json=body))
         assert answer.text.startswith(begins)
+
+
+async def test_a_stream_waits_for_an_engine_that_can_go_on_with_it() -> None:
+    config, body = Config(model="embedded"), {"model": "embedded", "stream": True, "messages": MESSAGES, "seed": 1}
+    llm = AsyncLLM(config, recovery_timeout_s=0.2)
+    first = WritingEngine("a", Random(0))
+    llm.add_engine(first)
+    async with client_of(build_asgi_app(llm, config, surroundings=Surroundings(secret=SECRET))) as client:
+        whole = (await client.post(CHAT, json=body)).text
+        headers = {"last-event-id": whole.split("\n")[0].removeprefix("id: ")}
+        first.die()
+        await until(lambda: not llm.is_ready)
+        error_of(await client.post(CHAT, json=body, headers=headers), 503)
+        going_on = asyncio.create_task(client.post(CHAT, json=body, headers=headers))
+        await asyncio.sleep(0.05)
+        llm.add_engine(WritingEngine("b", Random(0)))
+        answer = await going_on
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+    await llm.stop()

@@ -32,6 +32,8 @@ SAID = [
 class WritingEngine(PlayedEngine):
     """Sequence ``index`` of a request with a ``seed`` draws SAID[(seed + index) % 8], in pieces of any sizes.
 
+    Where there is a ``first``, it stands in place of the seed.
+
     Asked for what it has parked of one, it has nothing, all, or anything between if it ``parks``.
     """
 
@@ -40,6 +42,7 @@ class WritingEngine(PlayedEngine):
         self.random = random
         self.parks = False
         self.given = 0  # parked tokens
+        self.first: int | None = None
 
     def add(self, request: EngineCoreRequest) -> None:
         super().add(request)
@@ -69,7 +72,7 @@ class WritingEngine(PlayedEngine):
         assert params.max_tokens is not None
         assert params.seed is not None
         for index in range(params.n):
-            text = SAID[(params.seed + index) % len(SAID)]
+            text = SAID[((params.seed if self.first is None else self.first) + index) % len(SAID)]
             rest[index] = [*TOKENIZER.encode(text, add_special_tokens=False).ids, request.eos_token_ids[0]]
         limit = params.max_tokens
         reasons: dict[int, FinishReason] = {

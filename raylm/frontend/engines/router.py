@@ -54,8 +54,8 @@ class Router:
 
     A request whose engine is lost goes on on another one: ``resume`` gives it with the tokens it has. Where there is
     none it waits for one, at most ``recovery_timeout_s``. ``wake`` is called, again and again, while requests wait for
-    an engine and there is none; without it new requests do not wait. ``on_sent`` is told which engine got a request,
-    and what all of them scored.
+    an engine and there is none, and when they are on one that is to end; without it new requests do not wait.
+    ``on_sent`` is told which engine got a request, and what all of them scored.
     """
 
     def __init__(
@@ -237,7 +237,10 @@ class Router:
             engines = [engine for engine in engines if engine.client.info.worker.fingerprint == fingerprint]
         if not engines:
             raise EngineUnavailableError("No engine is ready that could go on with this request.")
-        return [engine for engine in engines if not engine.client.draining] or engines
+        lasting = [engine for engine in engines if not engine.client.draining]
+        if not lasting and self._wake is not None:
+            self._wake()
+        return lasting or engines
 
     def _uncached(self, prompt: _PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
         """For each engine the tokens that would have to be computed there; one always is."""
@@ -302,6 +305,8 @@ class Router:
         for engine in [engine for engine in self._engines.values() if engine.client.draining]:
             if any(self._can_replace(other, engine) for other in self._engines.values()):
                 self._hand_over(engine)
+            elif engine.open and self._wake is not None:
+                self._wake()
         self._recovery.retry()
 
     def _can_replace(self, other: RoutedEngine, engine: RoutedEngine) -> bool:

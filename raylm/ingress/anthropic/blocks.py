@@ -9,7 +9,8 @@ import orjson
 from raylm.ingress.http.body import JSONObject
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta
+    from raylm.frontend import CompletionDelta, ToolCallDelta
+    from raylm.ingress.anthropic.told import Told
 
 Events = list[JSONObject]
 
@@ -24,28 +25,34 @@ _KINDS: dict[str, tuple[JSONObject, str, str]] = {
 class MessageBlocks:
     """Reasoning, text and calls, each a block that is started, grows, and is stopped before the next one starts.
 
-    ``blocks`` are whole once they are stopped.
+    ``blocks`` are whole once they are stopped; without those that were ``told`` before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Told) -> None:
         self.blocks: list[JSONObject] = []
         self._pieces: list[str] = []
-        self._kind: str | None = None  # of the open block, which is the last one
-        self._call = -1
+        self._num_told = told.blocks
+        self._kind = told.open_kind  # of the open block, which is the last one
+        self._call = told.calls - 1
 
     def add(self, delta: CompletionDelta) -> Events:
         events: Events = []
+        calls = list(delta.tool_calls or ())
+        if calls and self._kind == "tool_use" and calls[0].index == self._call:  # before text that follows it
+            events += self._arguments(calls.pop(0))
         for kind, text in (("thinking", delta.reasoning), ("text", delta.text)):
             if text:
                 events += [] if self._kind == kind else self._start(kind)
                 events.append(self._grow(text))
-        for call in delta.tool_calls or ():
+        for call in calls:
             if call.index != self._call:
                 self._call = call.index
                 events += self._start("tool_use", id=call.id, name=call.name)
-            if call.arguments:
-                events.append(self._grow(call.arguments))
+            events += self._arguments(call)
         return events
+
+    def _arguments(self, call: ToolCallDelta) -> Events:
+        return [self._grow(call.arguments)] if call.arguments else []
 
     def finish(self) -> Events:
         """Stop what is open."""
@@ -53,7 +60,8 @@ class MessageBlocks:
             return []
         text = "".join(self._pieces)
         _, _, field = _KINDS[self._kind]
-        self.blocks[-1] |= {"input": _as_object(text)} if self._kind == "tool_use" else {field: text}
+        if self.blocks:
+            self.blocks[-1] |= {"input": _as_object(text)} if self._kind == "tool_use" else {field: text}
         self._kind = None
         return [self._event("stop")]
 
@@ -70,7 +78,7 @@ class MessageBlocks:
         return self._event("delta", delta={"type": kind, field: piece})
 
     def _event(self, kind: str, **fields: object) -> JSONObject:
-        return {"type": f"content_block_{kind}", "index": len(self.blocks) - 1} | fields
+        return {"type": f"content_block_{kind}", "index": self._num_told + len(self.blocks) - 1} | fields
 
 
 def _as_object(arguments: str) -> JSONObject:

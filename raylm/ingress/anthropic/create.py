@@ -13,9 +13,11 @@ import orjson
 from raylm.frontend import offload
 from raylm.ingress.anthropic.blocks import Events, MessageBlocks
 from raylm.ingress.anthropic.body import PARAM_NAMES, CountTokensRequest, MessagesRequest
+from raylm.ingress.anthropic.told import STATES, Told
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
 from raylm.ingress.http.sse import named_event
+from raylm.ingress.http.stream_ids import Posted
 from raylm.ingress.openai.chat import ChatCompletions
 from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.outputs import Usage
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from raylm.ingress.openai.outputs import Outputs
 
 PING = named_event({"type": "ping"})
+LAST_EVENT = {"type": "message_stop"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -32,14 +35,18 @@ class CreateMessage:
     def __init__(self, conversations: ChatCompletions) -> None:
         self._conversations = conversations
 
-    async def __call__(self, body: MessagesRequest, request_id: str) -> Answer:
+    async def __call__(self, body: MessagesRequest, request_id: str, posted: Posted) -> Answer:
         message_id = f"msg_{uuid.uuid4().hex}"
+        stream_id = await self._conversations.open_stream(body.model, posted, STATES, streamed=body.stream)
+        told = Told(stream_id)
+        if told.ended:
+            return _last_event(told)
         with renamed(PARAM_NAMES):
             chat = (await offload(body.as_chat, len(body.messages))).at(body.place)
-            _, outputs = await self._conversations.start(chat, message_id, time.time())
-        message = Message(message_id, body.model)
+            _, outputs = await self._conversations.start(chat, message_id, time.time(), stream_id=stream_id)
+        message = Message(message_id, body.model, told)
         if body.stream:
-            return _encode(message.events(outputs))
+            return _encode(message.events(outputs), told)
         async with aclosing(message.events(outputs)) as events:
             async for _ in events:
                 pass
@@ -57,11 +64,12 @@ class CountTokens:
 
 
 class Message:
-    """One answer while it is made."""
+    """One answer while it is made, of which some was ``told`` before."""
 
-    def __init__(self, message_id: str, model: str) -> None:
+    def __init__(self, message_id: str, model: str, told: Told) -> None:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-        self._blocks = MessageBlocks()
+        self._told = told
+        self._blocks = MessageBlocks(told)
         self._usage = Usage()
         self._stop: JSONObject = {"stop_reason": None, "stop_sequence": None}
 
@@ -82,12 +90,14 @@ class Message:
                     events: Events = []
                     if not begun:
                         begun, events = True, [{"type": "message_start", "message": self.as_json()}, {"type": "ping"}]
+                        events = events[self._told.openings :]
                     for delta in output.deltas:
                         events += self._take(delta)
                     yield events
         self._usage.check_finished()
 
     def _take(self, delta: CompletionDelta) -> Events:
+        self._told.cut(delta)
         events = self._blocks.add(delta)
         reason = delta.finish_reason
         if reason is not None:
@@ -96,7 +106,7 @@ class Message:
                 self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
             events += self._blocks.finish()
             events.append({"type": "message_delta", "delta": self._stop, "usage": self._usage_json()})
-            events.append({"type": "message_stop"})
+            events.append(LAST_EVENT)
         return events
 
     def _usage_json(self) -> JSONObject:
@@ -111,8 +121,12 @@ class Message:
         }
 
 
-async def _encode(items: AsyncGenerator[Events, None]) -> Chunks:
+async def _encode(items: AsyncGenerator[Events, None], told: Told) -> Chunks:
     async with aclosing(items):
         async for events in items:
             if events:
-                yield b"".join(map(named_event, events))
+                yield b"".join(map(told.encode, events))
+
+
+async def _last_event(told: Told) -> Chunks:
+    yield told.encode(LAST_EVENT)

@@ -21,6 +21,7 @@ MAX_ID = 80  # bytes
 _NONCE, _KEY, _FINGERPRINT, _BODY, _MAC = 8, 3, 3, 6, 7  # bytes of the head of an id, in this order
 _HEAD = _NONCE + _KEY + _FINGERPRINT + _BODY + _MAC
 _STATE = 3  # bytes of each choice behind the head
+MOST_STATE = 2 ** (8 * _STATE) - 1
 _VARYING = "_varies"  # what a fingerprint ends with that promises nothing
 _BYTES_A_THING = 64  # which are hashed while Python walks through one thing, at the least
 
@@ -41,13 +42,14 @@ class Posted:
 class StreamId:
     """The id of a stream's events: a head that stays, and how far each choice ``was`` told when the stream began.
 
-    One without a head gives no ids: its stream cannot be gone on with.
+    A message of Anthropic's has counts of its own in place of states of choices. One without a head gives no ids: its
+    stream cannot be gone on with.
     """
 
     def __init__(self, head: bytes, seed: bytes, was: Sequence[int]) -> None:
         self._line = b"id: " + head if head else b""
         self._seed = seed
-        self._was = tuple(was)
+        self.was = tuple(was)
         self._states = bytearray(b"".join(state.to_bytes(_STATE) for state in was))
 
     def nth(self, place: int, head: RequestHead, params: SamplingParams) -> tuple[RequestHead, SamplingParams]:
@@ -58,7 +60,7 @@ class StreamId:
         """
         if not self._line:
             return head, params
-        states = self._was[place * params.n : (place + 1) * params.n]
+        states = self.was[place * params.n : (place + 1) * params.n]
         told = [None if state in (TEXT_TO_THE_END, FINISH, USAGE) else max(state - OPEN, 0) for state in states]
         digest = partial(hashlib.blake2b, self._seed, salt=place.to_bytes(16))
         if params.seed is None:
@@ -66,21 +68,21 @@ class StreamId:
         head = replace(head, told=tuple(told) if told.count(0) < len(told) else ())
         if params.logprobs is None:
             name = digest(digest_size=16, person=b"parked").hexdigest()
-            head = replace(head, resumable_as=name, is_resumed=any(state != NOTHING for state in self._was))
+            head = replace(head, resumable_as=name, is_resumed=any(state != NOTHING for state in self.was))
         return head, params
 
     def openings_told(self, index: int, openings: int) -> int:
         """How many of a choice's ``openings`` had been told."""
-        was = self._was[index] if self._was else NOTHING
+        was = self.was[index] if self.was else NOTHING
         return min(openings, 0 if was == NOTHING else 1 if was == FIRST_OPENING else openings)
 
     def finish_told(self, index: int) -> bool:
-        return self._was[index] in (FINISH, USAGE)
+        return self.was[index] in (FINISH, USAGE)
 
     def all_told(self, *, with_usage: bool) -> bool:
         """Whether nothing was left to tell when the stream began."""
-        ends = bool(self._was) and all(self.finish_told(index) for index in range(len(self._was)))
-        return ends and (not with_usage or self._was[0] == USAGE)
+        ends = bool(self.was) and all(self.finish_told(index) for index in range(len(self.was)))
+        return ends and (not with_usage or self.was[0] == USAGE)
 
     def reach(self, index: int, state: int) -> None:
         """The next event tells the choice up to there."""

@@ -18,7 +18,7 @@ from raylm.ingress.http.errors import clip
 from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import at_most, unsupported, wrong
-from raylm.ingress.openai.generation import GenerationBody, check_model, opens_turn
+from raylm.ingress.openai.generation import GenerationBody, check_model, open_stream, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice
 from raylm.params import MAX_LOGPROBS, SamplingParams
@@ -219,7 +219,7 @@ class ChatCompletions:
 
     async def __call__(self, body: ChatCompletionRequest, request_id: str, posted: Posted) -> Answer:
         name, arrival_time = f"chatcmpl-{body.request_id or request_id}", time.time()
-        stream_id = await body.stream_id(posted, body.n or 1, self._stream_ids, self._llm)
+        stream_id = await self.open_stream(body.model, posted, body.n or 1, streamed=body.stream)
         params, outputs = await self.start(body, name, arrival_time, stream_id=stream_id)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = {"id": name, "object": kind, "created": int(arrival_time), "model": body.model}
@@ -229,6 +229,10 @@ class ChatCompletions:
         if body.include_reasoning is False:
             outputs = _without_reasoning(outputs)
         return await ChatChoices(head, body, params, self._tokens, stream_id).answer([outputs])
+
+    async def open_stream(self, model: str, posted: Posted, num_choices: int, *, streamed: bool | None) -> StreamId:
+        """As the function, of any body that comes down to a chat completion."""
+        return await open_stream(model, posted, num_choices, self._stream_ids, self._llm, streamed=streamed)
 
     async def start(
         self,

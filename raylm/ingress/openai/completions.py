@@ -18,7 +18,7 @@ from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
 from raylm.ingress.openai.fields import Prompt, Prompts, unsupported
-from raylm.ingress.openai.generation import GenerationBody, tokenized
+from raylm.ingress.openai.generation import GenerationBody, open_stream, tokenized
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
@@ -145,7 +145,8 @@ class Completions:
     async def __call__(self, body: CompletionRequest, request_id: str, posted: Posted) -> Answer:
         name, arrival_time = f"cmpl-{body.request_id or request_id}", time.time()
         num_choices = len(body.prompt) * (body.n or 1)
-        stream_id = await body.stream_id(posted, num_choices, self._stream_ids, self._llm)
+        ids, llm = self._stream_ids, self._llm
+        stream_id = await open_stream(body.model, posted, num_choices, ids, llm, streamed=body.stream)
         started = await self.start(body, name, arrival_time, stream_id=stream_id)
         echoed = [await self._text(prompt) for prompt in started.prompts] if body.echo else None
         outputs = [_unseen(stream) for stream in started.outputs] if body.max_tokens == 0 else started.outputs

@@ -142,6 +142,25 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
     return name
 
 
+async def open_stream(
+    model: str, posted: Posted, num_choices: int, ids: StreamIds, llm: AsyncLLM, *, streamed: bool | None
+) -> StreamId:
+    """The id of the answer's events; UNRESUMABLE where it is not ``streamed``.
+
+    Raises:
+        RayLMError: as StreamIds.open, or no engine has come that could go on.
+    """
+    if not streamed and posted.last_event_id:
+        raise InvalidRequestError(f"'{LAST_EVENT_ID}' needs 'stream' to be true.", param=LAST_EVENT_ID)
+    if not streamed:
+        return UNRESUMABLE
+    if posted.last_event_id:
+        await llm.until_ready()
+    adapter, fingerprint = llm.adapters.known.get(model), llm.fingerprint
+    loaded_from = "" if adapter is None else adapter.path
+    return await ids.open(posted, num_choices, loaded_from + fingerprint if fingerprint else "")
+
+
 async def tokenized(prompt: Prompt, body: CutBody, llm: AsyncLLM, *, special: bool = True) -> Prompt:
     """``prompt`` cut as ``body`` says; a text stays one, unless it is cut or its ``special`` tokens are left out."""
     if isinstance(prompt, list):
@@ -325,20 +344,6 @@ class GenerationBody(SamplingBody, CutBody):
                 raise unsupported("stream_options.include_obfuscation", "obfuscation is not supported; give false.")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("'prompt_logprobs' is not available in a stream.", param="prompt_logprobs")
-
-    async def stream_id(self, posted: Posted, num_choices: int, ids: StreamIds, llm: AsyncLLM) -> StreamId:
-        """The id of the answer's events; UNRESUMABLE where it is no stream.
-
-        Raises:
-            RayLMError: as StreamIds.open.
-        """
-        if self.stream:
-            adapter = llm.adapters.known.get(self.model)
-            loaded_from = "" if adapter is None else adapter.path
-            return await ids.open(posted, num_choices, loaded_from + llm.fingerprint if llm.fingerprint else "")
-        if posted.last_event_id:
-            raise InvalidRequestError(f"'{LAST_EVENT_ID}' needs 'stream' to be true.", param=LAST_EVENT_ID)
-        return UNRESUMABLE
 
     @property
     def options(self) -> StreamOptions:

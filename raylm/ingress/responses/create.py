@@ -6,14 +6,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from contextvars import Context
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from raylm.errors import EngineUnavailableError, NotFoundError, OverloadedError, ShuttingDownError
+from raylm.errors import EngineUnavailableError, NotFoundError, OverloadedError, ShuttingDownError, StoreLostError
 from raylm.frontend import Lifecycle, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _BYTES_A_THING = 64  # of JSON, about
 _RENEW_S = LEASE_S / 3
 _MOST_AT_ONCE = 16  # jobs that are taken over
+_KEPT_EACH_S = 0.05  # in which what comes of a response makes one entry of the store, and one call of it
 
 
 class CreateResponse:
@@ -81,10 +82,11 @@ class CreateResponse:
             await asyncio.sleep(_RENEW_S)
 
     async def take_over_once(self) -> None:
-        for lost in await self._store.renew(self._maker, _MOST_AT_ONCE if self._llm.is_ready else 0):
+        making = [task.get_name() for task in self._background]
+        for lost in await self._store.renew(self._maker, _MOST_AT_ONCE if self._llm.is_ready else 0, making):
             goes_on = about("response.taken_over", lost.response_id)
             logger.info("response %s goes on here: who made it is gone", lost.response_id, extra=goes_on)
-            self._begin(self._make_again(lost))
+            self._begin(lost.response_id, self._make_again(lost))
 
     async def _start(
         self,
@@ -148,14 +150,16 @@ class CreateResponse:
         asked = body.model_dump(mode="json", exclude_unset=True)
         again = await offload(lambda: orjson.dumps({"body": asked, "items": items}), len(items))
         record = await self._record(job, items)
-        await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker)
+        told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None  # so its client knows the id
+        await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker, told)
+        job.last = -1 if told is None else told.last
         hold = None if body.place is None else body.place.hand_over()
-        self._begin(self._make(job, outputs, items), hold)
+        self._begin(job.id, self._make(job, outputs, items), hold)
         return follow(self._store, job.owner, job.id, -1) if body.stream else orjson.dumps(job.response())
 
-    def _begin(self, making: Coroutine[Any, Any, None], hold: Hold | None = None) -> None:
+    def _begin(self, response_id: str, making: Coroutine[Any, Any, None], hold: Hold | None = None) -> None:
         # It waits in the queue by itself, and holds what the request that asked for it holds of its key's limits.
-        task = asyncio.create_task(making, context=Context())  # Ray's is the request's
+        task = asyncio.create_task(making, name=response_id, context=Context())  # Ray's is the request's
         if hold is not None:
             task.add_done_callback(lambda _: hold.end())
         self._background.add(task)
@@ -172,7 +176,7 @@ class CreateResponse:
             started = self._start(lost.response_id, body, asked["items"], lost.owner, job["created_at"], resumed)
             made, outputs = await started
         except (EngineUnavailableError, OverloadedError):
-            await self._store.release(lost.response_id)
+            await self._release(lost.response_id)
             return
         except Exception as error:
             known = as_known_error(error, lost.response_id)
@@ -184,11 +188,11 @@ class CreateResponse:
             )
             return
         made.last = lost.last
-        await self._make(made, outputs, asked["items"])
+        await self._make(made, outputs, asked["items"], begun=job["status"] == "in_progress")
 
-    async def _make(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
-        making = asyncio.create_task(self._run(job, outputs, items))
-        cancelled = asyncio.create_task(self._store.until_cancelled(job.owner, job.id))
+    async def _make(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], *, begun: bool = False) -> None:
+        making = asyncio.create_task(self._run(job, outputs, items, begun))
+        cancelled = asyncio.create_task(self._until_cancelled(job))
         try:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
             if cancelled.done() and cancelled.exception() is not None:
@@ -200,29 +204,42 @@ class CreateResponse:
                 task.cancel()
             await asyncio.gather(making, cancelled, return_exceptions=True)
 
-    async def _run(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
+    async def _release(self, response_id: str) -> None:
+        """It goes on at once where it is taken over, or without a store when its lease is over."""
+        with suppress(StoreLostError):
+            await self._store.release(response_id, self._maker)
+
+    async def _until_cancelled(self, job: ResponseJob) -> None:
+        while True:
+            with suppress(StoreLostError):
+                return await self._store.until_cancelled(job.owner, job.id)
+            await asyncio.sleep(_RENEW_S)
+
+    async def _run(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], begun: bool) -> None:
         try:
             with self._lifecycle.admit() as ongoing, ongoing:
-                await self._tell(job, outputs, items)
-        except ShuttingDownError:
-            await self._store.release(job.id)
+                await self._tell(job, outputs, items, begun)
+        except (ShuttingDownError, StoreLostError):
+            await self._release(job.id)
         except Exception as error:
             job.fail(error)
-            await self._put(job, items, [{"type": "response.failed", "response": job.response()}])
+            await self._put(job, items, job.told_as("failed"))
 
-    async def _tell(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> None:
-        shown = job.last >= 0  # as begun
-        async with aclosing(job.events(outputs, begun=shown)) as happened:
+    async def _tell(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], begun: bool) -> None:
+        async with aclosing(job.events(outputs, begun=begun)) as happened:
             async for events in happened:
-                if job.done or not shown:
-                    shown = True
+                if job.done or not begun:
+                    begun = True
                     await self._put(job, items, events)
                 elif events and job.is_streamed:
-                    await self._store.append(job.id, self._maker, _told(events, job.last, job.tokens))
-                job.last += len(events)
+                    told = _told(events, job.last, job.tokens)
+                    job.last = told.last
+                    await self._store.append(job.id, self._maker, told)
+                    await asyncio.sleep(_KEPT_EACH_S)  # deltas merge meanwhile
 
     async def _put(self, job: ResponseJob, items: list[JSONObject], events: Events) -> None:
         told = _told(events, job.last, job.tokens) if events and job.is_streamed else None
+        job.last = job.last if told is None else told.last
         await self._store.put(job.owner, job.id, await self._record(job, items), None, None, self._maker, told)
 
 
@@ -233,7 +250,15 @@ def _told(events: Events, last: int, tokens: int) -> ToldEvents:
 
 async def follow(store: ResponseStore, owner: str, response_id: str, after: int) -> Chunks:
     """The events of a response in the background that come after the number ``after``, as they come."""
-    while (found := await store.follow(owner, response_id, after)) is not None:
+    while True:
+        try:
+            found = await store.follow(owner, response_id, after)
+        except StoreLostError:
+            await asyncio.sleep(_RENEW_S)
+            yield WAITING
+            continue
+        if found is None:
+            return
         batches, status = found
         told = [event for batch in batches for event in orjson.loads(batch) if event["sequence_number"] > after]
         if told:

@@ -85,7 +85,7 @@ class ResponseJob:
     async def events(self, outputs: Outputs, *, begun: bool = False) -> AsyncGenerator[Events, None]:
         """Read the one sequence to its end; every item is what happened since the last one.
 
-        Of a response that was ``begun`` before nothing is told again.
+        Of a response that was ``begun`` before nothing is told again; with the first event told it was created.
 
         An error is raised if nothing was generated at all, and becomes an event later on.
         """
@@ -94,9 +94,8 @@ class ResponseJob:
                 with renamed(PARAM_NAMES):
                     output = await anext(outputs)
                 self.status, self._usage = "in_progress", Usage()
-                kinds = () if begun else ("created", "in_progress")
-                events = [{"type": f"response.{kind}", "response": self.response()} for kind in kinds]
-                yield events + self._take(output)
+                kinds = [] if begun else ["in_progress"] if self.last >= 0 else ["created", "in_progress"]
+                yield self.told_as(*kinds) + self._take(output)
                 async for output in outputs:
                     yield self._take(output)
             self._usage.check_finished()
@@ -104,7 +103,11 @@ class ResponseJob:
             if self.status == "queued":
                 raise
             self.fail(error)
-            yield [{"type": "response.failed", "response": self.response()}]
+            yield self.told_as("failed")
+
+    def told_as(self, *kinds: str) -> Events:
+        """Events that hold the whole response as it is now."""
+        return [{"type": f"response.{kind}", "response": self.response()} for kind in kinds]
 
     def fail(self, error: Exception) -> None:
         self._error, self.status = as_known_error(error, self.id), "failed"
@@ -121,7 +124,7 @@ class ResponseJob:
             if delta.finish_reason is not None:
                 self.status = "incomplete" if delta.finish_reason == "length" else "completed"
                 events += self.items.finish(self.status)
-                events.append({"type": f"response.{self.status}", "response": self.response()})
+                events += self.told_as(self.status)
         return events
 
     def _as_asked(self) -> JSONObject:

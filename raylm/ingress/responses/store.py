@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-from urllib.parse import quote
+from typing import Any, TypeVar, cast
 
 import orjson
 
-from raylm.config import Config
 from raylm.ingress.http.body import JSONObject
-
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
 
 T = TypeVar("T")
 
@@ -78,8 +71,8 @@ class ResponseStore:
     makes, each of which is kept once. Of each owner ``max_bytes`` are kept, and nothing that was not used for
     ``max_age_s``; the least recently used goes first, and of a conversation its end before what leads to it.
 
-    A ``job`` is what makes an unfinished response anew. It has a maker, which renews it; after LEASE_S without that it
-    is lost, and handed to the next that asks.
+    A ``job`` is what makes an unfinished response anew. It has a maker, which renews it while it works on it; LEASE_S
+    without that, and it is lost, and handed to the next that asks.
     """
 
     def __init__(
@@ -127,9 +120,9 @@ class ResponseStore:
                      len(record) + len(job or b"") + _ROW_BYTES),
                 )  # fmt: skip
                 self._touch_chain(owner, previous, now)
-            else:
-                if events is not None:
-                    self._tell(response_id, maker, events)
+            if events is not None and maker is not None:
+                self._tell(response_id, maker, events)
+            if job is None and maker is not None:
                 self._database.execute(
                     "UPDATE responses SET status = ?1, record = ?2, used = ?3, size = size + ?4 - LENGTH(record),"
                     " job = CASE WHEN ?5 THEN job END WHERE id = ?6 AND maker = ?7 AND status IN"
@@ -238,14 +231,16 @@ class ResponseStore:
         finally:
             self._cancelled.pop(response_id, None)
 
-    async def renew(self, maker: str, most: int) -> list[LostJob]:
-        """The maker lives; it gets at most so many jobs of makers that do not, and is theirs now."""
+    async def renew(self, maker: str, most: int, making: Sequence[str] = ()) -> list[LostJob]:
+        """The maker lives, and is at work on ``making``; it gets at most so many lost jobs, and is theirs now."""
 
         def work() -> list[LostJob]:
             now = self._clock()
             unfinished = "status IN ('queued', 'in_progress')"
             self._database.execute(
-                f"UPDATE responses SET lease = ? WHERE maker = ? AND {unfinished}", (now + LEASE_S, maker)
+                f"UPDATE responses SET lease = ? WHERE maker = ? AND {unfinished} AND id IN"
+                " (SELECT value FROM json_each(?))",
+                (now + LEASE_S, maker, orjson.dumps(list(making)).decode()),
             )
             lost = self._database.execute(
                 f"SELECT id, owner, record, job, makers FROM responses WHERE {unfinished} AND lease < ?"
@@ -262,17 +257,21 @@ class ResponseStore:
                     "UPDATE responses SET maker = ?, makers = makers + 1, lease = ? WHERE id = ?",
                     (maker, now + LEASE_S, response_id),
                 )
-                newest = "SELECT last, tokens FROM events WHERE response = ? ORDER BY last DESC LIMIT 1"
-                last, tokens = self._one(newest, response_id) or (-1, 0)
+                last, tokens = self._newest_event(response_id)
                 taken.append(LostJob(owner, response_id, record, job, last, tokens))
             return taken
 
         return await self._do(work)
 
-    async def release(self, response_id: str) -> None:
+    async def release(self, response_id: str, maker: str) -> None:
         """The maker ends in order, or cannot go on with a job; the next one may take it at once."""
-        query = "UPDATE responses SET lease = 0, maker = '', makers = makers - 1 WHERE id = ?"
-        await self._do(lambda: self._database.execute(query, (response_id,)))
+        query = "UPDATE responses SET lease = 0, maker = '', makers = makers - 1 WHERE id = ? AND maker = ?"
+        await self._do(lambda: self._database.execute(query, (response_id, maker)))
+
+    def renew_all(self) -> None:
+        """For who opens a store whose makers may have lived on without it."""
+        with self._database:
+            self._database.execute("UPDATE responses SET lease = MAX(lease, ?)", (self._clock() + LEASE_S,))
 
     async def _do(self, work: Callable[[], T]) -> T:
         """One transaction, on the thread; it is carried out whether who waits for it stays or not."""
@@ -302,10 +301,21 @@ class ResponseStore:
             size = len(events.data) + _ROW_BYTES
             self._database.execute("UPDATE responses SET size = size + ? WHERE id = ?", (size, response_id))
 
+    def _newest_event(self, response_id: str) -> tuple[int, int]:
+        """Its number, and how many tokens are told by then."""
+        newest = "SELECT last, tokens FROM events WHERE response = ? ORDER BY last DESC LIMIT 1"
+        found: tuple[int, int] = self._one(newest, response_id) or (-1, 0)
+        return found
+
     def _end(self, response_id: str, record: bytes, status: str, error: JSONObject | None) -> bytes:
         content: JSONObject = orjson.loads(record)
         content["response"] |= {"status": status, "error": error}
         ended = orjson.dumps(content)
+        if error is not None and content.get("streamed"):
+            last, tokens = self._newest_event(response_id)
+            event = {"type": "response.failed", "response": content["response"], "sequence_number": last + 1}
+            row = response_id, last + 1, tokens, orjson.dumps([event])
+            self._database.execute("INSERT INTO events VALUES (?, ?, ?, ?)", row)
         self._database.execute(
             "UPDATE responses SET status = ?, record = ?, job = NULL WHERE id = ?", (status, ended, response_id)
         )
@@ -350,48 +360,6 @@ class ResponseStore:
     def _wake(self, waiting: dict[str, asyncio.Event], response_id: str) -> None:
         if (event := waiting.pop(response_id, None)) is not None:
             event.set()
-
-
-class SharedResponseStore(ResponseStore):
-    """The store as an actor of the application."""
-
-    def __init__(self, config: Config) -> None:
-        from ray import serve
-
-        super().__init__(store_path(config.ingress.store, serve.get_replica_context().app_name))
-
-
-def open_store(
-    shared_actors: Mapping[str, DeploymentHandle], knob: str | None = None, application: str = ""
-) -> ResponseStore:
-    """The store that all replicas share, or one of this replica's own where it is the only one."""
-    shared = shared_actors.get("response_store")
-    if shared is None:
-        return ResponseStore(store_path(knob, application))
-    return cast(ResponseStore, _RemoteStore(shared))
-
-
-def store_path(knob: str | None, application: str) -> str:
-    """The file that ``ingress.store`` names; by default one of the application's, or none outside of an application."""
-    if knob == MEMORY or (knob is None and not application):
-        return MEMORY
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "raylm"
-    path = (state / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)).expanduser()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return str(path)
-
-
-class _RemoteStore:
-    """The methods of a ResponseStore that is a deployment of its own, by its handle."""
-
-    def __init__(self, store: DeploymentHandle) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        async def call(*args: object) -> Any:
-            return await getattr(self._store, name).remote(*args)
-
-        return call
 
 
 def _status(record: bytes) -> str:

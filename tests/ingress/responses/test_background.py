@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from raylm.config import Config
+from raylm.errors import StoreLostError
 from raylm.frontend import AsyncLLM
 from raylm.ingress import build_asgi_app
 from raylm.ingress.responses.create import CreateResponse
-from raylm.ingress.responses.store import LEASE_S
+from raylm.ingress.responses.store import LEASE_S, ResponseStore
 from tests.ingress.harness import client_of, typed_events
 from tests.ingress.openai.test_openai_schema import check
 from tests.ingress.refused import error_of
@@ -81,6 +82,10 @@ async def replica(path: Path, seed: int = 0) -> AsyncIterator[Replica]:
     await found.end()
 
 
+async def end_leases(store: ResponseStore) -> None:
+    await store._do(lambda: store._database.execute("UPDATE responses SET lease = lease - ?", (2 * LEASE_S,)))
+
+
 async def status(client: httpx.AsyncClient, response_id: str) -> dict[str, Any]:
     """The response, when it has ended."""
     async with asyncio.timeout(20):
@@ -100,6 +105,27 @@ def texts(events: list[dict[str, Any]]) -> dict[tuple[int, str], str]:
             place = event["output_index"], event["type"]
             found[place] = found.get(place, "") + event["delta"]
     return found
+
+
+async def test_who_follows_knows_the_id_before_anything_is_computed(tmp_path: Path) -> None:
+    async with replica(tmp_path / "store") as one:
+        one.engine.quota = 0
+        asking = asyncio.create_task(one.create(stream=True, seed=0))
+        store = one.responses._store
+        async with asyncio.timeout(20):
+            while not (found := store._database.execute("SELECT id FROM responses").fetchall()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        told = await store.follow("", found[0][0], -1)
+        assert told is not None
+        events = httpx.Response(200, content=told[0][0]).json()
+        assert [event["type"] for event in events] == ["response.created", "response.queued"]
+        assert [event["response"]["status"] for event in events] == ["queued", "queued"]
+        one.engine.quota = None
+        events = typed_events((await asking).text.replace(": waiting\n\n", ""))
+        kinds = [event["type"] for event in events]
+        assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+        for event in events:
+            check(event, "ResponseStreamEvent")
 
 
 async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
@@ -168,6 +194,76 @@ async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, see
     ids = {event["item"]["id"] for event in heard if event["type"] == "response.output_item.done"}
     assert ids == {item["id"] for item in ended["output"]} == {e["item_id"] for e in heard if "item_id" in e}
     assert ended["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+async def test_what_was_lost_is_taken_over_by_exactly_one_of_two(tmp_path: Path) -> None:
+    """As when all processes were killed at once, and two ingresses start on the file that is left."""
+    path = tmp_path / "store"
+    first = Replica(path)
+    first.engine.quota = 0
+    lost = [(await first.create(seed=seed, stream=None)).json()["id"] for seed in range(20)]
+    await end_leases(first.responses._store)
+    await first.end()
+    async with replica(path, seed=2) as one, replica(path, seed=3) as other:
+        for _ in range(2):  # each takes some at a time
+            await asyncio.gather(one.responses.take_over_once(), other.responses.take_over_once())
+        ended = [await status(one.client, response_id) for response_id in lost]
+        assert [found["status"] for found in ended] == ["completed"] * 20
+        made = [{request.request_id for request in it.engine.added} for it in (one, other)]
+        assert set.union(*made) == {*lost}
+        assert not set.intersection(*made)
+        assert sum(len(it.engine.added) for it in (one, other)) == 20
+        assert [await status(other.client, response_id) for response_id in lost] == ended
+        await asyncio.gather(one.responses.take_over_once(), other.responses.take_over_once())
+        assert sum(len(it.engine.added) for it in (one, other)) == 20
+
+
+class LostStore(ResponseStore):
+    """One that is lost at each of the calls whose numbers are in ``at``, of those that keep something."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.at: set[int] = set()
+        self._calls = 0
+
+    def _lose(self) -> None:
+        self._calls += 1
+        if self._calls in self.at:
+            raise StoreLostError("The store was lost.")
+
+    async def put(self, *args: Any) -> None:
+        await super().put(*args)  # it is carried out, and who asked does not hear of it
+        self._lose()
+
+    async def append(self, *args: Any) -> None:
+        self._lose()
+        await super().append(*args)
+
+    async def release(self, *args: Any) -> None:
+        self._lose()
+        await super().release(*args)
+
+
+@pytest.mark.parametrize("at", [{2}, {3, 4}, {2, 3, 4}])
+async def test_a_response_goes_on_when_the_store_is_lost_meanwhile(tmp_path: Path, at: set[int]) -> None:
+    async with replica(tmp_path / "whole") as calm:
+        answer = await calm.create(stream=True, seed=7)
+        undisturbed = typed_events(answer.text.replace(": waiting\n\n", ""))
+    async with replica(tmp_path / "store", seed=3) as one:
+        one.responses._store = store = LostStore(str(tmp_path / "store"))
+        store.at = at
+        asking = asyncio.create_task(one.create(stream=True, seed=7))
+        async with asyncio.timeout(20):
+            while not asking.done():
+                await one.responses.take_over_once()
+                if not one.responses._background:
+                    await end_leases(store)
+                await asyncio.sleep(0.02)
+        heard = typed_events((await asking).text.replace(": waiting\n\n", ""))
+        assert store._calls >= max(at)
+    assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
+    assert [heard[0]["type"], heard[-1]["type"]] == ["response.created", "response.completed"]
+    assert texts(heard) == texts(undisturbed)
 
 
 async def test_what_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> None:

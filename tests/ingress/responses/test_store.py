@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
-from raylm.ingress.responses.store import LEASE_S, MOST_MAKERS, ResponseStore, ToldEvents, store_path
+from raylm.ingress.responses.shared_store import store_path
+from raylm.ingress.responses.store import LEASE_S, MOST_MAKERS, ResponseStore, ToldEvents
 
 
 class Clock:
@@ -142,7 +144,7 @@ async def test_jobs_survive_their_makers(tmp_path: Path) -> None:
     await store.append("a", "first", told(6, 5))
     assert await store.renew("second", 9) == []
     clock.now += LEASE_S - 1
-    assert await store.renew("first", 9) == []
+    assert await store.renew("first", 9, ["a"]) == []
     clock.now += LEASE_S - 1
     store = ResponseStore(path, clock=clock)  # after the end of all processes
     assert await store.renew("second", 9) == []
@@ -166,10 +168,43 @@ async def test_jobs_survive_their_makers(tmp_path: Path) -> None:
     assert await store.follow("other", "a", 6) is None
 
 
+async def test_each_lost_job_goes_to_exactly_one_of_those_that_ask(tmp_path: Path) -> None:
+    """Also where each of them has the file open by itself."""
+    path, clock = str(tmp_path / "store.sqlite"), Clock()
+    store = ResponseStore(path, clock=clock)
+    for number in range(60):
+        await store.put("me", str(number), record("", "queued"), None, b"job", "gone")
+    clock.now += 2 * LEASE_S
+    stores = [store, *(ResponseStore(path, clock=clock) for _ in range(3))]
+    taken = await asyncio.gather(
+        *(one.renew(f"{place}", most) for most in (2, 5, 9) for place, one in enumerate(stores))
+    )
+    assert sorted(int(job.response_id) for some in taken for job in some) == [*range(60)]
+    assert await store.renew("late", 99) == []
+
+
+async def test_a_job_is_lost_that_its_maker_is_not_at_work_on(tmp_path: Path) -> None:
+    """Though the maker lives; and none is because the store itself was away."""
+    path, clock = str(tmp_path / "store.sqlite"), Clock()
+    store = ResponseStore(path, clock=clock)
+    for name in "ab":
+        await store.put("", name, record("", "queued"), None, b"job", "it")
+    clock.now += LEASE_S - 1
+    assert await store.renew("it", 9, ["b"]) == []
+    clock.now += 2
+    assert [job.response_id for job in await store.renew("it", 9, ["b"])] == ["a"]
+    clock.now += 2 * LEASE_S
+    store = ResponseStore(path, clock=clock)
+    store.renew_all()
+    assert await store.renew("other", 9) == []
+    assert await store.renew("it", 9, ["a", "b"]) == []
+
+
 async def test_who_brings_down_its_makers_fails() -> None:
     clock = Clock()
     store = ResponseStore(clock=clock)
-    await store.put("", "a", record("", "queued"), None, b"job", "0")
+    streamed = orjson.dumps(orjson.loads(record("", "queued")) | {"streamed": True})
+    await store.put("", "a", streamed, None, b"job", "0", told(1, 0))
     for number in range(1, MOST_MAKERS):
         clock.now += 2 * LEASE_S
         assert len(await store.renew(str(number), 9)) == 1
@@ -179,9 +214,15 @@ async def test_who_brings_down_its_makers_fails() -> None:
     assert found is not None
     response = orjson.loads(found)["response"]
     assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    followed = await store.follow("", "a", 1)
+    assert followed is not None
+    (event,) = orjson.loads(followed[0][0])
+    assert (event["type"], event["sequence_number"], event["response"]) == ("response.failed", 2, response)
     await store.put("", "b", record("", "queued"), None, b"job", "0")
     for number in range(2 * MOST_MAKERS):  # who ends in order brings nothing down
-        await store.release("b")
+        await store.release("b", "another")
+        assert await store.renew(str(number), 9) == []
+        await store.release("b", str(number - 1) if number else "0")
         assert len(await store.renew(str(number), 9)) == 1
 
 
