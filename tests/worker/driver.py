@@ -89,7 +89,8 @@ class Driver:
         self.sequences[seq_id].computed = num_blocks * self.block_size
 
     def finish(self, seq_id: int) -> Tracked:
-        self.finished.append(seq_id)
+        if not self.sequences[seq_id].is_new:  # else the worker has not heard of it
+            self.finished.append(seq_id)
         self.free += self.sequences[seq_id].blocks
         return self.sequences.pop(seq_id)
 
