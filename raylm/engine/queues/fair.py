@@ -84,13 +84,14 @@ class FairQueue(WaitingQueue):
         return (0, seq.state.arrival, seq.index)
 
     def push(self, seq: Sequence) -> None:
-        name = seq.state.request.service.tenant
+        service = seq.state.request.service
+        name = service.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant()
-        if not tenant.line:
+        if name not in self._backlogged:
             self._lift(tenant)
-            tenant.weight = seq.state.request.service.weight
+            tenant.weight = service.weight
             self._backlogged[name] = tenant
         if seq.state.due == 0.0:
             seq.state.due = self._due(seq)
