@@ -143,6 +143,9 @@ class Scheduler:
     def now(self) -> float:
         return self.clock()
 
+    def free_places(self) -> int:
+        return self._budget.places(self.running)
+
     def cached_blocks(self, seq: Sequence) -> int:
         return self.kv.num_cached_blocks(seq)
 

@@ -17,6 +17,8 @@ DRAWN_WEIGHT = 2.0
 MOST_PASSED = 64  # sequences that may start before one that came earlier, because they fit or have more in the cache
 _LOOK_AHEAD = 16  # sequences that are looked at for that
 PATIENCE_S = 10.0  # a request without a target stands among those with one as if it had this one
+RECENT_S = 60.0  # who had something waiting so many seconds ago may come again
+KEPT_SHARE = 16  # one place of so many is kept for that
 _MOST_LATE = 32  # requests that are found to be late in a step
 
 
@@ -59,16 +61,24 @@ class FairQueue(WaitingQueue):
     start in its place, if their tenants were served at most ``quantum`` tokens more. Nobody is passed by more than
     MOST_PASSED sequences: then everybody waits until it fits.
 
+    The last ``kept`` places of the batch are free for a tenant that had something waiting of late and has nothing now:
+    who runs more than its share of the sequences does not take them meanwhile. Else that one would wait for a sequence
+    to end. Nor do prompts of such a tenant join the step in which all that others had waiting starts.
+
     A tenant's requests stand in the order in which their first tokens are due. Of one that cannot be there in time any
     more it is put off by PATIENCE_S, once, so that it comes behind those that can.
     """
 
-    def __init__(self, forecast: Forecast, quantum: int) -> None:
+    def __init__(self, forecast: Forecast, quantum: int, kept: int = 0) -> None:
         self._forecast = forecast
         self._quantum = quantum
+        self._kept = kept
         self._tenants: dict[str, Tenant] = {}
         self._backlogged: dict[str, Tenant] = {}  # those with sequences that wait
         self._last = Tenant()  # the last one whose line became empty
+        self._absent: dict[Tenant, float] = {}  # since when those without have none, by that time
+        self._active: dict[Tenant, None] = {}  # those with sequences that run
+        self._guest_step = -1  # in which all of a tenant started while others had more waiting; not two in turn
         self._length = 0
         self._passed: Counter[Sequence] = Counter()
         self._first: Sequence | None = None
@@ -91,6 +101,7 @@ class FairQueue(WaitingQueue):
             tenant = self._tenants[name] = Tenant()
         if name not in self._backlogged:
             self._lift(tenant)
+            self._absent.pop(tenant, None)
             tenant.weight = service.weight
             self._backlogged[name] = tenant
         if seq.state.due == 0.0:
@@ -107,6 +118,7 @@ class FairQueue(WaitingQueue):
         if not tenant.line:
             del self._backlogged[name]
             self._last = tenant
+            self._absent[tenant] = self._forecast.now()
 
     def start(self, seq: Sequence, cached: int) -> None:
         tenant = self._tenants[seq.state.request.service.tenant]
@@ -114,19 +126,30 @@ class FairQueue(WaitingQueue):
             assert passed is not None
             self._passed[passed] += 1
         self.remove(seq)
+        self._active[tenant] = None
         tenant.running[seq] = len(seq.token_ids) if seq.num_generated else cached
+        step = self._forecast.num_steps
+        if not tenant.line and self._backlogged and step > self._guest_step + 1:
+            self._guest_step = step
 
     def leave(self, seq: Sequence) -> None:
         tenant = self._tenants[seq.state.request.service.tenant]
         tenant.charge(seq)
         del tenant.running[seq]
+        if not tenant.running:
+            del self._active[tenant]
 
     def candidates(self) -> Iterator[Sequence]:
         tenants = list(self._backlogged.values())
+        last_places = self._absent and self._forecast.free_places() <= self._kept
+        if last_places or self._guest_step == self._forecast.num_steps:
+            tenants = self._within_share(tenants)
+            if not tenants:
+                return
         if len(tenants) > 1:
             for tenant in tenants:
                 tenant.settle()
-            tenants.sort(key=lambda tenant: tenant.served)
+            tenants.sort(key=lambda tenant: (tenant.served, len(tenant.running)))
         first = self._first = self._best(tenants)
         yield first
         if self._passed[first] >= MOST_PASSED:
@@ -151,6 +174,15 @@ class FairQueue(WaitingQueue):
         """By tenant; differences between those that have waited all the time are bounded, the numbers mean nothing."""
         self.settle()
         return {name: tenant.served for name, tenant in self._tenants.items()}
+
+    def _within_share(self, tenants: list[Tenant]) -> list[Tenant]:
+        """Those of ``tenants`` that run at most their share; all where nobody came of late that may come again."""
+        absent, since = next(reversed(self._absent.items()))
+        if self._forecast.now() - since > RECENT_S:
+            return tenants
+        weights = sum(tenant.weight for tenant in self._active) + (0 if absent in self._active else absent.weight)
+        share = sum(len(tenant.running) for tenant in self._active) / weights
+        return [tenant for tenant in tenants if len(tenant.running) <= share * tenant.weight]
 
     def _best(self, tenants: list[Tenant]) -> Sequence:
         """Of the tenant that was served least."""
