@@ -5,7 +5,7 @@
 - work: one engine with more to do than it can, of 8 keys with a few prefixes each: tokens a second and hit rate of the
   fair queue, of first come, first served, and of the longest cached prefix first.
 - beside a flooder: TTFT of a key whose requests come at a seventh of what an engine can do, beside one that asks for
-  more than all; and on an engine of half the speed by itself, which is its share. Tokens a second are those of both keys.
+  more than all; and on an engine of half the speed by itself, which is its share. Tokens/s are of both keys.
 - shares: what two keys get of each of four engines, and of all, while both have requests waiting. One asks for short
   prompts and long answers, the other for long prompts and short answers.
 """

@@ -17,7 +17,8 @@ DRAWN_WEIGHT = 2.0
 MOST_PASSED = 64  # sequences that may start before one that came earlier, because they fit or have more in the cache
 _LOOK_AHEAD = 16  # sequences that are looked at for that
 PATIENCE_S = 10.0  # a request without a target stands among those with one as if it had this one
-RECENT_S = 60.0  # who had something waiting so many seconds ago may come again
+RECENT_S = 60.0  # who has nothing waiting for no longer may come again: a guest
+GUEST_S = 1.0  # and stays one for so long when it does; then it is one of those that always have something waiting
 KEPT_SHARE = 16  # one place of so many is kept for that
 _MOST_LATE = 32  # requests that are found to be late in a step
 
@@ -61,9 +62,9 @@ class FairQueue(WaitingQueue):
     start in its place, if their tenants were served at most ``quantum`` tokens more. Nobody is passed by more than
     MOST_PASSED sequences: then everybody waits until it fits.
 
-    The last ``kept`` places of the batch are free for a tenant that had something waiting of late and has nothing now:
-    who runs more than its share of the sequences does not take them meanwhile. Else that one would wait for a sequence
-    to end. Nor do prompts of such a tenant join the step in which all that others had waiting starts.
+    The last ``kept`` places of the batch are for guests, tenants that come and go: while there is one, who runs more
+    than its share of the sequences does not take them. Else a guest would wait for a sequence to end. Nor do prompts of
+    such a tenant join the step in which all starts that another one had waiting.
 
     A tenant's requests stand in the order in which their first tokens are due. Of one that cannot be there in time any
     more it is put off by PATIENCE_S, once, so that it comes behind those that can.
@@ -76,7 +77,7 @@ class FairQueue(WaitingQueue):
         self._tenants: dict[str, Tenant] = {}
         self._backlogged: dict[str, Tenant] = {}  # those with sequences that wait
         self._last = Tenant()  # the last one whose line became empty
-        self._absent: dict[Tenant, float] = {}  # since when those without have none, by that time
+        self._guests: dict[Tenant, float] = {}  # those that come and go, with the time until which they count as such
         self._active: dict[Tenant, None] = {}  # those with sequences that run
         self._guest_step = -1  # in which all of a tenant started while others had more waiting; not two in turn
         self._length = 0
@@ -101,7 +102,7 @@ class FairQueue(WaitingQueue):
             tenant = self._tenants[name] = Tenant()
         if name not in self._backlogged:
             self._lift(tenant)
-            self._absent.pop(tenant, None)
+            self._welcome(tenant, GUEST_S)
             tenant.weight = service.weight
             self._backlogged[name] = tenant
         if seq.state.due == 0.0:
@@ -118,7 +119,7 @@ class FairQueue(WaitingQueue):
         if not tenant.line:
             del self._backlogged[name]
             self._last = tenant
-            self._absent[tenant] = self._forecast.now()
+            self._welcome(tenant, RECENT_S)
 
     def start(self, seq: Sequence, cached: int) -> None:
         tenant = self._tenants[seq.state.request.service.tenant]
@@ -141,7 +142,7 @@ class FairQueue(WaitingQueue):
 
     def candidates(self) -> Iterator[Sequence]:
         tenants = list(self._backlogged.values())
-        last_places = self._absent and self._forecast.free_places() <= self._kept
+        last_places = self._guests and self._forecast.free_places() <= self._kept
         if last_places or self._guest_step == self._forecast.num_steps:
             tenants = self._within_share(tenants)
             if not tenants:
@@ -175,13 +176,21 @@ class FairQueue(WaitingQueue):
         self.settle()
         return {name: tenant.served for name, tenant in self._tenants.items()}
 
+    def _welcome(self, tenant: Tenant, seconds: float) -> None:
+        self._guests.pop(tenant, None)
+        self._guests[tenant] = self._forecast.now() + seconds
+
     def _within_share(self, tenants: list[Tenant]) -> list[Tenant]:
-        """Those of ``tenants`` that run at most their share; all where nobody came of late that may come again."""
-        absent, since = next(reversed(self._absent.items()))
-        if self._forecast.now() - since > RECENT_S:
+        """Those of ``tenants`` that run at most their share, beside a guest; all where there is none."""
+        now, guests = self._forecast.now(), self._guests
+        while guests and next(reversed(guests.values())) < now:
+            guests.popitem()
+        newest = [tenant for tenant, until in islice(reversed(guests.items()), _LOOK_AHEAD) if until >= now]
+        if not newest:
             return tenants
-        weights = sum(tenant.weight for tenant in self._active) + (0 if absent in self._active else absent.weight)
-        share = sum(len(tenant.running) for tenant in self._active) / weights
+        coming = next((tenant.weight for tenant in newest if tenant not in self._active), 0.0)
+        weights = sum(tenant.weight for tenant in self._active) + coming
+        share = sum(len(tenant.running) for tenant in self._active) / weights if self._active else 0.0
         return [tenant for tenant in tenants if len(tenant.running) <= share * tenant.weight]
 
     def _best(self, tenants: list[Tenant]) -> Sequence:
