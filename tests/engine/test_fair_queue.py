@@ -309,6 +309,14 @@ def test_a_place_is_free_for_a_key_that_comes_back_beside_a_flooder() -> None:
     assert shares(engine) == {"flood": 30, "quiet": 1}
 
 
+def test_a_place_is_kept_for_the_next_request_of_a_key_that_has_just_been_served_more() -> None:
+    engine = flooded()
+    for key in (100, 101):
+        engine.scheduler.add(CLIENT, of("quiet", [key] * 100, key, max_tokens=100, ignore_eos=True))
+        engine.step()
+    assert shares(engine) == {"flood": 30, "quiet": 2}
+
+
 def test_no_place_is_kept_for_a_key_that_has_not_come_for_long() -> None:
     engine = flooded()
     engine.scheduler.clock = lambda: time.time() + RECENT_S + 1
