@@ -48,7 +48,9 @@ class StepCost:
     def observe(self, tokens: int, seconds: float) -> None:
         self._seen += 1
         size = _size(tokens)
-        self._steps.setdefault(size, deque(maxlen=_STEPS_A_KNOT)).append((seconds, tokens))
+        if (steps := self._steps.get(size)) is None:
+            steps = self._steps[size] = deque(maxlen=_STEPS_A_KNOT)
+        steps.append((seconds, tokens))
         self._last[size] = self._seen
         self._curve = None
 

@@ -5,6 +5,11 @@
 Prompts are computed first; then each measured step gives every sequence one token. Sequences that end are replaced,
 so that a small share of the steps also admits. The figure is the best of ``--repeats`` runs of ``--steps`` steps, as
 other load on the machine can only lower it.
+
+    python -m benchmarks.engine.scheduler --waiting 100 10000 1000000 --prompt 64
+
+With that many requests waiting behind those that run: CPU time of a step, and of adding a request (the mean of each 500
+of the last 10,000, the collector's share included), for all numbers in turns. A million needs some 3 GB.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ import gc
 import pstats
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 
-from benchmarks.rows import Report, parser
+from benchmarks.rows import Report, parser, quantile
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
@@ -24,6 +30,7 @@ from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from raylm.params import SamplingParams
 
 BLOCK_SIZE = 16
+_BATCH = 500  # requests that are added between two looks at the clock
 
 
 class Bench:
@@ -36,33 +43,56 @@ class Bench:
         )
         kv = KVCacheManager(args.blocks, BLOCK_SIZE, prefix_caching=not args.no_prefix_caching)
         self.scheduler = Scheduler(config, kv, max_model_len=args.blocks * BLOCK_SIZE)
+        self._params = [SamplingParams(max_tokens=args.output + more, seed=more, ignore_eos=True) for more in range(97)]
         self.in_flight: deque[SchedulerOutput] = deque()
         self.keys = 0
         self.busy_s = 0.0
         self.tokens = 0
 
-    def add(self) -> None:
-        """One more request, its prompt unlike all others."""
+    def request(self, prompt: Iterable[int]) -> EngineCoreRequest:
+        """One more, its prompt unlike all others from the first token on."""
         key, self.keys = self.keys, self.keys + 1
-        params = SamplingParams(max_tokens=self.args.output + key % 97, seed=key, ignore_eos=True)
-        prompt = [key, *range(self.args.prompt - 1)]
-        request = EngineCoreRequest(key, str(key), prompt, params, eos_token_ids=(2,))
-        self.scheduler.add(f"client-{key % self.args.clients}", request)
+        return EngineCoreRequest(key, str(key), [key, *prompt], self._params[key % 97], eos_token_ids=(2,))
 
-    def step(self) -> None:
+    def add(self) -> None:
+        request = self.request(range(self.args.prompt - 1))
+        self.scheduler.add(f"client-{request.key % self.args.clients}", request)
+
+    def step(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Schedule until two steps are in flight, then take in the oldest; only this is timed."""
         while self.scheduler.stats().running + len(self.scheduler.waiting) < self.args.sequences:
             self.add()
-        start = time.perf_counter()
+        start = clock()
         while len(self.in_flight) < 2 and (plan := self.scheduler.schedule()):
             self.in_flight.append(plan)
-        self.busy_s += time.perf_counter() - start
+        self.busy_s += clock() - start
         plan = self.in_flight.popleft()
         result = drawn(plan)
         self.tokens += len(result.seq_ids)
-        start = time.perf_counter()
+        start = clock()
         self.scheduler.update(plan, result)
-        self.busy_s += time.perf_counter() - start
+        self.busy_s += clock() - start
+
+    def fill(self, waiting: int) -> list[float]:
+        """Let so many wait; microseconds of CPU time of an add, in batches of the last of them."""
+        times, prompt = [], list(range(self.args.prompt - 1))
+        while (left := waiting - len(self.scheduler.waiting)) > 0:
+            requests = [self.request(prompt) for _ in range(min(left, _BATCH))]
+            start = time.thread_time()
+            for request in requests:
+                self.scheduler.add(f"client-{request.key % self.args.clients}", request)
+            times.append(1e6 * (time.thread_time() - start) / len(requests))
+        return times[-20:]
+
+    def step_times(self, waiting: int) -> list[float]:
+        """Microseconds of CPU time of each of ``--steps`` steps, while so many wait."""
+        times = []
+        for _ in range(self.args.steps):
+            self.fill(waiting)
+            self.busy_s = 0.0
+            self.step(time.thread_time)
+            times.append(1e6 * self.busy_s)
+        return times
 
     def measure(self) -> float:
         self.busy_s, self.tokens = 0.0, 0
@@ -70,6 +100,29 @@ class Bench:
             self.step()
         steps: int = self.args.steps
         return steps / self.busy_s
+
+
+def queues(args: argparse.Namespace) -> None:
+    """What steps and adds cost, by how many wait."""
+    units = {"step p50": "µs", "step p99": "µs", "longest": "µs", "an add p50": "µs", "an add, mean": "µs"}
+    report = Report("scheduler_queue", units, args.out)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(2_000, 5, 1_000_000)  # as in the engine's actor
+    benches = {waiting: Bench(args) for waiting in args.waiting}
+    adds = {waiting: bench.fill(waiting + args.sequences) for waiting, bench in benches.items()}
+    steps: dict[int, list[float]] = {waiting: [] for waiting in benches}
+    for bench in benches.values():
+        for _ in range(50):  # prompts
+            bench.step()
+    for _ in range(args.repeats):
+        for waiting, bench in benches.items():
+            steps[waiting] += bench.step_times(waiting)
+    for waiting, times in steps.items():
+        longest, added = max(times), adds[waiting]
+        p50, p99 = quantile(times, 0.5), quantile(times, 0.99)
+        figures = [p50, p99, longest, quantile(added, 0.5), sum(added) / len(added)]
+        report.add(f"{waiting:,} waiting, {args.policy}", dict(zip(units, figures, strict=True)))
 
 
 def drawn(plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -106,7 +159,11 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=1000, help="steps of one run")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--profile", action="store_true", help="also print which functions the time goes to")
+    options.add_argument("--waiting", type=int, nargs="+", help="requests that wait: what steps and adds cost then")
     args = options.parse_args()
+    if args.waiting:
+        queues(args)
+        return
     bench = Bench(args)
     for _ in range(50):  # prompts
         bench.step()

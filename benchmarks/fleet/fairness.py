@@ -4,8 +4,8 @@
 
 - work: one engine with more to do than it can, of 8 keys with a few prefixes each: tokens a second and hit rate of the
   fair queue, of first come, first served, and of the longest cached prefix first.
-- beside a flooder: TTFT of a key whose requests come at a fifth of what an engine can do, beside one that asks for all
-  and more; and on an engine of half the speed by itself, which is its share.
+- beside a flooder: TTFT of a key whose requests come at a seventh of what an engine can do, beside one that asks for
+  more than all; and on an engine of half the speed by itself, which is its share. Tokens/s are of both keys.
 - shares: what two keys get of each of four engines, and of all, while both have requests waiting. One asks for short
   prompts and long answers, the other for long prompts and short answers.
 """
@@ -97,14 +97,11 @@ def beside(seed: int, requests: int) -> dict[str, dict[str, float]]:
             span = load[-1].at + 10
             load += [asked(rng, 0.01 * n, "flood", (64, 512), (32, 128)) for n in range(int(30 * span))]
         load.sort(key=lambda one: one.at)
-        times = ttft_ms(
-            [
-                one
-                for one in simulate(fleet(policy, slowness=slowness, steps=steps), Replay(load), seed).served
-                if one.key == "quiet"
-            ]
-        )
+        outcome = simulate(fleet(policy, slowness=slowness, steps=steps), Replay(load), seed)
+        times = ttft_ms([one for one in outcome.served if one.key == "quiet"])
         found[name] = {"mean": float(times.mean()), "p99": float(np.quantile(times, 0.99))}
+        if floods:
+            found[name]["tokens"] = sum(one.prompt_tokens + one.output_tokens for one in outcome.served) / outcome.end_s
     return found
 
 

@@ -22,8 +22,11 @@ class ClientLoads:
 
     def enter(self, seq: Sequence) -> None:
         """A sequence is open from now on, and waits."""
-        self._sequences[seq.client_id] += 1
-        self.owe(seq, _expected(seq))
+        client = seq.client_id
+        self._sequences[client] += 1
+        if (tokens := _expected(seq)) > 0:
+            self._tokens[client] += tokens
+            self._owed[seq.id] = tokens
 
     def owe(self, seq: Sequence, tokens: int) -> None:
         """So many are to be computed, 0 if fewer."""

@@ -280,11 +280,16 @@ class EngineCore:
     ) -> ModelRunnerOutput:
         """Of the oldest step, which has the worker to itself; one that hangs in it gives no other sign."""
         limit_s, named = self._limit.of(plan)
-        try:
-            async with asyncio.timeout(limit_s):
-                output = await result
-        except TimeoutError as error:
+        late: list[SchedulerOutput] = []
+        timer = asyncio.get_running_loop().call_later(limit_s, _give_up, plan, result, late)
+        try:  # asyncio.timeout does the same and costs three times as much, in every step
+            output = await result
+        except asyncio.CancelledError as error:
+            if not late or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
             raise EngineCrashedError(f"A step has taken longer than {named}, {limit_s:g} s.") from error
+        finally:
+            timer.cancel()
         self._limit.observe(plan, output)
         return output
 
@@ -358,3 +363,8 @@ class EngineCore:
         for _, result in self._in_flight:
             result.cancel()  # also drops an exception that it may hold
         self._in_flight.clear()
+
+
+def _give_up(plan: SchedulerOutput, result: asyncio.Future[ModelRunnerOutput], late: list[SchedulerOutput]) -> None:
+    late.append(plan)
+    result.cancel()

@@ -143,6 +143,9 @@ class Scheduler:
     def now(self) -> float:
         return self.clock()
 
+    def free_places(self) -> int:
+        return self._budget.places(self.running)
+
     def cached_blocks(self, seq: Sequence) -> int:
         return self.kv.num_cached_blocks(seq)
 
@@ -212,16 +215,10 @@ class Scheduler:
         self._budget.join(seq)
         insort(self.running, seq, key=self.waiting.rank)
         if seq.status is Status.WAITING:
-            seq.num_cached = cached
             self.counters.prefix_queries += len(seq.token_ids)
             self.counters.prefix_hits += cached
-        else:
-            seq.next_check = len(seq.token_ids) + 1  # that it has caught up is told
-        seq.status = Status.RUNNING
+        seq.start(cached)
         self._observer.scheduled(seq, self._step + 1, cached)
-        if seq.prompt_logprobs is not None:
-            seq.prompt_logprobs = []
-        seq.num_computed = cached
         self.loads.owe(seq, len(seq.token_ids) - cached - 1)
         plan.add_new(seq, self.kv.block_ids(seq))
         self.kv.publish(seq, seq.num_computed)

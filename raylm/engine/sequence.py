@@ -6,10 +6,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 
 from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
 from raylm.messages import EngineCoreRequest, FinishReason, Logprobs, NewSequence
 
+_stop_ids = lru_cache(1024)(frozenset[int])  # many requests have the same ones
 _U64 = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -67,17 +69,10 @@ class RequestState:
         limit = length + min(available, params.max_tokens or available)
         if request.drawn and any(length + len(drawn or ()) >= limit for drawn in request.drawn):
             raise RayLMError(f"The answer that another engine began is longer than this one's {max_model_len} tokens.")
-        return cls(
-            client_id=client_id,
-            request=request,
-            arrival=arrival,
-            seed=random.getrandbits(63) if params.seed is None else params.seed,
-            limit=limit,
-            num_unforked=0 if request.drawn and any(drawn != () for drawn in request.drawn) else params.n - 1,
-            stop_token_ids=(() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids,
-            adapter=adapter,
-            adapter_digest=adapter_digest,
-        )
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        num_unforked = 0 if request.drawn and any(drawn != () for drawn in request.drawn) else params.n - 1
+        stops = (() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids
+        return cls(client_id, request, arrival, seed, limit, num_unforked, stops, adapter, adapter_digest)
 
     def begin(self, ids: Iterator[int]) -> list[Sequence]:
         """Open the first sequence, or all that have not ended where another engine has computed the prompt."""
@@ -87,23 +82,17 @@ class RequestState:
         return [self.sequence(next(ids), index) for index in open_ones[: 1 if self.num_unforked else None]]
 
     def sequence(self, seq_id: int, index: int) -> Sequence:
-        prompt = self.request.prompt_token_ids
-        drawn = (self.request.drawn[index] if self.request.drawn else None) or ()
-        wants_logprobs = index == 0 and not drawn and self.request.params.prompt_logprobs is not None
+        request = self.request
+        token_ids = request.prompt_token_ids
+        if drawn := (request.drawn[index] if request.drawn else None) or ():
+            token_ids = [*token_ids, *drawn]
+        length, wants_logprobs = len(token_ids), request.params.prompt_logprobs is not None
         seq = Sequence(
-            id=seq_id,
-            state=self,
-            client_id=self.client_id,
-            key=self.request.key,
-            index=index,
-            token_ids=prompt + list(drawn) if drawn else prompt.copy(),
-            num_tokens=len(prompt) + len(drawn),
-            limit=self.limit,
-            next_check=self.limit if drawn else len(prompt) + 1,
-            stop_ids=frozenset(self.stop_token_ids),
-            prompt_logprobs=[] if wants_logprobs else None,
-            status=Status.PREEMPTED if drawn else Status.WAITING,
-        )
+            seq_id, self, self.client_id, request.key, index, token_ids, length, self.limit, length + 1,
+            _stop_ids(self.stop_token_ids), [] if wants_logprobs and index == 0 and not drawn else None,
+        )  # fmt: skip
+        if drawn:
+            seq.next_check, seq.status = self.limit, Status.PREEMPTED
         self.open.append(seq)
         return seq
 
@@ -117,11 +106,12 @@ class RequestState:
 class Sequence:
     """What is scheduled: tokens known, and how many of them are computed.
 
-    ``token_ids`` are known; ``num_tokens`` also counts those that steps in flight will draw, one each, and
-    ``num_computed`` what they compute: accepted drafts are counted when the steps are seen. ``next_check`` is the
-    length at which a token is more than an append: the first generated one's, then ``limit``. A preempted sequence may
-    start again when the result of step ``resume_after`` was seen. ``num_cached`` prompt tokens came from the prefix
-    cache. ``prompt_logprobs`` gathers those of the prompt, None if they are not asked for (any more).
+    ``token_ids`` are known, until its ``start`` in the request's own list; ``num_tokens`` also counts those that steps
+    in flight will draw, one each, and ``num_computed`` what they compute: accepted drafts are counted when the steps
+    are seen. ``next_check`` is the length at which a token is more than an append: the first generated one's, then
+    ``limit``. A preempted sequence may start again when the result of step ``resume_after`` was seen. ``num_cached``
+    prompt tokens came from the prefix cache. ``prompt_logprobs`` gathers those of the prompt, None if they are not
+    asked for (any more).
     """
 
     id: int
@@ -169,6 +159,18 @@ class Sequence:
         timeout_s = request.service.timeout_s
         return timeout_s is not None and now > request.arrival_time + timeout_s and self.num_generated == 0
 
+    def start(self, cached: int) -> None:
+        """It runs from now on, with ``cached`` of its tokens computed. Only now is a prompt copied, to append to."""
+        if self.status is Status.WAITING:
+            self.token_ids = self.token_ids.copy()
+            self.num_cached = cached
+        else:
+            self.next_check = len(self.token_ids) + 1  # that it has caught up is told
+        self.status = Status.RUNNING
+        self.num_computed = cached
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+
     def accept_drafts(self, count: int) -> None:
         """A step drew ``count`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
         self.num_tokens += count
@@ -188,7 +190,7 @@ class Sequence:
             params = replace(params, prompt_logprobs=None)
         return NewSequence(
             seq_id=self.id,
-            token_ids=list(self.token_ids),
+            token_ids=list(self.token_ids) if self.num_generated else request.prompt_token_ids,
             num_prompt_tokens=self.num_prompt_tokens,
             block_ids=list(block_ids),
             params=params,

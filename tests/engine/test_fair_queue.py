@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from dataclasses import replace
 from random import Random
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
-from raylm.engine.queues.fair import DRAWN_WEIGHT, MOST_PASSED, PROMPT_WEIGHT
+from raylm.engine.queues.fair import DRAWN_WEIGHT, MOST_PASSED, PROMPT_WEIGHT, RECENT_S
 from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, ServiceLevel
 from tests.engine.build import CLIENT, Engine, request
@@ -280,3 +281,64 @@ def test_who_has_hung_up_is_not_computed_any_more() -> None:
     assert engine.scheduler.take_given_up() == [(CLIENT, 1)]
     assert engine.scheduler.take_given_up() == []
     engine.kv.check_idle()
+
+
+# -------------------------------------------------------------------- a key beside a flooder
+
+
+def flooded(**fields: Any) -> Engine:
+    """32 may run; a key that has all but two of these places and more waiting, and one that was there before it."""
+    engine = fair(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256, **fields)
+    engine.scheduler.add(CLIENT, of("quiet", [1], 0, max_tokens=1, ignore_eos=True))
+    engine.step()
+    for key in range(1, 65):
+        engine.scheduler.add(CLIENT, of("flood", [1] * 4, key, max_tokens=100, ignore_eos=True))
+    engine.step()
+    return engine
+
+
+def shares(engine: Engine) -> Counter[str]:
+    return Counter(seq.state.request.service.tenant for seq in engine.scheduler.running)
+
+
+def test_a_place_is_free_for_a_key_that_comes_back_beside_a_flooder() -> None:
+    engine = flooded()
+    assert shares(engine) == {"flood": 30}
+    engine.scheduler.add(CLIENT, of("quiet", [2] * 4, 100, max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert shares(engine) == {"flood": 30, "quiet": 1}
+
+
+def test_a_place_is_kept_for_the_next_request_of_a_key_that_has_just_been_served_more() -> None:
+    engine = flooded()
+    for key in (100, 101):
+        engine.scheduler.add(CLIENT, of("quiet", [key] * 100, key, max_tokens=100, ignore_eos=True))
+        engine.step()
+    assert shares(engine) == {"flood": 30, "quiet": 2}
+
+
+def test_no_place_is_kept_for_a_key_that_has_not_come_for_long() -> None:
+    engine = flooded()
+    engine.scheduler.clock = lambda: time.time() + RECENT_S + 1
+    engine.step()
+    assert shares(engine) == {"flood": 32}
+
+
+def test_a_key_alone_has_all_places() -> None:
+    engine = fair(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256)
+    for key in range(64):
+        engine.scheduler.add(CLIENT, of("only", [1] * 4, key, max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert shares(engine) == {"only": 32}
+
+
+def test_a_flooders_prompts_do_not_join_the_step_in_which_another_key_starts_but_the_next_one() -> None:
+    engine = flooded()
+    for seq in engine.scheduler.running[:8]:
+        engine.scheduler.abort(CLIENT, seq.key)
+    engine.scheduler.add(CLIENT, of("quiet", [2] * 4, 100, max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert shares(engine) == {"flood": 22, "quiet": 1}
+    engine.scheduler.add(CLIENT, of("quiet", [3] * 4, 101, max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert shares(engine) == {"flood": 28, "quiet": 2}

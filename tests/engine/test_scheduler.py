@@ -29,6 +29,14 @@ def test_a_prompt_then_one_token_a_step() -> None:
     assert rows(engine.schedule()) == [(0, 6, 1, True)]
 
 
+def test_what_is_drawn_is_not_appended_to_the_requests_own_prompt() -> None:
+    engine, prompt = Engine(), [1] * 6
+    engine.add(prompt, n=2, max_tokens=3)
+    while engine.scheduler.has_work:
+        engine.step()
+    assert prompt == [1] * 6
+
+
 def test_a_long_prompt_is_computed_in_chunks_and_draws_at_its_end() -> None:
     engine = Engine(num_blocks=20, max_num_batched_tokens=16)
     engine.add([1] * 40)

@@ -8,10 +8,12 @@ from raylm.config import SchedulerConfig
 from raylm.engine.queues.base import Forecast as Forecast
 from raylm.engine.queues.base import PriorityQueue
 from raylm.engine.queues.base import WaitingQueue as WaitingQueue
-from raylm.engine.queues.fair import FairQueue
+from raylm.engine.queues.fair import KEPT_SHARE, FairQueue
 
 POLICIES: dict[str, Callable[[Forecast, SchedulerConfig], WaitingQueue]] = {
-    "fair": lambda forecast, config: FairQueue(forecast, config.max_num_batched_tokens),
+    "fair": lambda forecast, config: FairQueue(
+        forecast, config.max_num_batched_tokens, config.max_num_seqs // KEPT_SHARE
+    ),
     "fcfs": lambda forecast, config: WaitingQueue(),
     "priority": lambda forecast, config: PriorityQueue(),
 }

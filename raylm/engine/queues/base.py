@@ -20,6 +20,13 @@ class Forecast(Protocol):
     def now(self) -> float:
         """Seconds since the epoch."""
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that were drawn up."""
+
+    def free_places(self) -> int:
+        """How many sequences more may run."""
+
     def cached_blocks(self, seq: Sequence) -> int:
         """How many blocks at its beginning are in the prefix cache."""
 

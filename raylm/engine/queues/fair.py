@@ -17,6 +17,9 @@ DRAWN_WEIGHT = 2.0
 MOST_PASSED = 64  # sequences that may start before one that came earlier, because they fit or have more in the cache
 _LOOK_AHEAD = 16  # sequences that are looked at for that
 PATIENCE_S = 10.0  # a request without a target stands among those with one as if it had this one
+RECENT_S = 60.0  # who has nothing waiting for no longer may come again: a guest
+GUEST_S = 1.0  # and stays one for so long when it does; then it is one of those that always have something waiting
+KEPT_SHARE = 16  # one place of so many is kept for that
 _MOST_LATE = 32  # requests that are found to be late in a step
 
 
@@ -59,16 +62,24 @@ class FairQueue(WaitingQueue):
     start in its place, if their tenants were served at most ``quantum`` tokens more. Nobody is passed by more than
     MOST_PASSED sequences: then everybody waits until it fits.
 
+    The last ``kept`` places of the batch are for guests, tenants that come and go: while there is one, who runs more
+    than its share of the sequences does not take them. Else a guest would wait for a sequence to end. Nor do prompts of
+    such a tenant join the step in which all starts that another one had waiting.
+
     A tenant's requests stand in the order in which their first tokens are due. Of one that cannot be there in time any
     more it is put off by PATIENCE_S, once, so that it comes behind those that can.
     """
 
-    def __init__(self, forecast: Forecast, quantum: int) -> None:
+    def __init__(self, forecast: Forecast, quantum: int, kept: int = 0) -> None:
         self._forecast = forecast
         self._quantum = quantum
+        self._kept = kept
         self._tenants: dict[str, Tenant] = {}
         self._backlogged: dict[str, Tenant] = {}  # those with sequences that wait
         self._last = Tenant()  # the last one whose line became empty
+        self._guests: dict[Tenant, float] = {}  # those that come and go, with the time until which they count as such
+        self._active: dict[Tenant, None] = {}  # those with sequences that run
+        self._guest_step = -1  # in which all of a tenant started while others had more waiting; not two in turn
         self._length = 0
         self._passed: Counter[Sequence] = Counter()
         self._first: Sequence | None = None
@@ -84,13 +95,15 @@ class FairQueue(WaitingQueue):
         return (0, seq.state.arrival, seq.index)
 
     def push(self, seq: Sequence) -> None:
-        name = seq.state.request.service.tenant
+        service = seq.state.request.service
+        name = service.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant()
-        if not tenant.line:
+        if name not in self._backlogged:
             self._lift(tenant)
-            tenant.weight = seq.state.request.service.weight
+            self._welcome(tenant, GUEST_S)
+            tenant.weight = service.weight
             self._backlogged[name] = tenant
         if seq.state.due == 0.0:
             seq.state.due = self._due(seq)
@@ -106,6 +119,7 @@ class FairQueue(WaitingQueue):
         if not tenant.line:
             del self._backlogged[name]
             self._last = tenant
+            self._welcome(tenant, RECENT_S)
 
     def start(self, seq: Sequence, cached: int) -> None:
         tenant = self._tenants[seq.state.request.service.tenant]
@@ -113,19 +127,30 @@ class FairQueue(WaitingQueue):
             assert passed is not None
             self._passed[passed] += 1
         self.remove(seq)
+        self._active[tenant] = None
         tenant.running[seq] = len(seq.token_ids) if seq.num_generated else cached
+        step = self._forecast.num_steps
+        if not tenant.line and self._backlogged and step > self._guest_step + 1:
+            self._guest_step = step
 
     def leave(self, seq: Sequence) -> None:
         tenant = self._tenants[seq.state.request.service.tenant]
         tenant.charge(seq)
         del tenant.running[seq]
+        if not tenant.running:
+            del self._active[tenant]
 
     def candidates(self) -> Iterator[Sequence]:
         tenants = list(self._backlogged.values())
+        last_places = self._guests and self._forecast.free_places() <= self._kept
+        if last_places or self._guest_step == self._forecast.num_steps:
+            tenants = self._within_share(tenants)
+            if not tenants:
+                return
         if len(tenants) > 1:
             for tenant in tenants:
                 tenant.settle()
-            tenants.sort(key=lambda tenant: tenant.served)
+            tenants.sort(key=lambda tenant: (tenant.served, len(tenant.running)))
         first = self._first = self._best(tenants)
         yield first
         if self._passed[first] >= MOST_PASSED:
@@ -150,6 +175,23 @@ class FairQueue(WaitingQueue):
         """By tenant; differences between those that have waited all the time are bounded, the numbers mean nothing."""
         self.settle()
         return {name: tenant.served for name, tenant in self._tenants.items()}
+
+    def _welcome(self, tenant: Tenant, seconds: float) -> None:
+        self._guests.pop(tenant, None)
+        self._guests[tenant] = self._forecast.now() + seconds
+
+    def _within_share(self, tenants: list[Tenant]) -> list[Tenant]:
+        """Those of ``tenants`` that run at most their share, beside a guest; all where there is none."""
+        now, guests = self._forecast.now(), self._guests
+        while guests and next(reversed(guests.values())) < now:
+            guests.popitem()
+        newest = [tenant for tenant, until in islice(reversed(guests.items()), _LOOK_AHEAD) if until >= now]
+        if not newest:
+            return tenants
+        coming = next((tenant.weight for tenant in newest if tenant not in self._active), 0.0)
+        weights = sum(tenant.weight for tenant in self._active) + coming
+        share = sum(len(tenant.running) for tenant in self._active) / weights if self._active else 0.0
+        return [tenant for tenant in tenants if len(tenant.running) <= share * tenant.weight]
 
     def _best(self, tenants: list[Tenant]) -> Sequence:
         """Of the tenant that was served least."""
