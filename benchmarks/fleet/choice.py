@@ -38,7 +38,7 @@ async def measure(engines: int, tokens: int, same: bool, rounds: int) -> dict[st
         stats = EngineStats(places=64, step_s=0.006, token_s=0.00006)
         empty: tuple[list[int], ...] = ([], [], [], [], [], [], [])
         blocks = BlockChanges(0, pack_keys(held), b"")
-        engine.on_outputs(EngineCoreOutputs(*empty, stats, blocks=blocks, created=time.time()))
+        engine.on_outputs(EngineCoreOutputs(*empty, stats, blocks=blocks, created=time.time()), time.time())
     request, keys = EngineCoreRequest(0, "", prompt, SamplingParams(max_tokens=1, seed=0)), count()
     hashing = least(lambda: hashed(prompt), rounds)
     choosing = least(lambda: router.pick(request), rounds)
