@@ -69,7 +69,13 @@ class AsyncLLM:
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
         outputs, self.timelines = self._outputs, Timelines(on_end=self._telemetry.ended)
         self._router = Router(
-            outputs.process, outputs.fail, outputs.resumed, recovery_timeout_s, wake=wake, on_sent=outputs.sent, rank=rank
+            outputs.process,
+            outputs.fail,
+            outputs.resumed,
+            recovery_timeout_s,
+            wake=wake,
+            on_sent=outputs.sent,
+            rank=rank,
         )
         self._starts_engines = wake is not None
         self.adapters = self._router.adapters

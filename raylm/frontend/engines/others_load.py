@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raylm.messages import OtherClients
 
@@ -22,7 +22,7 @@ class OthersLoad:
     Tokens are news, too: while a sequence of this process draws some there, a pause shows a step that computes prompts.
     """
 
-    told: OtherClients = OtherClients()
+    told: OtherClients = field(default_factory=OtherClients)
     told_at: float = 0.0
     usual_tokens: float = 0.0
     usual_sequences: float = 0.0
