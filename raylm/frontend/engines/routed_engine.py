@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -53,7 +54,7 @@ class KnownBlocks:
         self._expected.update([(block, key) for block in blocks if block not in told])
 
     def settle(self, key: int, blocks: Iterable[int]) -> None:
-        """A request is over: what it stored and is not told by now may be gone."""
+        """A request was over when what is told was so: what it stored and is not told of may be gone."""
         for block in blocks:
             if self._expected.get(block) == key:
                 del self._expected[block]
@@ -93,7 +94,8 @@ class RoutedEngine:
     """One ready engine: its client, this process's open requests on it, and what it told of the rest.
 
     ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. A request takes about
-    ``service_s``. The farther (0 to 1) the engine is from this process, the less it is preferred where others' load is
+    ``service_s``. What served requests stored, with the time at which they ``ended``, counts until it must have been
+    told. The farther (0 to 1) the engine is from this process, the less it is preferred where others' load is
     not known.
     """
 
@@ -107,6 +109,7 @@ class RoutedEngine:
     service_s: float = 1.0
     sequences: int = 0
     queued_tokens: int = 0
+    ended: deque[tuple[float, int, Sequence[int]]] = field(default_factory=deque)
     is_watched: bool = False
     reader: asyncio.Task[None] | None = None
 
@@ -126,9 +129,11 @@ class RoutedEngine:
         """A request is over, at ``now`` if it was served to its end."""
         self._start(key)
         request = self.open.pop(key)
-        self.blocks.settle(key, request.blocks)
         self.sequences -= request.sequences
-        if now is not None:
+        if now is None:
+            self.blocks.settle(key, request.blocks)
+        else:
+            self.ended.append((now, key, request.blocks))
             self.service_s += _SERVICE_WEIGHT * (now - request.since - self.service_s)
 
     def on_outputs(self, outputs: EngineCoreOutputs, now: float) -> None:
@@ -139,6 +144,8 @@ class RoutedEngine:
         self.others.tell(outputs.stats.others, outputs.created)
         if outputs.blocks is not None and not self.blocks.apply(outputs.blocks):
             self.client.watch_blocks()
+        while self.ended and self.ended[0][0] <= outputs.created:
+            self.blocks.settle(*self.ended.popleft()[1:])
         if self.starting:
             for key in self.starting.keys() & outputs.keys:
                 self._start(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -247,4 +248,10 @@ def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_o
     assert engine.blocks.num_matched(prompt) == 0, "what was told and is gone is not believed any longer"
     assert engine.blocks.num_matched(prompt[1:]) == 1
     engine.end(1, now=1.0)
+    assert engine.blocks.num_matched(prompt[1:]) == 1, "news are older than the end"
+    engine.on_outputs(replace(late, keys=[], created=0.9), now=1.1)
+    assert engine.blocks.num_matched(prompt[1:]) == 1
+    engine.on_outputs(replace(late, keys=[], created=1.0), now=3.0)
     assert engine.blocks.num_matched(prompt[1:]) == 0
+    assert not engine.blocks._expected
+    assert not engine.ended
