@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -208,6 +209,25 @@ async def test_who_has_no_requests_is_told_of_the_others_load(monkeypatch: pytes
         assert max(seen) in (2, 3)
         assert engine.stats.others.queued_tokens == 0
         assert engine.others.told_at == outputs.created > 0
+
+
+async def test_others_are_told_of_an_added_request_before_the_step_under_way_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raylm.engine.engine_core.TELL_ADDED_S", 0.0)
+    worker = FakeWorker(num_blocks=64)
+    async with running(FakeExecutor(worker, delay_s=0.01), Config(cache=CacheConfig(num_blocks=64))) as core:
+        info = EngineInfo("a", 256, worker.start())
+        busy, idle = (LocalEngineClient(core, info) for _ in range(2))
+        idle.watch_blocks()
+        busy.add(request([1] * 100, 1, max_tokens=2, ignore_eos=True))
+        await until(lambda: bool(core._in_flight))
+        await idle._outbox.get()
+        steps = core.scheduler.stats().steps
+        busy.add(request([1] * 70, 2, max_tokens=2, ignore_eos=True))
+        told = (await asyncio.wait_for(idle._outbox.get(), 5)).stats
+        assert (told.steps, told.others.sequences, told.others.queued_tokens) == (steps, 2, 99 + 69)
+        assert busy._outbox._held is None or busy._outbox._held.stats.others.sequences == 0
 
 
 def test_an_open_request_counts_until_its_first_token_and_its_end() -> None:
