@@ -2,8 +2,8 @@
 
     python -m benchmarks.fleet.choice --engines 8 --tokens 8192
 
-Other ingresses have requests on each engine. Each holds a part of the prompt, of another length, or (``--same``) all the
-same part. The least of several rounds counts, as others use the machine.
+Other ingresses have requests on each engine. Each holds a part of the prompt, of another length, or (``--same``) all
+the same part. The least of several rounds counts, as others use the machine.
 """
 
 from __future__ import annotations
