@@ -208,7 +208,7 @@ class EngineCore:
         return watching
 
     def _tell_watchers(self, every_s: float, but: str = "") -> None:
-        """Those whose requests had no part in the steps of late are told how busy the engine is, too; ``but`` is not."""
+        """Those whose requests had no part in the steps of late are told how busy the engine is; ``but`` is not."""
         now = self._clock()
         for client_id in self._note_blocks():
             if client_id != but and now - self._outboxes[client_id].told_at > every_s:
