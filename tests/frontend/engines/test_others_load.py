@@ -54,7 +54,7 @@ def test_who_was_never_told_of_others_has_none() -> None:
 
 
 def drawn(key: int, others: OtherClients, created: float = 0.0) -> EngineCoreOutputs:
-    stats = EngineStats(running=2, places=62, others=others, **SPEED)
+    stats = EngineStats(running=2, places=62, others=others, step_s=SPEED["step_s"], token_s=SPEED["token_s"])
     return EngineCoreOutputs([key], [0], [1], [5], [None], [None], [0], stats, created=created)
 
 
