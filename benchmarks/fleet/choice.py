@@ -2,8 +2,8 @@
 
     python -m benchmarks.fleet.choice --engines 8 --tokens 8192
 
-Each engine holds a part of the prompt, of another length, or (``--same``) all the same part. The least of several
-rounds counts, as others use the machine.
+Other ingresses have requests on each engine. Each holds a part of the prompt, of another length, or (``--same``) all
+the same part. The least of several rounds counts, as others use the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from benchmarks.rows import Report, parser
 from raylm.config import Config
 from raylm.engine import ChainedHasher, EngineCore, pack_keys
 from raylm.frontend import LocalEngineClient, Router
-from raylm.messages import BlockChanges, EngineCoreOutputs, EngineCoreRequest, EngineInfo, EngineStats, WorkerInfo
+from raylm.messages import (
+    BlockChanges,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    EngineStats,
+    OtherClients,
+    WorkerInfo,
+)
 from raylm.params import SamplingParams
 from raylm.simulate.executor import SimulatedExecutor
 
@@ -35,10 +43,10 @@ async def measure(engines: int, tokens: int, same: bool, rounds: int) -> dict[st
         await core.start()
         engine = router.add(LocalEngineClient(core, EngineInfo(str(number), 1 << 20, info)))
         held = hashes[: len(hashes) // 2 if same else len(hashes) * number // engines]
-        stats = EngineStats(places=64, step_s=0.006, token_s=0.00006)
+        stats = EngineStats(places=64, step_s=0.006, token_s=0.00006, others=OtherClients(1000, 8))
         empty: tuple[list[int], ...] = ([], [], [], [], [], [], [])
         blocks = BlockChanges(0, pack_keys(held), b"")
-        engine.on_outputs(EngineCoreOutputs(*empty, stats, blocks=blocks, created=time.time()))
+        engine.on_outputs(EngineCoreOutputs(*empty, stats, blocks=blocks, created=time.time()), time.time())
     request, keys = EngineCoreRequest(0, "", prompt, SamplingParams(max_tokens=1, seed=0)), count()
     hashing = least(lambda: hashed(prompt), rounds)
     choosing = least(lambda: router.pick(request), rounds)

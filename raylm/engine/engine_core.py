@@ -39,6 +39,7 @@ from raylm.messages import (
 )
 
 TELL_EVERY_S = 0.05
+TELL_ADDED_S = 0.01  # the same where requests were added, which a long step would hide
 _MOST_LEAVERS = 256  # requests that are ended at once, in about a millisecond
 
 
@@ -124,6 +125,7 @@ class EngineCore:
             self._observe(client_id, request, "taken_in")
             if not self._grammars.holds_back(client_id, request):
                 self._admit(client_id, request)
+        self._tell_watchers(TELL_ADDED_S, but=client_id)
 
     def _admit_prepared(self, client_id: str, request: EngineCoreRequest) -> None:
         self._observe(client_id, request, "compiled")
@@ -205,11 +207,11 @@ class EngineCore:
                 self._outboxes[client_id].note_blocks(changes)
         return watching
 
-    def _tell_watchers(self) -> None:
-        """Those whose requests had no part in the steps of late are told how busy the engine is, too."""
+    def _tell_watchers(self, every_s: float, but: str = "") -> None:
+        """Those whose requests had no part in the steps of late are told how busy the engine is; ``but`` is not."""
         now = self._clock()
         for client_id in self._note_blocks():
-            if now - self._outboxes[client_id].told_at > TELL_EVERY_S:
+            if client_id != but and now - self._outboxes[client_id].told_at > every_s:
                 self._put_stats(client_id)
 
     # ---------------------------------------------------------------- adapters
@@ -273,7 +275,7 @@ class EngineCore:
             if client_id in self._outboxes:
                 self._outboxes[client_id].put(outputs)
         self._in_flight.popleft()
-        self._tell_watchers()
+        self._tell_watchers(TELL_EVERY_S)
 
     async def _result_in_time(
         self, plan: SchedulerOutput, result: asyncio.Future[ModelRunnerOutput]

@@ -38,7 +38,7 @@ class AsyncLLM:
 
     ``adapters`` are the LoRA adapters that requests may name; ``admission`` bounds what waits for a first token.
     Requests whose engine is lost go on on another one, for which they wait at most ``recovery_timeout_s``; so do new
-    ones where there is none and ``wake`` starts one.
+    ones where there is none and ``wake`` starts one. ``rank`` tells the AsyncLLMs apart that use the same engines.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
@@ -50,6 +50,7 @@ class AsyncLLM:
         admission: Admission | None = None,
         recovery_timeout_s: float = 0.0,
         wake: Callable[[], None] | None = None,
+        rank: int = 0,
     ) -> None:
         checkpoint = resolve(config.model, config.revision)
         self.model_name = config.model_name
@@ -68,7 +69,13 @@ class AsyncLLM:
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
         outputs, self.timelines = self._outputs, Timelines(on_end=self._telemetry.ended)
         self._router = Router(
-            outputs.process, outputs.fail, outputs.resumed, recovery_timeout_s, wake=wake, on_sent=outputs.sent
+            outputs.process,
+            outputs.fail,
+            outputs.resumed,
+            recovery_timeout_s,
+            wake=wake,
+            on_sent=outputs.sent,
+            rank=rank,
         )
         self._starts_engines = wake is not None
         self.adapters = self._router.adapters

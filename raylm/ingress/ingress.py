@@ -85,19 +85,19 @@ class Ingress:
         from raylm.ingress.http.entrance import ENTRANCE
         from raylm.ingress.routes import Surroundings, build_asgi_app
 
-        bounds, app_name = self._config.ingress, serve.get_replica_context().app_name
+        context = serve.get_replica_context()
+        bounds, app_name = self._config.ingress, context.app_name
         admission = Admission(bounds.max_queued_requests, bounds.max_queued_tokens)
         configure_logs(self._config.log_format, Source("ingress", app_name), current_id)
         try:
             check_observers(self._config)
             wake = self._engine_wanted.set if self._config.engine.scales_to_zero else None
-            self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake)
+            self._llm = AsyncLLM(self._config, admission, bounds.recovery_timeout_s, wake, context.rank.rank)
         except ConfigError as error:
             report("error", "chat", f"{app_name}: {error.message}")
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
         link = RemoteState(app_name) if _is_shared(self._config) else None
-        context = serve.get_replica_context()
         self._state = StateClient(link, context.replica_tag)
         self._llm.timelines.ingress = instance = context.replica_id.unique_id
         self._llm.timelines.observers = open_observers(self._config, app_name, instance, self._llm.text_of)

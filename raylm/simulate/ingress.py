@@ -72,10 +72,10 @@ class StaleClient(LocalEngineClient):
 
 
 class SimulatedIngress:
-    """Routes requests as an ingress replica does, and notes what comes back; ``on_end`` has each request once.
+    """Routes requests as an ingress replica of that ``rank`` does, and notes what comes back.
 
-    ``intervals`` counts the times between two tokens of a request, by ``ITL_STEPS`` times their decimal logarithm in
-    seconds, rounded.
+    ``on_end`` has each request once. ``intervals`` counts the times between two tokens of a request, by ``ITL_STEPS``
+    times their decimal logarithm in seconds, rounded.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class SimulatedIngress:
         on_end: Callable[[Served, SimulatedRequest], None],
         rng: random.Random,
         router: Callable[..., Router] = Router,
+        rank: int = 0,
     ) -> None:
         self.clock = asyncio.get_running_loop().time
-        self.router = router(self._deliver, self._fail, lambda key: None, clock=self.clock, rng=rng)
+        self.router = router(self._deliver, self._fail, lambda key: None, clock=self.clock, rng=rng, rank=rank)
         self.intervals: Counter[int] = Counter()
         self._admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock=self.clock)
         self._on_end = on_end
@@ -117,7 +118,7 @@ class SimulatedIngress:
         )  # fmt: skip
         for client, engine in self._stale:
             for news in client.due(self.clock()):
-                engine.on_outputs(news)
+                engine.on_outputs(news, self.clock())
         route = self.router.pick(asked)
         served.engine = route.engine.client.info.engine_id
         self._open[key] = request, served, reservation

@@ -67,8 +67,8 @@ class _Simulation:
                 core.scheduler.waiting = queue(core.scheduler)
         config = self._fleet.config.ingress
         ingresses = [
-            SimulatedIngress(config, self._end, random.Random(self._rng.random()), router)
-            for _ in range(self._fleet.ingresses)
+            SimulatedIngress(config, self._end, random.Random(self._rng.random()), router, rank)
+            for rank in range(self._fleet.ingresses)
         ]
         for ingress in ingresses:
             for number, ((core, _), info) in enumerate(zip(engines, infos, strict=True)):

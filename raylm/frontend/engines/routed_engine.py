@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raylm.engine import unpack_keys
 from raylm.frontend.engines.engine_client import EngineClient
+from raylm.frontend.engines.others_load import OthersLoad
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineStats
 
 _DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, against one of this request's own
 _NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
 _DECODE_TOKENS = 8  # prompt tokens that cost a step about as much as a sequence there will, until the first token
+_LEAN = 0.5  # of this request's own seconds, for the engine that this ingress prefers least where news are old
 _SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests take
 
 
@@ -51,7 +54,7 @@ class KnownBlocks:
         self._expected.update([(block, key) for block in blocks if block not in told])
 
     def settle(self, key: int, blocks: Iterable[int]) -> None:
-        """A request is over: what it stored and is not told by now may be gone."""
+        """A request was over when what is told was so: what it stored and is not told of may be gone."""
         for block in blocks:
             if self._expected.get(block) == key:
                 del self._expected[block]
@@ -90,8 +93,10 @@ class OpenRequest:
 class RoutedEngine:
     """One ready engine: its client, this process's open requests on it, and what it told of the rest.
 
-    ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. The ``stats`` were
-    so ``told_at``, in seconds since the epoch. A request takes about ``service_s``.
+    ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. A request takes about
+    ``service_s``. What served requests stored, with the time at which they ``ended``, counts until it must have been
+    told. The farther (0 to 1) the engine is from this process, the less it is preferred where others' load is
+    not known.
     """
 
     client: EngineClient
@@ -99,10 +104,12 @@ class RoutedEngine:
     starting: dict[int, OpenRequest] = field(default_factory=dict)
     blocks: KnownBlocks = field(default_factory=KnownBlocks)
     stats: EngineStats = field(default_factory=EngineStats)
-    told_at: float = 0.0
+    others: OthersLoad = field(default_factory=OthersLoad)
+    distance: float = 0.0
     service_s: float = 1.0
     sequences: int = 0
     queued_tokens: int = 0
+    ended: deque[tuple[float, int, Sequence[int]]] = field(default_factory=deque)
     is_watched: bool = False
     reader: asyncio.Task[None] | None = None
 
@@ -122,16 +129,23 @@ class RoutedEngine:
         """A request is over, at ``now`` if it was served to its end."""
         self._start(key)
         request = self.open.pop(key)
-        self.blocks.settle(key, request.blocks)
         self.sequences -= request.sequences
-        if now is not None:
+        if now is None:
+            self.blocks.settle(key, request.blocks)
+        else:
+            self.ended.append((now, key, request.blocks))
             self.service_s += _SERVICE_WEIGHT * (now - request.since - self.service_s)
 
-    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
+    def on_outputs(self, outputs: EngineCoreOutputs, now: float) -> None:
         """Take in what a message tells of the engine."""
-        self.stats, self.told_at = outputs.stats, outputs.created
+        if outputs.keys:
+            self.others.hear(now, self._is_heard, self._decode_s(self.stats.step_s, self.stats.token_s))
+        self.stats = outputs.stats
+        self.others.tell(outputs.stats.others, outputs.created)
         if outputs.blocks is not None and not self.blocks.apply(outputs.blocks):
             self.client.watch_blocks()
+        while self.ended and self.ended[0][0] <= outputs.created:
+            self.blocks.settle(*self.ended.popleft()[1:])
         if self.starting:
             for key in self.starting.keys() & outputs.keys:
                 self._start(key)
@@ -141,23 +155,33 @@ class RoutedEngine:
 
         A step of one token takes ``step_s`` here, and a prompt ``token_s`` for each token.
 
-        What other clients have queued is taken as served since it was told; so nothing is left of it after the time
-        that it takes to serve, nor of their sequences after that of a request.
+        What other clients have there is forecast (OthersLoad).
         """
         there: float = self.sequences
         stats, wait_s = self.stats, step_s + self.queued_tokens * token_s
-        others = stats.others
-        if others.sequences:
-            age = max(0.0, now - self.told_at)
-            wait_s += max(0.0, others.queued_tokens * token_s - age)
-            there += others.sequences * (max(0.0, 1.0 - age / self.service_s) if self.service_s > 0 else 0.0)
+        own_s, others = uncached_tokens * token_s, self.others
+        if others.exist:
+            doubt = others.doubt(now, self.service_s)
+            wait_s += others.told_s(now, token_s) + _LEAN * self.distance * own_s * doubt
+            if self._is_heard and not self.starting:
+                wait_s += others.heard_s(now, self._decode_s(step_s, token_s))
+            else:
+                wait_s += others.unheard_s(doubt, token_s)
+            there += others.sequences(now, self.service_s)
         most = stats.running + stats.places
         if 0 < most < there:
             wait_s += (there - most) * self.service_s / most
             there = most
-        own_s = uncached_tokens * token_s
         delay_s = own_s * (_NEXT_WEIGHT + _DELAY_WEIGHT * there)
         return wait_s + own_s + delay_s + _DECODE_TOKENS * token_s * there
+
+    @property
+    def _is_heard(self) -> bool:
+        """Whether a request of this process draws tokens there."""
+        return len(self.open) > len(self.starting)
+
+    def _decode_s(self, step_s: float, token_s: float) -> float:
+        return step_s + token_s * self.stats.running
 
     def _start(self, key: int) -> None:
         if (request := self.starting.pop(key, None)) is not None:

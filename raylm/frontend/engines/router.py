@@ -28,6 +28,7 @@ logger = logging.getLogger("raylm.frontend")
 
 WAKE_PERIOD_S = 1.0
 ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
+_GOLDEN = (5**0.5 - 1) / 2
 GUESS_STEP_S, GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
@@ -55,7 +56,8 @@ class Router:
     A request whose engine is lost goes on on another one: ``resume`` gives it with the tokens it has. Where there is
     none it waits for one, at most ``recovery_timeout_s``. ``wake`` is called, again and again, while requests wait for
     an engine and there is none, and when they are on one that is to end; without it new requests do not wait.
-    ``on_sent`` is told which engine got a request, and what all of them scored.
+    ``on_sent`` is told which engine got a request, and what all of them scored. Routers of different ``rank`` prefer
+    different engines where others' load is not known.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Router:
         wake: Callable[[], None] | None = None,
         rng: random.Random | None = None,
         on_sent: OnSent | None = None,
+        rank: int = 0,
     ) -> None:
         self._on_sent = on_sent
+        self._rank = rank
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
@@ -142,6 +146,7 @@ class Router:
         if len(self._engines) > 1:
             for one in self._engines.values():
                 one.watch()
+        self._spread()
         self._had_engines = True
         self._engine_came.set()
         self._on_engines()
@@ -271,7 +276,7 @@ class Router:
         crashed = False
         try:
             async for outputs in engine.client.outputs():
-                engine.on_outputs(outputs)
+                engine.on_outputs(outputs, self._clock())
                 if outputs.adapters is not None:
                     self.adapters.on_report(engine.client, outputs.adapters)
                     self._on_engines()
@@ -333,6 +338,7 @@ class Router:
         engine_id = engine.client.info.engine_id
         if self._engines.get(engine_id) is engine:
             del self._engines[engine_id]
+            self._spread()
             self.adapters.leave(engine_id)
         keys = list(engine.open)
         for key in keys:
@@ -342,6 +348,12 @@ class Router:
         self._recovery.take(keys, engine.client.info.worker.fingerprint, error)
         if keys and not self._engines and self._wake is not None:
             self._wake()
+
+    def _spread(self) -> None:
+        """Engines lie on a circle, and this router at its own place among all: ranks by the golden ratio are even."""
+        for place, engine_id in enumerate(sorted(self._engines)):
+            apart = (place / len(self._engines) - self._rank * _GOLDEN) % 1.0
+            self._engines[engine_id].distance = 2 * min(apart, 1 - apart)
 
     async def _close_client(self, client: EngineClient) -> None:
         try:
@@ -355,7 +367,7 @@ class Router:
 
 
 def _score(engine: RoutedEngine, cost: float, uncached_tokens: int, now: float) -> Score:
-    told_s_ago = max(0.0, now - engine.told_at)
+    told_s_ago = max(0.0, now - engine.others.told_at)
     told = (engine.queued_tokens + engine.stats.others.queued_tokens, engine.sequences, engine.stats.waiting)
     return (engine.client.info.engine_id, cost, uncached_tokens, *told, told_s_ago)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -187,7 +189,7 @@ async def _read_all(engine: RoutedEngine) -> None:
     client = engine.client
     assert isinstance(client, LocalEngineClient)
     while client._outbox._held is not None or client._outbox._changes:
-        engine.on_outputs(await client._outbox.get())
+        engine.on_outputs(await client._outbox.get(), now=0.0)
 
 
 async def test_who_has_no_requests_is_told_of_the_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,11 +204,31 @@ async def test_who_has_no_requests_is_told_of_the_others_load(monkeypatch: pytes
         seen = set()
         while engine.stats.others.sequences or len(seen) < 2:
             outputs = await idle._outbox.get()
-            engine.on_outputs(outputs)
+            engine.on_outputs(outputs, now=outputs.created)
             seen.add(engine.stats.others.sequences)
         assert max(seen) in (2, 3)
         assert engine.stats.others.queued_tokens == 0
-        assert engine.told_at == outputs.created > 0
+        assert engine.others.told_at == outputs.created > 0
+
+
+async def test_others_are_told_of_an_added_request_before_the_step_under_way_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raylm.engine.engine_core.TELL_ADDED_S", 0.0)
+    worker = FakeWorker(num_blocks=64)
+    async with running(FakeExecutor(worker, delay_s=0.01), Config(cache=CacheConfig(num_blocks=64))) as core:
+        info = EngineInfo("a", 256, worker.start())
+        busy, idle = (LocalEngineClient(core, info) for _ in range(2))
+        idle.watch_blocks()
+        busy.add(request([1] * 100, 1, max_tokens=2, ignore_eos=True))
+        await until(lambda: bool(core._in_flight))
+        await idle._outbox.get()
+        steps = core.scheduler.stats().steps
+        busy.add(request([1] * 70, 2, max_tokens=2, ignore_eos=True))
+        async with asyncio.timeout(5):
+            told = (await idle._outbox.get()).stats
+        assert (told.steps, told.others.sequences, told.others.queued_tokens) == (steps, 2, 99 + 69)
+        assert busy._outbox._held is None or busy._outbox._held.stats.others.sequences == 0
 
 
 def test_an_open_request_counts_until_its_first_token_and_its_end() -> None:
@@ -214,7 +236,7 @@ def test_an_open_request_counts_until_its_first_token_and_its_end() -> None:
     engine.begin(1, OpenRequest(2, 300, (7, 8), since=10.0))
     engine.begin(2, OpenRequest(1, 50, (), since=10.0))
     assert (engine.sequences, engine.queued_tokens) == (3, 350)
-    engine.on_outputs(EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats()))
+    engine.on_outputs(EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats()), now=11.0)
     assert (engine.sequences, engine.queued_tokens) == (3, 50)
     engine.end(1, now=14.0)
     engine.end(2, now=None)
@@ -240,11 +262,17 @@ def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_o
     prompt = [int.from_bytes(bytes([name]) * 8, "little") for name in b"ab"]
     engine.begin(1, OpenRequest(1, 30, prompt, since=0.0))
     late = EngineCoreOutputs([1], [0], [1], [5], [None], [None], [0], EngineStats())
-    engine.on_outputs(late)
+    engine.on_outputs(late, now=0.0)
     assert engine.blocks.num_matched(prompt) == 2, "its first token is here, and what it stored is not told yet"
     assert engine.blocks.apply(changes(1, b"a" * 32))
     assert engine.blocks.apply(BlockChanges(2, b"", pack_keys([b"a" * 32])))
     assert engine.blocks.num_matched(prompt) == 0, "what was told and is gone is not believed any longer"
     assert engine.blocks.num_matched(prompt[1:]) == 1
     engine.end(1, now=1.0)
+    assert engine.blocks.num_matched(prompt[1:]) == 1, "news are older than the end"
+    engine.on_outputs(replace(late, keys=[], created=0.9), now=1.1)
+    assert engine.blocks.num_matched(prompt[1:]) == 1
+    engine.on_outputs(replace(late, keys=[], created=1.0), now=3.0)
     assert engine.blocks.num_matched(prompt[1:]) == 0
+    assert not engine.blocks._expected
+    assert not engine.ended
