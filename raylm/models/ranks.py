@@ -36,7 +36,7 @@ class Ranks(ABC):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Meanwhile ``all_reduce`` gives back what it is given: what is computed means nothing, and waits for nobody."""
+        """Meanwhile ``all_reduce`` gives back what it is given: results mean nothing, and nobody is waited for."""
         yield
 
     def part(self, count: int, rank: int | None = None) -> range:

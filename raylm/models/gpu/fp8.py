@@ -26,8 +26,10 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Fp8BlocksLinear:
-    """``x`` (tokens, in) -> (tokens, out), in the type of ``x``; runs of 128 inputs of a token are rounded by a scale of
-    their own, so that no row depends on others. Sums of a run are the tensor cores', those of runs float32.
+    """``x`` (tokens, in) -> (tokens, out), in the type of ``x``.
+
+    Runs of 128 inputs of a token are rounded by a scale of their own, so that no row depends on others. Sums of a run
+    are the tensor cores', those of runs float32.
 
     ``scales`` (out / granule, in / 128).
     """

@@ -38,7 +38,7 @@ def fp8_product(
     right = weight + column.to(tl.int64)[:, None] * inputs + run[None, :]
     left_scales, right_scales = row_scales + row.to(tl.int64) * runs, scales + (column // granule) * runs
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for at in range(0, runs):
+    for at in range(runs):
         a = tl.load(left + at * RUN, mask=is_row[:, None], other=0.0)
         b = tl.load(right + at * RUN, mask=is_column[:, None], other=0.0)
         of_rows = tl.load(left_scales + at, mask=is_row, other=0.0)

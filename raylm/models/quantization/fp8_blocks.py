@@ -1,4 +1,4 @@
-"""Linear layers of 8-bit floats with a scale for each block of a weight, as DeepSeek-V3 and Qwen3's FP8 checkpoints have.
+"""Linear layers of 8-bit floats with a scale for each block of a weight, as DeepSeek-V3 and Qwen3's FP8 models have.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. On GPUs inputs are rounded too, each run of 128 of a
 token by a scale of its own. On CPUs, which do not multiply fp8, weights become floats of the model's type.
@@ -61,4 +61,3 @@ def as_floats(weight: Tensor, scales: Tensor, granule: int) -> Tensor:
     """The float32 that ``weight`` (out, in) stands for, with a scale for each ``granule`` of outputs."""
     by_output = scales.repeat_interleave(granule, 0)[: len(weight)]
     return weight.float() * by_output.repeat_interleave(BLOCK, 1)
-

@@ -68,7 +68,7 @@ def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch
     description, form, ignored = read_quantization_config(checkpoint)
     what = f"model: the quantized weights of {checkpoint.path} ({description}) are"
     if isinstance(form, Fp8Blocks):
-        if device.type != "cpu":
+        if device.type in FP8_BLOCK_LINEARS:
             check_fp8(what, device)
             _check_triton(what, device, FP8_BLOCK_LINEARS)
         else:

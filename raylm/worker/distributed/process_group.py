@@ -134,8 +134,8 @@ def _gloo(store: Store, rank: int, size: int) -> Backend:
 def _nccl(store: Store, rank: int, size: int) -> Backend:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # not there in torch for CPUs
 
-    # A rank whose sums cannot end is to end itself, by its watchdog, with nothing aborted: the next kernels of its stream
-    # would go on from sums that are none, and tokens be drawn from them.
+    # A rank whose sums cannot end is to end itself, by its watchdog, with nothing aborted: the next kernels of its
+    # stream would go on from sums that are none, and tokens be drawn from them.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _TEAR_DOWN_AS_IT_IS
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # nothing that blocks can be captured
     options = ProcessGroupNCCL.Options()

@@ -185,9 +185,7 @@ class GraphForward(Forward):
             self._buffers.clear()
             self.eager.hold(adapted=adapted)
             try:
-                self._graphs[key] = on_all_ranks(
-                    self._ranks, lambda: self._capture(lambda: self.eager.run(inputs))
-                )
+                self._graphs[key] = on_all_ranks(self._ranks, lambda: self._capture(lambda: self.eager.run(inputs)))
             except torch.OutOfMemoryError as error:
                 logger.warning(
                     "Steps of %d sequences are slower, their CUDA graph has no memory: %s",

@@ -25,11 +25,11 @@ def by_blocks(weight: Tensor, scales: Tensor, granule: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2e-3)], ids=str)
-@pytest.mark.parametrize(("tokens", "outputs", "inputs", "granule"), [(1, 40, 128, 128), (5, 200, 384, 64), (70, 72, 256, 16)])
-def test_a_product(
-    dtype: torch.dtype, bound: float, tokens: int, outputs: int, inputs: int, granule: int
-) -> None:
-    """Runs of inputs differ by a factor of a thousand, of numbers that fp8 has when they are scaled by powers of two."""
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "granule"), [(1, 40, 128, 128), (5, 200, 384, 64), (70, 72, 256, 16)]
+)
+def test_a_product(dtype: torch.dtype, bound: float, tokens: int, outputs: int, inputs: int, granule: int) -> None:
+    """Runs of inputs differ by a factor of a thousand, and fp8 has each number when it is scaled by a power of two."""
     draw = torch.Generator().manual_seed(tokens)
     x = torch.randint(-7, 8, (tokens, inputs), generator=draw).float()
     x[:, ::128] = 7

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
 from raylm.models import load_model
+from raylm.models.quantization.config import read_quantization_config
 from raylm.models.quantization.fp8 import FP8
 from tests.checkpoints import make_checkpoint
 from tests.models.test_decoder import attend
@@ -88,9 +89,10 @@ def test_floats_are_of_the_models_type(tmp_path: Path) -> None:
     ids=str,
 )
 def test_other_blocks_are_refused_by_name(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    fp8, _ = make(tmp_path, CONFIG | change)
+    config = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": CONFIG | change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=named):
-        load_model(Checkpoint(fp8), torch.float32, CPU)
+        read_quantization_config(Checkpoint(tmp_path))
 
 
 def test_inputs_that_fill_no_block_scales_that_are_none_and_old_gpus_are_refused(

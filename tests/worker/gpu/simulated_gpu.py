@@ -90,9 +90,9 @@ class OnGpu(Tensor):
 class Gpu(TorchDispatchMode):
     """The device; ``waits`` names what the host waited for, beside events and whole synchronizations.
 
-    ``launched`` counts what was put into the queue, a graph as one; ``replays`` the graphs; ``exchanges`` what was asked
-    of NCCL, in no replay. A device that ``is_fast``
-    does everything at once instead, so that what the host has not read in time is lost.
+    ``launched`` counts what was put into the queue, a graph as one; ``replays`` the graphs; ``exchanges`` what was
+    asked of NCCL, but in no replay. A device that ``is_fast`` does everything at once instead, so that what the host
+    has not read in time is lost.
     """
 
     def __init__(self) -> None:
