@@ -43,9 +43,9 @@ class Fp8BlocksLinear:
         if not tokens:
             return out
         rounded, row_scales = round_rows(x.reshape(-1, _RUN))
-        rows, columns, stages = (16, 32, 4) if tokens <= _FEW else (64, 128, 3)
+        rows, columns, warps, stages = (16, 32, 4, 4) if tokens <= _FEW else (64, 128, 8, 3)
         fp8_kernels.fp8_product[triton.cdiv(tokens, rows), triton.cdiv(outputs, columns)](
             rounded, row_scales, self._weight, self._scales, self._bias, out, tokens, inputs, outputs, self._granule,
-            HAS_BIAS=self._bias is not None, ROWS=rows, COLUMNS=columns, RUN=_RUN, num_stages=stages,
+            HAS_BIAS=self._bias is not None, ROWS=rows, COLUMNS=columns, RUN=_RUN, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return out

@@ -114,7 +114,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "scheduler", [{"max_num_seqs": 4}, {"max_num_batched_tokens": 16, "max_num_seqs": 16}], ids=["waiting", "chunks"]
+    "scheduler",
+    [
+        pytest.param({"max_num_seqs": 4}, id="waiting"),
+        pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 16}, id="chunks", marks=pytest.mark.long),
+    ],
 )
 def test_two_ranks_draw_what_a_cpu_draws(machine: Machine, path: Path, scheduler: dict[str, Any]) -> None:
     """By every sampling parameter."""
@@ -128,6 +132,7 @@ def test_two_ranks_draw_what_a_cpu_draws(machine: Machine, path: Path, scheduler
     assert replays == others > 5
 
 
+@pytest.mark.long
 def test_structured_rows_of_two_ranks(machine: Machine) -> None:
     asked = requests([SamplingParams(max_tokens=9, seed=at, temperature=0.9) for at in range(4)])
     for at, regex in enumerate(("[0-9]{3}-[0-9]{2}", "[ab]+c")):
@@ -136,6 +141,7 @@ def test_structured_rows_of_two_ranks(machine: Machine) -> None:
     assert first == second == alone(EMBEDDED, asked)
 
 
+@pytest.mark.long
 def test_sums_are_inside_the_graphs(machine: Machine, tmp_path: Path) -> None:
     """A decoding step is as many launches whatever its layers; only its logits are asked of NCCL by themselves."""
 
@@ -191,6 +197,7 @@ def sizes(worker: Worker) -> tuple[dict[int, list[int]], list[int], list[int]]:
     return drawn, sorted(captured), sorted({size for size, _ in forward._with_prompts._graphs})
 
 
+@pytest.mark.long
 def test_a_graph_that_one_rank_has_no_memory_for_is_captured_by_none(
     machine: Machine, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,6 +211,7 @@ def test_a_graph_that_one_rank_has_no_memory_for_is_captured_by_none(
     assert "Steps of 8 sequences are slower, their CUDA graph has no memory: another rank has none" in caplog.text
 
 
+@pytest.mark.long
 def test_ranks_that_did_not_agree_would_be_seen(machine: Machine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: one rank does without graphs that the other one has."""
 
