@@ -53,8 +53,8 @@ class DistributedRanks(Ranks):
         x = x.contiguous()
         if self._is_apart:
             return x
-        options = AllreduceOptions()
-        options.reduceOp, options.asyncOp = ReduceOp.SUM, False  # on the stream that computes, not on one beside it
+        options = AllreduceOptions()  # of a sum
+        options.asyncOp = False  # on the stream that computes, not on one beside it
         with self._together():
             work = self._group.allreduce([x], options)
             if work is not None:
