@@ -97,6 +97,7 @@ EXTRAS = {
             "raylm/models/linear.py": ('"cuda": "raylm.models.gpu',),
             "raylm/models/lora.py": ('"cuda": "raylm.models.gpu',),
             "raylm/models/quantization/fp8.py": ('"cuda": "raylm.models.gpu',),
+            "raylm/models/quantization/fp8_blocks.py": ('"cuda": "raylm.models.gpu',),
         },
     ),
 }

@@ -199,6 +199,24 @@ async def test_what_one_rank_found_wrong_is_told_whatever_the_others_do() -> Non
         ray.kill(actor)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("_cluster")
+async def test_a_rank_that_is_lost_is_told_while_the_others_wait_for_it() -> None:
+    """As they do on GPUs, where nothing tells them: NCCL's sums do not end, and those in graphs are not watched."""
+    workers = [ray.remote(WaitingRank).options(num_cpus=0.1).remote() for _ in range(2)]
+    core = create_engine_core(shared_by(2, EMBEDDED), uuid.uuid4().hex, "engine", workers, num_cpus=0.1)
+    await core.start.remote()
+    run = asyncio.ensure_future(core.run.remote())
+    client = await RayEngineClient.connect(core)
+    client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
+    await asyncio.sleep(0.5)
+    ray.kill(workers[1])
+    async with asyncio.timeout(20):
+        assert await run == "The worker of rank 1 was lost."
+    for actor in (core, workers[0]):
+        ray.kill(actor)
+
+
 @pytest.mark.usefixtures("_cluster")
 async def test_what_the_ranks_refuse_arrives_as_it_was_said() -> None:
     with engine(shared_by(3, EMBEDDED)) as (core, _):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raylm.checkpoint import Checkpoint
 from raylm.models.elementwise import KVPlaces
-from raylm.models.linear import KernelFactory, Weighted
+from raylm.models.linear import KernelFactory, Linear, Weighted
 from raylm.models.ranks import Ranks
 from raylm.native import NativeDecoder
 
@@ -80,6 +80,8 @@ class CausalLM(nn.Module, ABC):
     def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
         """Give every parameter memory, as ``Module.to_empty`` would, without the import of symbolic shapes it costs."""
         for module in self.modules():
+            if isinstance(module, Linear):
+                module.dtype = dtype
             for name, parameter in list(module.named_parameters(recurse=False)):
                 memory = torch.empty(parameter.shape, dtype=dtype, device=device)
                 setattr(module, name, nn.Parameter(memory, requires_grad=False))

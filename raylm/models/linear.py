@@ -68,7 +68,10 @@ class Linear(Weighted):
     """(tokens, in_features) -> (tokens, out_features); after ``freeze`` the weights belong to the kernel alone.
 
     ``parts`` are the checkpoint modules that are stacked along the output, such as q, k and v, with their rows.
+    ``dtype`` is the model's, whatever the weights are.
     """
+
+    dtype = torch.float32
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
         super().__init__()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -31,6 +33,11 @@ class Ranks(ABC):
     @abstractmethod
     def all_reduce_min(self, values: list[int]) -> list[int]:
         """Of each value the least that any rank has."""
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Meanwhile ``all_reduce`` gives back what it is given: results mean nothing, and nobody is waited for."""
+        yield
 
     def part(self, count: int, rank: int | None = None) -> range:
         """Which of ``count`` entries are a rank's, this one's by default: runs whose lengths differ by at most one."""

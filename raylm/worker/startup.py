@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 SPECULATORS = Family[Callable[[StepLimits, int, int, bool, Ranks], Speculator]]({
     "ngram": "raylm.worker.speculation.speculator:NGramSpeculator",
 })  # fmt: skip
-GRAPH_FORWARDS = Family[Callable[[ModuleForward, StepLimits, int, torch.device], Forward]]({
+GRAPH_FORWARDS = Family[Callable[[ModuleForward, StepLimits, int, torch.device, Ranks], Forward]]({
     "cuda": "raylm.worker.gpu.cuda_graphs:GraphForward",
 })  # fmt: skip
 ASYNC_DECODES = Family[Callable[[StepLimits, torch.device], AsyncDecode]]({
@@ -165,12 +165,12 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
     drafts, limits = config.scheduler.speculative_tokens, _limits(config, loaded.block_size, longest)
     batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, loaded.grammars)
     capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
-    with_graphs = capturable and _wants_graphs(config.engine)
+    with_graphs = capturable and config.engine.cuda_graphs
     num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
     kv_caches = allocate(backend, model.attention_specs, num_blocks, limits.block_size, loaded.dtype, device)
     forward = select_forward(model, backend, kv_caches, limits)
     if with_graphs and isinstance(forward, ModuleForward):
-        forward = GRAPH_FORWARDS[device.type](forward, limits, pool.num_blocks, device)
+        forward = GRAPH_FORWARDS[device.type](forward, limits, pool.num_blocks, device, loaded.ranks)
     # What is left to torch beside native products and attention is small: waking its threads takes longer.
     is_native = backend.name == "cpu" and not model.torch_multiplies
     torch.set_num_threads(loaded.threads if isinstance(forward, ModuleForward) and not is_native else 1)
@@ -245,16 +245,6 @@ def available_threads(engine: EngineConfig) -> int:
 def useful_threads(most: int, weights_bytes: int) -> int:
     """Threads that a step is worth: each needs weights to read, or it only makes the others wait for it."""
     return min(most, max(1, weights_bytes // _WEIGHTS_BYTES_A_THREAD))
-
-
-def _wants_graphs(engine: EngineConfig) -> bool:
-    """Whether steps are captured; not between ranks, where one without memory for a graph would lose the others."""
-    if engine.cuda_graphs and engine.tensor_parallel_size > 1:
-        logger.warning(
-            "Steps run without CUDA graphs, and slower: several ranks share each of them.", extra=about("slower")
-        )
-        return False
-    return engine.cuda_graphs
 
 
 def _limits(config: Config, size: int, max_model_len: int | None) -> StepLimits:

@@ -17,6 +17,7 @@ from raylm.engine import ChainedHasher, keys_of
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
+from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
 from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
 from raylm.frontend.input_processor import Limits
@@ -28,7 +29,6 @@ logger = logging.getLogger("raylm.frontend")
 
 WAKE_PERIOD_S = 1.0
 ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
-_GOLDEN = (5**0.5 - 1) / 2
 GUESS_STEP_S, GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
@@ -350,10 +350,8 @@ class Router:
             self._wake()
 
     def _spread(self) -> None:
-        """Engines lie on a circle, and this router at its own place among all: ranks by the golden ratio are even."""
-        for place, engine_id in enumerate(sorted(self._engines)):
-            apart = (place / len(self._engines) - self._rank * _GOLDEN) % 1.0
-            self._engines[engine_id].distance = 2 * min(apart, 1 - apart)
+        for engine_id, distance in zip(sorted(self._engines), distances(len(self._engines), self._rank), strict=True):
+            self._engines[engine_id].distance = distance
 
     async def _close_client(self, client: EngineClient) -> None:
         try:

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from starlette.types import Send
 
-from raylm.frontend.timelines.record import Record
+from raylm.frontend import Record
 
 KEEP_ALIVE_S = 5.0
 

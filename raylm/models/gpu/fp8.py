@@ -1,4 +1,4 @@
-"""Rounding of rows to 8-bit floats on a GPU, in one launch."""
+"""8-bit floats on a GPU: rounding in one launch, and products whose weights have scales by blocks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from raylm.models.gpu import kernels
+from raylm.models.gpu import fp8_kernels, kernels
 
 _FP8 = torch.float8_e4m3fn
+_RUN = 128  # inputs that are rounded together where weights have scales by blocks
+_FEW = 64  # rows up to which tiles are small
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,3 +23,29 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         WIDTH=width, num_warps=max(1, min(16, width // 512)),
     )  # fmt: skip
     return rounded, scales
+
+
+class Fp8BlocksLinear:
+    """``x`` (tokens, in) -> (tokens, out), in the type of ``x``.
+
+    Runs of 128 inputs of a token are rounded by a scale of their own, so that no row depends on others. Sums of a run
+    are the tensor cores', those of runs float32.
+
+    ``scales`` (out / granule, in / 128).
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, granule: int, bias: Tensor | None) -> None:
+        self._weight, self._scales, self._granule, self._bias = weight, scales.contiguous(), granule, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tokens, (outputs, inputs) = len(x), self._weight.shape
+        out = x.new_empty(tokens, outputs)
+        if not tokens:
+            return out
+        rounded, row_scales = round_rows(x.reshape(-1, _RUN))
+        rows, columns, warps, stages = (16, 32, 4, 4) if tokens <= _FEW else (64, 128, 8, 3)
+        fp8_kernels.fp8_product[triton.cdiv(tokens, rows), triton.cdiv(outputs, columns)](
+            rounded, row_scales, self._weight, self._scales, self._bias, out, tokens, inputs, outputs, self._granule,
+            HAS_BIAS=self._bias is not None, ROWS=rows, COLUMNS=columns, RUN=_RUN, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return out

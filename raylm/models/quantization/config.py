@@ -11,6 +11,7 @@ from raylm.errors import ConfigError
 from raylm.models.linear import HEAD, WeightFormat
 from raylm.models.quantization.formats import Awq, Gptq, Int8Channels, PackQuantized
 from raylm.models.quantization.fp8 import Fp8Rows, Fp8Tensors
+from raylm.models.quantization.fp8_blocks import BLOCK, Fp8Blocks
 
 # A description of the weights, their format, and whether a module is left as floats.
 Found = tuple[str, WeightFormat, Callable[[str], bool]]
@@ -159,8 +160,24 @@ def _awq(section: Section) -> Found:
     return "AWQ, 4 bits", Awq(group), lambda name: name == HEAD or any(part in name for part in skipped)
 
 
+def _fp8_blocks(section: Section) -> Found:
+    """As DeepSeek-V3 and the FP8 checkpoints of Qwen3 have it."""
+    section.only({*_MADE_BY, "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert"})
+    section.choice("weight_block_size", ([BLOCK, BLOCK],))
+    section.choice("activation_scheme", ("dynamic",))
+    section.choice("fmt", ("e4m3",), default="e4m3")
+    kept = section.get("modules_to_not_convert", [])
+
+    def ignored(module: str) -> bool:
+        """Entries are names of modules, and mean what lies in them too."""
+        return module == HEAD or any(module == name or module.startswith(f"{name}.") for name in kept)
+
+    return f"fp8, blocks of {BLOCK} x {BLOCK}", Fp8Blocks(), ignored
+
+
 _METHODS: dict[str, Callable[[Section], Found]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8_blocks,
     "gptq": _gptq,
 }

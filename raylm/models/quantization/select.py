@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
+from raylm.lazy import Family
 from raylm.models.linear import HEAD, INT4_LINEARS, PLAIN, Quantization, WeightFormat, linear_layers
 from raylm.models.quantization.config import read_quantization_config
 from raylm.models.quantization.formats import GroupedInt4, RoundedInt4, RoundedInt8
 from raylm.models.quantization.fp8 import Fp8Rows, Fp8Tensors, check_fp8
+from raylm.models.quantization.fp8_blocks import FP8_BLOCK_LINEARS, Fp8Blocks
 from raylm.models.ranks import Ranks
 from raylm.native import NativeError, kernels
 
@@ -64,18 +67,24 @@ def select_quantization(checkpoint: Checkpoint, asked: str | None, device: torch
         )
     description, form, ignored = read_quantization_config(checkpoint)
     what = f"model: the quantized weights of {checkpoint.path} ({description}) are"
-    if isinstance(form, (Fp8Rows, Fp8Tensors)):
+    if isinstance(form, Fp8Blocks):
+        if device.type in FP8_BLOCK_LINEARS:
+            check_fp8(what, device)
+            _check_triton(what, device, FP8_BLOCK_LINEARS)
+        else:
+            description += ", served as floats"
+    elif isinstance(form, (Fp8Rows, Fp8Tensors)):
         check_fp8(what, device)
     elif isinstance(form, GroupedInt4) and device.type in INT4_LINEARS:
-        _check_int4(what, device)
+        _check_triton(what, device, INT4_LINEARS)
     else:
         _check_kernels(what, device)
     return ByModule(description, lambda module: PLAIN if ignored(module) else form)
 
 
-def _check_int4(what: str, device: torch.device) -> None:
+def _check_triton(what: str, device: torch.device, linears: Family[Any]) -> None:
     try:
-        INT4_LINEARS[device.type]
+        linears[device.type]
     except ModuleNotFoundError as error:
         raise ConfigError(f"{what} served on {device} by a Triton kernel only, and there is none: {error}") from error
 

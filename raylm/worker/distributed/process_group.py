@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ReduceOp, Store, TCPStore
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    Backend,
+    PrefixStore,
+    ProcessGroup,
+    ReduceOp,
+    Store,
+    TCPStore,
+)
 
 from raylm.errors import PeerLostError
 from raylm.models import SINGLE_RANK, Ranks
@@ -18,16 +27,20 @@ from raylm.worker.distributed.rendezvous import LOOPBACK, Rendezvous
 
 # Longest wait for the others: at start they may read the same files after each other.
 TIMEOUT = timedelta(minutes=10)
+_TEAR_DOWN_AS_IT_IS = "3"  # ErrorHandlingMode::SkipCleanUp of torch's ProcessGroupNCCL
 
 
 class DistributedRanks(Ranks):
     """Ranks over gloo for tensors on the host, and over NCCL for those on a GPU.
 
-    Operations raise PeerLostError when another rank is gone, or does not come within TIMEOUT.
+    Operations on the host raise PeerLostError when another rank is gone, or does not come within TIMEOUT. Those on GPUs
+    do not block the host, and inside a CUDA graph NCCL watches nothing: the device waits for ever for a rank that is
+    gone. Who is told is the supervisor, by the end of that rank's heartbeats, and it ends the others.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.world_size = rank, size
+        self._is_apart = False
         self._group = ProcessGroup(store, rank, size)
         with self._together():
             host, gpu = torch.device("cpu"), torch.device("cuda")
@@ -38,9 +51,23 @@ class DistributedRanks(Ranks):
     def all_reduce(self, x: Tensor) -> Tensor:
         """In place where ``x`` is contiguous."""
         x = x.contiguous()
+        if self._is_apart:
+            return x
+        options = AllreduceOptions()  # of a sum
+        options.asyncOp = False  # on the stream that computes, not on one beside it
         with self._together():
-            self._group.allreduce(x, ReduceOp.SUM).wait()
+            work = self._group.allreduce([x], options)
+            if work is not None:
+                work.wait()
         return x
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
         """Parts travel as wide as the widest."""
@@ -107,6 +134,10 @@ def _gloo(store: Store, rank: int, size: int) -> Backend:
 def _nccl(store: Store, rank: int, size: int) -> Backend:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # not there in torch for CPUs
 
+    # A rank whose sums cannot end is to end itself, by its watchdog, with nothing aborted: the next kernels of its
+    # stream would go on from sums that are none, and tokens be drawn from them.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _TEAR_DOWN_AS_IT_IS
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # nothing that blocks can be captured
     options = ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from raylm.models import AdapterLimits, LowRank
+from raylm.models import SINGLE_RANK, AdapterLimits, LowRank, Ranks
 from raylm.stages import about
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.forward import Forward, ModuleForward
 from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
+from raylm.worker.gpu.capture import on_all_ranks
 from raylm.worker.gpu.prompt_graphs import PromptGraphs
 from raylm.worker.input_buffers import StepInputs
 
@@ -120,7 +121,7 @@ class GraphForward(Forward):
     There is a graph for each batch bucket and each width of block tables, and another one for steps with adapters,
     where these can be captured. Those of up to 256 sequences are captured by
     ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
-    without: the log says so.
+    without, by all ranks that share the model: the log says so.
     """
 
     captures = True
@@ -131,12 +132,13 @@ class GraphForward(Forward):
         limits: StepLimits,
         scratch_block: int,
         device: torch.device,
+        ranks: Ranks = SINGLE_RANK,
         capture: Capture | None = None,
     ) -> None:
-        self.eager, self._limits, self._capture = eager, limits, capture or CudaCapture()
+        self.eager, self._limits, self._ranks, self._capture = eager, limits, ranks, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
         self._graphs: dict[tuple[int, int, bool], Run | None] = {}  # by (sequences, blocks of a table, adapters)
-        self._with_prompts = PromptGraphs(eager, limits, scratch_block, device)
+        self._with_prompts = PromptGraphs(eager, limits, scratch_block, device, ranks)
 
     def capture_at_start(self) -> None:
         """Largest first, so that the smaller ones fit into its memory."""
@@ -183,7 +185,7 @@ class GraphForward(Forward):
             self._buffers.clear()
             self.eager.hold(adapted=adapted)
             try:
-                self._graphs[key] = self._capture(lambda: self.eager.run(inputs))
+                self._graphs[key] = on_all_ranks(self._ranks, lambda: self._capture(lambda: self.eager.run(inputs)))
             except torch.OutOfMemoryError as error:
                 logger.warning(
                     "Steps of %d sequences are slower, their CUDA graph has no memory: %s",

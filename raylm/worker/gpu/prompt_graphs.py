@@ -6,15 +6,18 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from raylm.models import Ranks
 from raylm.stages import about
 from raylm.worker.attention import StepLimits
 from raylm.worker.forward import ModuleForward
 from raylm.worker.gpu.batch_buckets import table_width, table_widths, token_bucket, token_buckets
+from raylm.worker.gpu.capture import on_all_ranks
 from raylm.worker.input_buffers import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -39,8 +42,10 @@ class PromptGraphs:
     bucket, or more prompts than their bucket has tiles for, are not taken.
     """
 
-    def __init__(self, eager: ModuleForward, limits: StepLimits, scratch_block: int, device: torch.device) -> None:
-        self._eager, self._limits, self._device = eager, limits, device
+    def __init__(
+        self, eager: ModuleForward, limits: StepLimits, scratch_block: int, device: torch.device, ranks: Ranks
+    ) -> None:
+        self._eager, self._limits, self._device, self._ranks = eager, limits, device, ranks
         self._scratch_slot = scratch_block * limits.block_size
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
@@ -49,7 +54,7 @@ class PromptGraphs:
         shapes = [(size, width) for width in table_widths(self._limits) for size in token_buckets(self._limits)[::-1]]
         for size, width in tqdm(shapes, desc="Capturing steps with prompts", unit="graph", delay=1.0, file=sys.stderr):
             try:
-                self._capture(size, width, capture)
+                graph = on_all_ranks(self._ranks, partial(self._captured, size, width, capture))
             except torch.OutOfMemoryError as error:
                 logger.warning(
                     "Steps of %d tokens are slower, their CUDA graph has no memory: %s",
@@ -57,15 +62,19 @@ class PromptGraphs:
                     error,
                     extra=about("slower"),
                 )
+                continue
+            if graph is not None:
+                self._graphs[size, width] = graph
 
-    def _capture(self, tokens: int, width: int, capture: Callable[[Run], Run]) -> None:
+    def _captured(self, tokens: int, width: int, capture: Callable[[Run], Run]) -> _Graph | None:
+        """None where the backend has no plan for it."""
         plan = self._eager.plan_in_place(tokens, width, self._scratch_slot)
         if plan is None:
-            return
+            return None
         input_ids, positions = torch.zeros(2, tokens, dtype=torch.int64, device=self._device).unbind(0)
         self._eager.hold(adapted=False)
         replay = capture(lambda: self._eager.run_planned(input_ids, positions, plan))
-        self._graphs[tokens, width] = _Graph(input_ids, positions, plan, replay)
+        return _Graph(input_ids, positions, plan, replay)
 
     def hidden(self, inputs: StepInputs) -> Tensor | None:
         """Hidden states (tokens, hidden_size), which the next step of this kind overwrites; None if it is not taken."""

@@ -16,7 +16,7 @@ from raylm.models import AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.experts import TritonExperts
-from raylm.models.gpu.fp8 import round_rows
+from raylm.models.gpu.fp8 import Fp8BlocksLinear, round_rows
 from raylm.models.gpu.int4 import Int4Linear
 from raylm.models.gpu.low_rank import GroupedLowRank
 from raylm.models.linear import Linear, dense
@@ -204,6 +204,26 @@ def test_fp8_kernel(capability: tuple[int, int], size: int, tmp_path: Path) -> N
     assert kernel.spilled == 0, kernel
     assert "cvt.rn.satfinite.e4m3x2" in kernel.ptx
     assert "ld.global.v" in kernel.ptx
+
+
+def test_fp8_kernel_of_blocks(capability: tuple[int, int], tmp_path: Path) -> None:
+    """Few rows and many, times weights of 4,096 inputs; many on the tensor cores as fp8."""
+    if capability < (8, 9):
+        return
+    weight = torch.zeros(256, 4096, dtype=torch.float8_e4m3fn)
+    linear = Fp8BlocksLinear(weight, torch.ones(2, 32), 128, None)
+    with compiling(capability, tmp_path) as found:
+        for tokens in (1, 7, 64, 65, 1000):
+            linear(torch.zeros(tokens, 4096).bfloat16())
+    products = [kernel for kernel in found if kernel.name == "fp8_product"]
+    assert len({kernel.ptx for kernel in products}) == 2
+    for kernel in products:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[capability]
+        assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
+    assert "e4m3.e4m3" in products[-1].ptx or "kind::f8f6f4" in products[-1].ptx, (
+        "they are multiplied as something wider"
+    )
 
 
 @pytest.mark.parametrize("group", [32, 128])

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, ProcessGroup, ReduceOp, Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
@@ -89,14 +90,15 @@ class OnGpu(Tensor):
 class Gpu(TorchDispatchMode):
     """The device; ``waits`` names what the host waited for, beside events and whole synchronizations.
 
-    ``launched`` counts what was put into the queue, a graph as one; ``replays`` the graphs. A device that ``is_fast``
-    does everything at once instead, so that what the host has not read in time is lost.
+    ``launched`` counts what was put into the queue, a graph as one; ``replays`` the graphs; ``exchanges`` what was
+    asked of NCCL, but in no replay. A device that ``is_fast`` does everything at once instead, so that what the host
+    has not read in time is lost.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.launched = self.replays = 0
+        self.launched = self.replays = self.exchanges = 0
         self.is_fast = False
         self._queue: deque[Callable[[], object]] = deque()
         self._recording: list[Callable[[], object]] | None = None
@@ -141,6 +143,8 @@ class Gpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         here = any(isinstance(tensor, OnGpu) for tensor in tensors)
+        if func.namespace == "c10d":
+            return self._exchange(func, args, kwargs, here)
         if func.overloadpacket is aten.to:
             func, args, kwargs = _as_copy(args, kwargs)
             if func is None:
@@ -174,6 +178,27 @@ class Gpu(TorchDispatchMode):
             self.launch(lambda: func(*inner, **named))
             return args[0]
         return self._compute(_STAND_INS.get(func, func), func, inner, named)
+
+    def _exchange(self, func: Any, args: Any, kwargs: dict[str, Any], here: bool) -> Any:
+        """What ranks exchange: on the host all wait, while their devices go on; as NCCL does it, the device waits."""
+        if not here:
+            self.run()
+            return func(*args, **kwargs)
+        inner = tree_map_only(OnGpu, lambda tensor: tensor.memory, args)
+        group = next(ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+        captured = self._recording is not None
+        self.exchanges += 1
+
+        def work() -> None:
+            uniform = torch.tensor([captured, -captured])
+            group.allreduce(uniform, ReduceOp.MIN).wait()
+            assert not uniform.sum(), f"{func} is captured by some ranks, and by others not"
+            found = func(*inner, **kwargs)
+            Work.unbox(found[-1] if isinstance(found, tuple) else found).wait()
+
+        self.launch(work)
+        at_once = FakeWork().boxed()
+        return at_once if len(func._schema.returns) == 1 else (args[0], at_once)
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         pinned = kwargs.pop("pin_memory", False)
@@ -341,14 +366,21 @@ def _poison(memory: Tensor) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A machine with a GPU of 1 GiB, an H100 otherwise."""
     device = Gpu()
+    with replaced(monkeypatch, lambda: device), using(device):
+        yield device
+
+
+@contextmanager
+def replaced(monkeypatch: pytest.MonkeyPatch, device: Callable[[], Gpu]) -> Iterator[None]:
+    """torch.cuda is that of the ``device`` of whoever calls it."""
 
     class OwnEvent(Event):  # classes, for others write torch.cuda.Event | None
         def __init__(self) -> None:
-            super().__init__(device)
+            super().__init__(device())
 
     class OwnGraph(Graph):
         def __init__(self) -> None:
-            super().__init__(device)
+            super().__init__(device())
 
     module_replacement: dict[str, Any] = {
         "_lazy_init": lambda: None,
@@ -360,20 +392,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
-        "synchronize": lambda asked=None: device.run(),
+        "synchronize": lambda asked=None: device().run(),
         "Event": OwnEvent,
         "Stream": Stream,
         "current_stream": Stream,
         "stream": lambda stream: nullcontext(),
         "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": OwnGraph,
-        "graph": device.recording,
+        "graph": lambda *args, **options: device().recording(*args, **options),
     }
     for name, stand_in in module_replacement.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    yield
+
+
+@contextmanager
+def using(device: Gpu) -> Iterator[None]:
+    """What this thread asks of a GPU goes to ``device``."""
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # or torch.tensor would ask the driver
     try:
         with device:
-            yield device
+            yield
     finally:
         torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]

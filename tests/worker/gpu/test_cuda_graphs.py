@@ -107,7 +107,7 @@ def graph_driver(
         eager = ModuleForward(model, DeviceBackend(limits), pools)  # type: ignore[arg-type]
         if recorder is None:
             return eager
-        graphs = GraphForward(eager, limits, NUM_BLOCKS, CPU, recorder)
+        graphs = GraphForward(eager, limits, NUM_BLOCKS, CPU, capture=recorder)
         graphs._kv_caches = [pool[:, :NUM_BLOCKS] for pool in pools]  # type: ignore[attr-defined]
         return graphs
 

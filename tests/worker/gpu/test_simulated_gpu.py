@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pytest
@@ -46,7 +46,13 @@ def attend(self: SplitK, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, 
     return torch.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape)
 
 
-def attends_on(device: Gpu) -> Callable[..., Tensor]:
+class Device(Protocol):
+    """What launches kernels: a simulated GPU, or that of whoever asks."""
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+
+
+def attends_on(device: Device) -> Callable[..., Tensor]:
     """``attend`` as one kernel."""
 
     def launch(self: SplitK, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
@@ -61,7 +67,7 @@ def attends_on(device: Gpu) -> Callable[..., Tensor]:
 class SimulatedKernels(Elementwise):
     """One launch each, as the kernels are; what these compute is compared with torch by interpreted_kernels.py."""
 
-    device: ClassVar[Gpu]
+    device: ClassVar[Device]
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return x, self.device.kernel(_add_rms_norm)(x, delta, weight, eps)
@@ -89,14 +95,18 @@ def _rotate_and_write(qkv: Tensor, angles: Angles, weight: Tensor | None, eps: f
 @pytest.fixture
 def machine(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
     """The simulated GPU, with xformers on it, which takes float32 there too."""
-    monkeypatch.setattr(xformers, "refusals", lambda dtype, device: [])
-    monkeypatch.setattr(SplitK, "__call__", attends_on(gpu))
-    monkeypatch.setitem(ELEMENTWISE._homes, "cuda", f"{__name__}:SimulatedKernels")
-    monkeypatch.setattr(SimulatedKernels, "device", gpu, raising=False)
-    monkeypatch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
-    monkeypatch.setattr("raylm.worker.gpu.batch_buckets._MOST_TOKENS", 64)
+    equip(monkeypatch, gpu)
     yield gpu
     probe.cache_clear()
+
+
+def equip(patch: pytest.MonkeyPatch, device: Device) -> None:
+    patch.setattr(xformers, "refusals", lambda dtype, device: [])
+    patch.setattr(SplitK, "__call__", attends_on(device))
+    patch.setitem(ELEMENTWISE._homes, "cuda", f"{__name__}:SimulatedKernels")
+    patch.setattr(SimulatedKernels, "device", device, raising=False)
+    patch.setattr("raylm.worker.gpu.batch_buckets._NARROWEST", 32)
+    patch.setattr("raylm.worker.gpu.batch_buckets._MOST_TOKENS", 64)
 
 
 @pytest.fixture(scope="module")

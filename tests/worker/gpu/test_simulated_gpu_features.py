@@ -331,6 +331,29 @@ def test_4_bit_weights(machine: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert machine.replays
 
 
+@pytest.mark.uses("quantization")
+def test_fp8_weights_with_scales_by_blocks(
+    machine: Gpu,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Multiplied as the floats that they stand for; interpreted_fp8.py compares what the kernels compute."""
+    from raylm.models.gpu.fp8 import Fp8BlocksLinear
+    from raylm.models.quantization.fp8_blocks import as_floats
+    from tests.models.quantization.test_fp8_blocks import make as make_blocks
+
+    def call(self: Fp8BlocksLinear, x: Tensor) -> Tensor:
+        def product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+            return x @ as_floats(weight, scales, self._granule).t()
+
+        return machine.kernel(product)(x, self._weight, self._scales)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Fp8BlocksLinear, "__call__", call)
+    quantized, _ = make_blocks(tmp_path)
+    assert drawn(start(quantized), {}) == drawn(start(quantized, device="cpu"), {})
+    assert machine.replays
+
+
 def test_pooling(machine: Gpu, path: Path) -> None:  # noqa: F811
     found = []
     for device in ("cpu", "cuda"):
