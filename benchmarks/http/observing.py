@@ -1,13 +1,15 @@
 """What it costs to observe: tokens per second with timelines and metrics, and with null objects in their places.
 
-    python -m benchmarks.http.observing [--streams 64] [--rounds 7] [--requests 256] [--max-tokens 128]
+    python -m benchmarks.http.observing [--streams 64] [--pairs 4] [--rounds 3] [--requests 256] [--max-tokens 128]
 
 Two servers of the embedded model in processes of their own, which differ in nothing else, are loaded one after the
-other, round by round, the first one in turns; the other one is stopped meanwhile. With all of it, there are records of
-requests and of the engine's events, and every series of /metrics, which are told to the application's state every
-second, read over HTTP by this program every 5 s, and handed to Ray's gauges every 5 s (into one that keeps nothing).
-Engine, worker and ingress share a process here, so whatever delays one of them delays all: through Ray the cost is at
-most this. On a machine that others use too, trust the CPU time that the server's process took for a token.
+other, round by round, the first one in turns; the other one is stopped meanwhile. Where a process came to lie in memory
+makes it faster or slower for its life, so there are several pairs of servers, one after the other. With all of it,
+there are records of requests and of the engine's events, and every series of /metrics, which are told to a state that
+replicas share every second, read over HTTP by this program every 5 s, and handed to Ray's gauges every 5 s (into one
+that keeps nothing). Engine, worker and ingress share a process here, so whatever delays one of them delays all: through
+Ray the cost is at most this. On a machine that others use too, trust the CPU time that the server's process took for a
+token.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -33,6 +35,8 @@ from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor, engine_core
 from raylm.engine.timelines.observer import EventRecorder, Observer
 from raylm.frontend import AsyncLLM, LocalEngineClient, StateClient, async_llm
+from raylm.frontend.state.application_state import ApplicationState
+from raylm.frontend.state.client import LocalState
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.timelines.record import Part, Record, Trace
 from raylm.frontend.timelines.ring import Timelines
@@ -114,7 +118,8 @@ async def serve(observed: bool) -> None:
         engine_core.EventRecorder = NoRecorder  # type: ignore[misc,assignment]
         async_llm.Timelines, async_llm.Telemetry = NoTimelines, NoTelemetry  # type: ignore[misc]
     config = Config.model_validate(CONFIG)
-    core, llm, state = EngineCore(config, LocalExecutor(config)), AsyncLLM(config), StateClient()
+    core, llm = EngineCore(config, LocalExecutor(config)), AsyncLLM(config)
+    state = StateClient(LocalState(ApplicationState()))
     expected = (EventRecorder, Timelines) if observed else (NoRecorder, NoTimelines)
     assert (type(core._observer), type(llm.timelines)) == expected
     worker = await core.start()
@@ -154,7 +159,10 @@ class Server:
     def signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
 
@@ -206,17 +214,20 @@ def measure(server: Server, args: argparse.Namespace, requests: int) -> tuple[fl
     return pace, 1e6 * (server.cpu_s - before) / (requests * args.max_tokens)
 
 
-def costs(servers: list[Server], args: argparse.Namespace) -> None:
-    for server in servers:
-        measure(server, args, args.streams)  # warm-up
+def costs(args: argparse.Namespace) -> None:
     report, found = Report("observing", UNITS, args.out), []
-    for number in range(args.rounds):
-        turn = servers if number % 2 == 0 else servers[::-1]
-        measured = {server.observed: measure(server, args, args.requests) for server in turn}
-        (pace, cpu), (pace_not, cpu_not) = measured[True], measured[False]
-        found.append((100 * (1 - pace / pace_not), 100 * (cpu / cpu_not - 1)))
-        values = (pace, pace_not, found[-1][0], cpu, cpu_not, found[-1][1])
-        report.add(f"{args.streams} streams", dict(zip(UNITS, values, strict=True)))
+    for pair in range(args.pairs):
+        with ExitStack() as stack:
+            servers = [stack.enter_context(Server(observed)) for observed in (pair % 2 == 0, pair % 2 == 1)]
+            for server in servers:
+                measure(server, args, args.streams)  # warm-up
+            for number in range(args.rounds):
+                turn = servers if number % 2 == 0 else servers[::-1]
+                measured = {server.observed: measure(server, args, args.requests) for server in turn}
+                (pace, cpu), (pace_not, cpu_not) = measured[True], measured[False]
+                found.append((100 * (1 - pace / pace_not), 100 * (cpu / cpu_not - 1)))
+                values = (pace, pace_not, found[-1][0], cpu, cpu_not, found[-1][1])
+                report.add(f"{args.streams} streams", dict(zip(UNITS, values, strict=True)), f"pair {pair}")
     for name, column in zip(("tokens/s", "CPU a token"), zip(*found, strict=True), strict=True):
         low, middle, high = (quantile(column, q) for q in (0.25, 0.5, 0.75))
         print(f"cost in {name}: median {middle:.2f} %, quartiles {low:.2f} to {high:.2f}")
@@ -225,7 +236,8 @@ def costs(servers: list[Server], args: argparse.Namespace) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--streams", type=int, default=64)
-    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--pairs", type=int, default=4, help="of servers, one after the other")
+    options.add_argument("--rounds", type=int, default=3, help="of a pair")
     options.add_argument("--requests", type=int, default=256, help="of a server in a round")
     options.add_argument("--max-tokens", type=int, default=128)
     options.add_argument("--serve", choices=("observed", "not"), help=argparse.SUPPRESS)
@@ -233,14 +245,7 @@ def main() -> None:
     if args.serve is not None:
         asyncio.run(serve(args.serve == "observed"))
         return
-    servers = []
-    try:
-        servers.append(Server(observed=True))
-        servers.append(Server(observed=False))
-        costs(servers, args)
-    finally:
-        for server in servers:
-            server.end()
+    costs(args)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks.rows import Report, Row
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-LONGEST = 120
+LONGEST = 130
 COMMAND = re.compile(r"python -m (benchmarks[.\w]*)([^`]*)")
 OTHERS = "clients"  # theirs are the commands
 
