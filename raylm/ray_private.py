@@ -14,7 +14,8 @@ from typing import Any
 
 import ray
 
-_DEFAULTS, _FORWARD_CLIENT = "\ndefaults\n", "    option forwardfor\n"  # of Serve's template for HAProxy
+# Lines of Serve's template for HAProxy, each there once
+_DEFAULTS, _ROUTING, _BACKENDS = "\ndefaults\n", "\n    # Static routing based on ", "\nbackend default_backend\n"
 _NAMESPACE = b"raylm"
 
 
@@ -135,19 +136,29 @@ def configure_haproxy(
 
     ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head,
     which must arrive in ``head_timeout_s``. Who has something to read and reads nothing for ``reader_timeout_s`` is cut
-    off. Replicas find the address of HAProxy's client in X-Forwarded-For, behind what the client itself has sent there.
+    off.
     """
-    from ray.serve._private import haproxy as module
-
-    template = module.HAPROXY_CONFIG_TEMPLATE
-    if _FORWARD_CLIENT not in template:
-        module.HAPROXY_CONFIG_TEMPLATE = template.replace(_DEFAULTS, _DEFAULTS + _FORWARD_CLIENT, 1)
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = bufsize
     haproxy.cfg.timeout_http_request_s = head_timeout_s
     haproxy.cfg.timeout_client_s = reader_timeout_s
     Path(haproxy.cfg.error_file_path).write_bytes(error_answer)
     haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *options)
+
+
+def extend_haproxys_template(defaults: str, routing: str, sections: str) -> None:
+    """Add to the Jinja template of HAProxy's configuration, once in a process.
+
+    ``defaults`` are lines of the section of that name. ``routing`` are rules that come before the choice of a backend,
+    in which ``backends`` are Serve's BackendConfig of all applications over HTTP, and ``sections`` are sections.
+    """
+    from ray.serve._private import haproxy
+
+    template = haproxy.HAPROXY_CONFIG_TEMPLATE
+    if sections not in template:
+        template = template.replace(_DEFAULTS, _DEFAULTS + defaults)
+        template = template.replace(_ROUTING, "\n" + routing + _ROUTING)
+        haproxy.HAPROXY_CONFIG_TEMPLATE = template.replace(_BACKENDS, "\n" + sections + _BACKENDS)
 
 
 def application(import_path: str, args: dict[str, Any]) -> Any:

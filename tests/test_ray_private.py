@@ -92,10 +92,11 @@ def test_the_headers_that_serve_reads_in_a_replica() -> None:
         "SERVE_HTTP_REQUEST_ID_HEADER", "SERVE_MULTIPLEXED_MODEL_ID"}  # fmt: skip
 
 
-def test_haproxys_template_has_defaults_for_all_its_frontends() -> None:
-    from raylm.ray_private import _DEFAULTS
+def test_haproxys_template_has_each_line_behind_which_something_is_added() -> None:
+    from raylm.ray_private import _BACKENDS, _DEFAULTS, _ROUTING
 
-    assert import_module("ray.serve._private.haproxy").HAPROXY_CONFIG_TEMPLATE.count(_DEFAULTS) == 1
+    template = import_module("ray.serve._private.haproxy").HAPROXY_CONFIG_TEMPLATE
+    assert [template.count(line) for line in (_DEFAULTS, _ROUTING, _BACKENDS)] == [1, 1, 1]
 
 
 def test_the_environment_variables_of_the_configurations_and_the_launcher_are_read_by_serve() -> None:

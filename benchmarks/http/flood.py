@@ -3,9 +3,8 @@
     python -m benchmarks.http.flood --url http://127.0.0.1:8000 --requests 1000 [--floods 20]
 
 Half of the requests stream. A 200 is right if its text is the one that the same prompt had alone, before the flood
-(temperature 0). Meanwhile another process asks /health without pause and notes the longest wait, and a third one only
-sleeps, 5 ms at a time, and notes by how much it was woken too late: as late as that the machine may run whatever has
-something to do, so no answer is always faster.
+(temperature 0). Meanwhile another process asks /health every 5 ms and notes the longest wait. A third one asks in the
+same way a server that has nothing to do but to answer it: what these two processes wait for is the machine's floor.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import asyncio
 import http.client
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections import Counter
@@ -31,7 +31,7 @@ PROMPTS = 32
 _PAUSE_S = 0.005
 UNITS = {
     "answered": "", "wrong": "", "time": "s", "TTFT p50": "ms", "TTFT p99": "ms",
-    "/health p99": "ms", "/health longest": "ms", "a sleep's longest delay": "ms",
+    "/health p99": "ms", "/health longest": "ms", "floor p99": "ms", "floor longest": "ms",
 }  # fmt: skip
 
 
@@ -97,15 +97,15 @@ def watch_health(url: str, stop: Event, waits: multiprocessing.Queue[list[Probe]
     waits.put(found)
 
 
-def watch_sleep(stop: Event, delays: multiprocessing.Queue[float]) -> None:
-    """Sleep again and again; put the longest delay, in seconds, into ``delays`` at the end."""
+def serve_floor(ports: multiprocessing.Queue[int]) -> None:
+    """Answer one connection's requests with 200, until it is closed; the port comes by ``ports``."""
     os.setsid()
-    longest = 0.0
-    while not stop.is_set():
-        begun = time.perf_counter()
-        time.sleep(_PAUSE_S)
-        longest = max(longest, time.perf_counter() - begun - _PAUSE_S)
-    delays.put(longest)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ports.put(server.getsockname()[1])
+        connection, _ = server.accept()
+        with connection:
+            while connection.recv(65536):
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
 
 
 async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], float]:
@@ -119,7 +119,9 @@ async def flood(url: str, total: int, max_tokens: int) -> tuple[list[Outcome], f
         return outcomes, time.perf_counter() - begun
 
 
-def report(outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe], delay: float, to: Report) -> bool:
+def report(
+    outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe], floor: Sequence[Probe], to: Report
+) -> bool:
     """Print the figures; whether there were only 200 and 429, all 200 right, and every probe answered 200."""
     waits, healths = [wait for _, wait in probes], Counter(status for status, _ in probes)
     statuses = Counter(outcome.status for outcome in outcomes)
@@ -133,7 +135,8 @@ def report(outcomes: Sequence[Outcome], seconds: float, probes: Sequence[Probe],
         "TTFT p99": 1e3 * quantile(ttfts, 0.99),
         "/health p99": 1e3 * quantile(waits, 0.99),
         "/health longest": 1e3 * max(waits),
-        "a sleep's longest delay": 1e3 * delay,
+        "floor p99": 1e3 * quantile([wait for _, wait in floor], 0.99),
+        "floor longest": 1e3 * max(wait for _, wait in floor),
     }
     retries = Counter(outcome.retry_after for outcome in outcomes if outcome.status == 429)
     print(f"statuses {dict(statuses)}, Retry-After {dict(retries)}, /health {dict(healths)}")
@@ -156,21 +159,21 @@ def main() -> int:
 def measured(url: str, requests: int, max_tokens: int, to: Report) -> bool:
     """One flood with its watchers; whether all was answered as it must be."""
     context = multiprocessing.get_context("spawn")
-    stop, waits, delays = context.Event(), context.Queue(), context.Queue()
-    watchers = [
-        context.Process(target=watch_health, args=(url, stop, waits)),
-        context.Process(target=watch_sleep, args=(stop, delays)),
-    ]
+    stop, ports = context.Event(), context.Queue()
+    server = context.Process(target=serve_floor, args=(ports,))
+    server.start()
+    asked = {address: context.Queue() for address in (url, f"http://127.0.0.1:{ports.get(timeout=60)}")}
+    watchers = [context.Process(target=watch_health, args=(at, stop, waits)) for at, waits in asked.items()]
     for watcher in watchers:
         watcher.start()
     try:
         outcomes, seconds = asyncio.run(flood(url, requests, max_tokens))
     finally:
         stop.set()
-    probes, delay = waits.get(timeout=60), delays.get(timeout=60)
-    for watcher in watchers:
-        watcher.join()
-    return report(outcomes, seconds, probes, delay, to)
+    probes, floor = (waits.get(timeout=60) for waits in asked.values())
+    for process in (*watchers, server):
+        process.join()
+    return report(outcomes, seconds, probes, floor, to)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raylm.config import Config
     from raylm.frontend import AsyncLLM, Lifecycle, StateClient
 
+READY = {"status": "ok"}
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -73,7 +74,7 @@ def check_ready(llm: AsyncLLM, lifecycle: Lifecycle) -> None:
 def ops_routes(llm: AsyncLLM, lifecycle: Lifecycle, state: StateClient) -> list[Route]:
     async def health(request: Request) -> Response:
         check_ready(llm, lifecycle)
-        return json_response({"status": "ok"})
+        return json_response(READY)
 
     async def series(request: Request) -> Response:
         return Response(await state.series(), headers={"content-type": _PROMETHEUS_TEXT})

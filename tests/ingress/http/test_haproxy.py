@@ -29,10 +29,22 @@ class Replica:
         self.asked, self.left = asyncio.Event(), asyncio.Event()
         self.head = b""
         self.port = free_port()
+        self.ready = (b"503 Service Unavailable", b'{"error":{}}')
+        self.probes: list[bytes] = []  # but those that are HAProxy's own
+        self.says_nothing = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if b"/-/healthz" in (head := await reader.readuntil(b"\r\n\r\n")):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        elif b"GET" in head and head.split()[1].removeprefix(b"/up") in (b"/health", b"/ready", b"/ping"):
+            if b"host: haproxy" not in head.lower():
+                self.probes.append(head.split()[1])
+            if self.says_nothing.is_set():
+                await reader.read()
+            status, body = self.ready
+            writer.write(
+                b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(body), body)
+            )
         elif b"/endless" in head:
             writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
             with suppress(ConnectionError):
@@ -69,8 +81,9 @@ async def haproxy(tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(f"raylm.ingress.http.haproxy.{name}", 1)
     server = ServerConfig("replica", "127.0.0.1", replica.port)
     backends = {
-        "up": BackendConfig("up", "/up", app_name="up", servers=[server]),
-        "down": BackendConfig("down", "/down", app_name="down"),
+        "up": BackendConfig("up", "/up", app_name="up", servers=[server], ingress_deployment_name="Ingress"),
+        "down": BackendConfig("down", "/down", app_name="down", ingress_deployment_name="Ingress"),
+        "other": BackendConfig("other", "/", app_name="other", servers=[server], ingress_deployment_name="Other"),
     }
     config = HAProxyConfig(
         http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
@@ -144,3 +157,71 @@ async def test_who_stops_to_read_holds_no_place(haproxy: Any, replica: Replica) 
             await replica.left.wait()
     finally:
         writer.close()
+
+
+class Probing:
+    def __init__(self, haproxy: Any, replica: Replica) -> None:
+        self._replica = replica
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}", timeout=10)
+
+    async def until(self, own: bool, path: str = "/up/health") -> httpx.Response:
+        """The first answer that is HAProxy's own, or a replica's."""
+        async with asyncio.timeout(10):
+            while True:
+                self._replica.probes.clear()
+                answer = await self.client.get(path)
+                if own == (not self._replica.probes):
+                    return answer
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def probing(haproxy: Any, replica: Replica) -> AsyncIterator[Probing]:
+    probing = Probing(haproxy, replica)
+    async with probing.client:
+        yield probing
+
+
+async def test_it_answers_probes_itself_while_a_replica_is_ready(probing: Probing, replica: Replica) -> None:
+    await asyncio.sleep(1.5)  # it has asked by now
+    assert (await probing.client.get("/up/health")).status_code == 503
+    assert replica.probes == [b"/up/health"]
+    replica.ready = b"200 OK", b'{"status":"ok"}'
+    assert (await probing.until(own=True)).json() == {"status": "ok"}
+    for path in ("/up/ready", "/up/ping"):
+        await probing.until(own=True, path=path)
+    replica.probes.clear()
+    assert (await probing.client.head("/up/health")).status_code == 200
+    assert replica.probes == []
+    for path, headers in (("/health", {}), ("/up/health", {"origin": "https://page.example"})):
+        assert (await probing.client.get(path, headers=headers)).status_code == 200
+    assert replica.probes == [b"/health", b"/up/health"]
+
+
+@pytest.mark.parametrize(
+    "ready", [(b"503 Service Unavailable", b""), (b"401 Unauthorized", b'{"status":"ok"}'), (b"200 OK", b"fine")]
+)
+async def test_it_asks_the_replica_that_is_not_ready_any_more(
+    probing: Probing, replica: Replica, ready: tuple[bytes, bytes]
+) -> None:
+    replica.ready = b"200 OK", b'{"status":"ok"}'
+    await probing.until(own=True)
+    replica.ready = ready
+    answer = await probing.until(own=False)
+    assert (answer.status_code, answer.content) == (int(ready[0].split()[0]), ready[1])
+    await asyncio.sleep(1.5)
+    assert (await probing.client.get("/up/health")).content == ready[1]
+
+
+async def test_a_replica_that_says_nothing_any_more_is_not_ready(probing: Probing, replica: Replica) -> None:
+    replica.ready = b"200 OK", b'{"status":"ok"}'
+    await probing.until(own=True)
+    replica.says_nothing.set()
+    asked = False
+    async with asyncio.timeout(10):
+        while not asked:
+            try:
+                await probing.client.get("/up/health", timeout=1)
+            except httpx.ReadTimeout:
+                asked = True
+    assert replica.probes == [b"/up/health"]
