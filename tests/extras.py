@@ -1,7 +1,8 @@
 """The extras of the house: what each consists of, and a copy of the tree without one of them that still passes.
 
-``python tests/house.py --without NAME`` copies the tree, deletes the extra's folders and every registry line that
-names it, and runs the imports, the type check and the tests of the rest.
+``python tests/house.py --without NAME ...`` copies the tree, deletes these extras' folders and every registry line that
+names them, and runs the imports, the type check and the tests of the rest. ``--extras`` does so without all of them,
+then without each one by the tests that have to do with extras: those of the others, and those marked as using some.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ _NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache"
 
 # What speaks of the whole repository, and so of every extra.
 _OF_THE_WHOLE = ["--ignore=tests/test_docs.py", "--ignore=tests/test_house.py"]
+_SHORT = "not ray and not long"
 _FROM_THE_GROUND_UP = ["native", "models", "worker", "engine", "frontend", "ingress"]
 
 
@@ -108,51 +111,68 @@ def has(*names: str) -> bool:
     return all((ROOT / EXTRAS[name].paths[0]).exists() for name in names)
 
 
-def without(name: str, target: Path) -> None:
-    """Copy the tree to ``target`` without the extra ``name``.
+def without(names: Iterable[str], target: Path) -> None:
+    """Copy the tree to ``target`` without the extras ``names``.
 
     Raises:
-        ValueError: a path of the extra is not there, or a text of it stands in no line.
+        ValueError: a path of an extra is not there, or a text of it stands in no line.
     """
-    extra = EXTRAS[name]
     shutil.copytree(ROOT, target, ignore=_NOT_COPIED)
-    for path in extra.paths:
-        found = target / path
-        if not found.exists():
-            raise ValueError(f"{path} of the extra {name} is not there")
-        shutil.rmtree(found) if found.is_dir() else found.unlink()
-    for path, texts in extra.lines.items():
-        lines = (target / path).read_text().splitlines(keepends=True)
-        for text in texts:
-            if not any(text in line for line in lines):
-                raise ValueError(f"{text!r} of the extra {name} stands nowhere in {path}")
-        kept = "".join(line for line in lines if not any(text in line for text in texts))
-        ast.parse(kept, path)
-        (target / path).write_text(kept)
+    extras = [EXTRAS[name] for name in names]
+    for path in (path for extra in extras for path in extra.paths):
+        if not (ROOT / path).exists():
+            raise ValueError(f"{path} of an extra is not there")
+        shutil.rmtree(target / path) if (ROOT / path).is_dir() else (target / path).unlink(missing_ok=True)
+    for path, texts in (item for extra in extras for item in extra.lines.items()):
+        lines = (ROOT / path).read_text().splitlines()
+        if unknown := [text for text in texts if not any(text in line for line in lines)]:
+            raise ValueError(f"{unknown[0]!r} of an extra stands nowhere in {path}")
+        if (target / path).exists():
+            rest = (target / path).read_text().splitlines(keepends=True)
+            kept = "".join(line for line in rest if not any(text in line for text in texts))
+            ast.parse(kept, path)
+            (target / path).write_text(kept)
 
 
-def check_without(name: str) -> int:
-    """Import, type-check and test a copy without the extra ``name``; returns an exit status.
+def check_without(*names: str) -> int:
+    """Import, type-check and test a copy without the extras ``names``; returns an exit status.
 
-    Tests of the rooms below the extra are left out, and those that take minutes or a cluster.
+    Tests of the rooms below them are left out, and those that take minutes or a cluster.
     """
-    with tempfile.TemporaryDirectory(prefix=f"without-{name}-") as folder:
+    return _check(names, [["-m", _SHORT]])
+
+
+def check_extras() -> int:
+    """A copy without any extra by all that remains; copies without one by the tests of others, or that use some."""
+    status = check_without(*EXTRAS)
+    for name in EXTRAS:
+        others = [
+            path for other in EXTRAS if other != name for path in EXTRAS[other].paths if path.startswith("tests/")
+        ]
+        rooms = [f"tests/{room}/" for room in EXTRAS[name].rooms_below()]
+        above = [path for path in others if path not in EXTRAS[name].paths and not path.startswith(tuple(rooms))]
+        status = status or _check([name], [["-m", _SHORT, *above], ["-m", f"uses and {_SHORT}"]])
+    return status
+
+
+def _check(names: Sequence[str], tests: Iterable[list[str]]) -> int:
+    everything = (
+        "import importlib, pkgutil, raylm\n"
+        "names = [m.name for m in pkgutil.walk_packages(raylm.__path__, 'raylm.')]\n"
+        "[importlib.import_module(name) for name in names]\n"
+        "print(len(names), 'modules import')"
+    )
+    rooms = [EXTRAS[name].rooms_below() for name in names]
+    ignored = [*_OF_THE_WHOLE, *(f"--ignore=tests/{room}" for room in min(rooms, key=len))]
+    commands = [["-c", everything], ["-m", "mypy"], *(["-m", "pytest", *ignored, *chosen] for chosen in tests)]
+    with tempfile.TemporaryDirectory(prefix="without-") as folder:
         target = Path(folder) / "raylm"
-        without(name, target)
-        everything = (
-            "import importlib, pkgutil, raylm\n"
-            "names = [m.name for m in pkgutil.walk_packages(raylm.__path__, 'raylm.')]\n"
-            "[importlib.import_module(name) for name in names]\n"
-            "print(len(names), 'modules import')"
-        )
-        below = [f"--ignore=tests/{room}" for room in EXTRAS[name].rooms_below()]
-        for command in (
-            [sys.executable, "-c", everything],
-            [sys.executable, "-m", "mypy"],
-            [sys.executable, "-m", "pytest", "-m", "not ray and not long", *_OF_THE_WHOLE, *below],
-        ):
-            print(f"without {name}:", *command[1:3], flush=True)
-            status = subprocess.run(command, cwd=target, check=False, env=_environment(target)).returncode
+        without(names, target)
+        for command in commands:
+            print("without", *names, flush=True)
+            status = subprocess.run(
+                [sys.executable, *command], cwd=target, check=False, env=_environment(target)
+            ).returncode
             if status:
                 return status
     return 0

@@ -1,7 +1,7 @@
 """The rules of the code, read from the source: who may import whom, and how long, deep and wide code may grow.
 
 Run as a command it prints every figure beside its bound and exits with 1 when one is broken. With ``--without NAME``
-it checks a copy of the tree from which an extra was taken out (tests/extras.py).
+it checks a copy of the tree from which an extra was taken out, with ``--extras`` all of them (tests/extras.py).
 """
 
 from __future__ import annotations
@@ -289,12 +289,12 @@ def all_layer_faults() -> list[str]:
 
 
 def main() -> int:
-    """Print the figures and the breaches, or check a copy of the tree without the extra that ``--without`` names."""
-    if sys.argv[1:2] == ["--without"]:
+    """Print the figures and the breaches, or check copies of the tree without extras (``--without``, ``--extras``)."""
+    if sys.argv[1:2] in (["--without"], ["--extras"]):
         sys.path.insert(0, str(ROOT.parent))
-        from tests.extras import check_without
+        from tests.extras import check_extras, check_without
 
-        return max(check_without(name) for name in sys.argv[2:])
+        return check_without(*sys.argv[2:]) if sys.argv[1] == "--without" else check_extras()
     figures = measure()
     table, faults = list(rows(figures)), all_layer_faults()
     for what, measured, bound, holds in table:

@@ -79,7 +79,7 @@ def test_every_part_beside_the_core_is_there() -> None:
 
 
 def test_what_is_taken_out_is_gone(tmp_path: Path) -> None:
-    extras.without("anthropic", tmp_path / "copy")
+    extras.without(["anthropic"], tmp_path / "copy")
     assert not (tmp_path / "copy/raylm/ingress/anthropic").exists()
     assert "raylm.ingress.anthropic" not in (tmp_path / "copy/raylm/ingress/routes.py").read_text()
     assert (tmp_path / "copy/raylm/ingress/openai").exists()

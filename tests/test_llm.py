@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -252,15 +253,21 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_aborts_and_leaves_the_engine_fit(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, n=32)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+
+    def interrupt() -> None:
+        while not llm._engine._core.scheduler.open_requests():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt, daemon=True)
+    interrupting.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["one two three"] * 200, long)
     shown = capsys.readouterr().err
     assert "/200" in shown
     assert shown.endswith("\n"), "the bar's line had not ended when the interrupt surfaced"
     assert not llm._engine.async_llm._outputs._open
-    timer.join()
+    interrupting.join()
     (result,) = llm.generate("one", GREEDY, progress=False)
     assert len(result.token_ids) == 8
     assert not llm._engine._core.scheduler.open_requests()

@@ -30,10 +30,20 @@ def test_what_does_not_change_the_tokens_does_not_change_it(path: Path, tmp_path
         fingerprint_of(copied),
         fingerprint_of(path, engine={"threads": 3}),
         fingerprint_of(path, cache={"num_blocks": 20, "block_size": 32}),
-        fingerprint_of(path, scheduler={"max_num_seqs": 2, "speculative_tokens": 3}),
+        fingerprint_of(path, scheduler={"max_num_seqs": 2}),
     }
     assert len(found) == 1
     assert not found.pop().endswith("_varies")
+
+
+@pytest.mark.uses("speculation")
+def test_guesses_do_not_change_it(path: Path) -> None:
+    assert fingerprint_of(path, scheduler={"speculative_tokens": 3}) == fingerprint_of(path)
+
+
+@pytest.mark.uses("quantization")
+def test_quantization_changes_it(path: Path) -> None:
+    assert len({fingerprint_of(path), *(fingerprint_of(path, quantization=name) for name in ("int8", "int4"))}) == 3
 
 
 def test_what_changes_the_tokens_changes_it(path: Path, tmp_path: Path) -> None:
@@ -45,8 +55,6 @@ def test_what_changes_the_tokens_changes_it(path: Path, tmp_path: Path) -> None:
     found = [
         fingerprint_of(path),
         fingerprint_of(path, dtype="bfloat16"),
-        fingerprint_of(path, quantization="int8"),
-        fingerprint_of(path, quantization="int4"),
         fingerprint_of(other),
         fingerprint_of(scaled),
     ]

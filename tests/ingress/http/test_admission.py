@@ -22,12 +22,12 @@ from tests.ingress.refused import JSON, error_of
 from tests.ingress.test_real_llm import running_stack, wanted
 
 PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
-WORKS: list[tuple[str, dict[str, Any]]] = [
+WORKS = [
     *PATHS,
     ("/tokenize", TEXT),
     ("/tokenize", CHAT),
     ("/detokenize", {"tokens": [5]}),
-    ("/v1/messages/count_tokens", CHAT),
+    pytest.param("/v1/messages/count_tokens", CHAT, marks=pytest.mark.uses("anthropic")),
 ]
 
 

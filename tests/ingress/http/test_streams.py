@@ -131,8 +131,18 @@ async def test_tokens_are_sent_as_they_come(app: Starlette, llm: FakeAsyncLLM) -
     ("path", "body", "waiting"),
     [
         *((path, body, ": waiting") for path, body in PATHS),
-        ("/v1/responses", {"model": "org/fake-model", "input": "Hi"}, ": waiting"),
-        ("/v1/messages", CHAT | {"max_tokens": 9}, 'event: ping\ndata: {"type":"ping"}'),
+        pytest.param(
+            "/v1/responses",
+            {"model": "org/fake-model", "input": "Hi"},
+            ": waiting",
+            marks=pytest.mark.uses("responses"),
+        ),
+        pytest.param(
+            "/v1/messages",
+            CHAT | {"max_tokens": 9},
+            'event: ping\ndata: {"type":"ping"}',
+            marks=pytest.mark.uses("anthropic"),
+        ),
     ],
 )
 @pytest.mark.parametrize("open_outputs", [0, 1])
@@ -179,6 +189,7 @@ async def test_what_goes_wrong_after_a_sign_of_life_is_an_error_event(
     assert llm.calls[0].ended == "aborted"
 
 
+@pytest.mark.uses("anthropic", "responses")
 async def test_clients_of_openai_and_anthropic_leave_signs_of_life_out(
     app: Starlette, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ async def test_who_follows_knows_the_id_before_anything_is_computed(tmp_path: Pa
             check(event, "ResponseStreamEvent")
 
 
+@pytest.mark.uses("tool_parsers")
 async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
     async with replica(tmp_path / "store") as one:
         answer = await one.create(stream=True, seed=7, tools=TOOLS, top_logprobs=1)

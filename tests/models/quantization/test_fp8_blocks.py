@@ -95,9 +95,7 @@ def test_other_blocks_are_refused_by_name(tmp_path: Path, change: dict[str, Any]
         read_quantization_config(Checkpoint(tmp_path))
 
 
-def test_inputs_that_fill_no_block_scales_that_are_none_and_old_gpus_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_that_fill_no_block_and_scales_that_are_none_are_refused(tmp_path: Path) -> None:
     fp8, _ = make(tmp_path / "odd", intermediate_size=320)
     with pytest.raises(ConfigError, match=r"cannot be served quantized: .* multiple of 128, not 320"):
         load_model(Checkpoint(fp8), torch.float32, CPU)
@@ -107,6 +105,11 @@ def test_inputs_that_fill_no_block_scales_that_are_none_and_old_gpus_are_refused
     save_file(weights, fp8 / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"the scales of up_proj must be positive"):
         load_model(Checkpoint(fp8), torch.float32, CPU)
+
+
+@pytest.mark.uses("gpu")
+def test_old_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, _ = make(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
     with pytest.raises(ConfigError, match=r"\(fp8, blocks of 128 x 128\) are served on NVIDIA GPUs of .* 8\.9"):
         load_model(Checkpoint(fp8), torch.bfloat16, CUDA)
