@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -56,9 +57,20 @@ class PagedAttention:
         if spec.sliding_window is not None:
             tokens = min(tokens, spec.sliding_window + queries)
         major = torch.cuda.get_device_capability(device)[0]
-        tile = tile_of(rows, 1 << (spec.head_dim - 1).bit_length(), self._block_size, major)
+        tile = self.tile(rows, 1 << (spec.head_dim - 1).bit_length(), major)
         programs = count * spec.num_kv_heads * -(-rows // tile.rows)
         return num_splits(programs, tokens, processors(device)), tile
+
+    def tile(self, rows: int, width: int, major: int) -> Tile:
+        return tile_of(rows, width, self._block_size, major)
+
+
+class Fp8PagedAttention(PagedAttention):
+    """Over fp8, which becomes wider in registers: of the widest heads these hold half the keys."""
+
+    def tile(self, rows: int, width: int, major: int) -> Tile:
+        tile = super().tile(rows, width, major)
+        return replace(tile, keys=min(tile.keys, 32)) if width == _WIDEST_HEAD else tile
 
 
 class TritonBackend(TiledBackend):
@@ -86,6 +98,7 @@ class Fp8TritonBackend(TritonBackend):
     """With keys and values in fp8 (e4m3), which Triton converts on GPUs that have an instruction for it."""
 
     name = "triton-fp8"
+    attention = Fp8PagedAttention
     kv_dtype = FP8
     capability = (8, 9)
 

@@ -114,7 +114,7 @@ def test_keys_and_values_are_written_as_fp8(dtype: torch.dtype, monkeypatch: pyt
             rtol=0,
             equal_nan=True,
         )
-        assert int(pool[slots].isnan().sum()) == 1
+        assert pool[slots].isnan().any()
         assert float(pool[slots].float().nan_to_num(0).abs().max()) == 448
         rest = [slot for slot in range(48) if slot not in slots.tolist()]
         assert (pool[rest].float() == 7).all()
