@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from safetensors import safe_open
+from torch import Tensor
 
 from raylm.checkpoint import Checkpoint
 from raylm.errors import ConfigError
@@ -23,18 +24,23 @@ def with_kv_scales(specs: Sequence[AttentionSpec], checkpoint: Checkpoint) -> li
         ConfigError: a scale is no positive number, or there are several of a layer's heads.
     """
     found: dict[tuple[int, str], float] = {}
-    for file in weight_files(checkpoint.path):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                if (match := _NAME.fullmatch(name)) is not None:
-                    scale = weights.get_tensor(name).float()
-                    if scale.numel() != 1 or not bool((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()):
-                        raise ConfigError(
-                            f"model: {name} of {checkpoint.path} is {scale.flatten()[:4].tolist()}; a scale of the KV "
-                            "cache is one positive number a layer. cache.dtype: auto serves it without."
-                        )
-                    found[int(match[1]), match[2]] = scale.item()
+    for name, layer, which, scale in _stored(checkpoint):
+        if scale.numel() != 1 or not bool((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()):
+            raise ConfigError(
+                f"model: {name} of {checkpoint.path} is {scale.flatten()[:4].tolist()}; a scale of the KV cache is one "
+                "positive number a layer. cache.dtype: auto serves it without."
+            )
+        found[layer, which] = scale.item()
     return [
         replace(spec, key_scale=found.get((at, "k"), 1.0), value_scale=found.get((at, "v"), 1.0))
         for at, spec in enumerate(specs)
     ]
+
+
+def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, int, str, Tensor]]:
+    """(name, layer, "k" or "v", scale)."""
+    for file in weight_files(checkpoint.path):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                if (match := _NAME.fullmatch(name)) is not None:
+                    yield name, int(match[1]), match[2], weights.get_tensor(name).float()

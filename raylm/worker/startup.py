@@ -131,9 +131,10 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     checkpoint = resolve(config.model, config.revision)
     dtype = resolve_dtype(checkpoint, config.dtype, device)
     block_size, on_gpu = block_size_of(config, device), device.type == "cuda"
-    if config.cache.dtype != "auto":  # refused before weights are read
+    fp8 = config.cache.dtype == "fp8"
+    if fp8:  # refused before weights are read
         specs = outline(checkpoint, dtype, device, config.quantization).attention_specs
-        select_backend(with_kv_scales(specs, checkpoint), dtype, device, block_size, config.cache.dtype)
+        select_backend(with_kv_scales(specs, checkpoint), dtype, device, block_size, fp8=True)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
     try:
         model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization, ranks)
@@ -147,8 +148,8 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     torch.set_num_threads(threads)
     if not on_gpu:
         use_threads(threads)
-    backend = select_backend(model.attention_specs, dtype, device, block_size, config.cache.dtype)
-    if config.cache.dtype != "auto":
+    backend = select_backend(model.attention_specs, dtype, device, block_size, fp8=fp8)
+    if fp8:
         model.attention_specs = with_kv_scales(model.attention_specs, checkpoint)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
     sampler = Sampler(ranks=ranks)

@@ -13,15 +13,7 @@ from raylm.models import AttentionSpec
 from raylm.stages import about
 from raylm.worker.attention.base import AnyBackend, AttentionBackend, AttentionMetadata, StepLimits
 
-__all__ = [
-    "BACKENDS",
-    "FP8_BACKENDS",
-    "AnyBackend",
-    "AttentionBackend",
-    "AttentionMetadata",
-    "StepLimits",
-    "select_backend",
-]
+__all__ = ["BACKENDS", "AnyBackend", "AttentionBackend", "AttentionMetadata", "StepLimits", "select_backend"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +29,12 @@ FP8_BACKENDS = Family[type[AnyBackend]]({
 
 
 def select_backend(
-    specs: Sequence[AttentionSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    block_size: int,
-    cache_dtype: str = "auto",
+    specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int, *, fp8: bool = False
 ) -> type[AnyBackend]:
-    """The first backend that serves all layers; the log says why one that was made for the device does not.
-
-    ``cache_dtype`` is the knob cache.dtype.
-    """
-    what = "model: no attention backend serves it"
-    if cache_dtype == "fp8":
-        what = "cache.dtype: no attention backend serves keys and values in fp8 here"
+    """The first backend that serves all layers; the log says why one that was made for the device does not."""
     refusals: list[str] = []
     passed_over: list[str] = []
-    for name, backend in (FP8_BACKENDS if cache_dtype == "fp8" else BACKENDS).items():
+    for name, backend in (FP8_BACKENDS if fp8 else BACKENDS).items():
         reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
         if not reasons:
             if passed_over and backend.device_type == device.type:
@@ -65,4 +47,7 @@ def select_backend(
         refusals.append(f"{name}: {', '.join(sorted(reasons))}")
         if backend.device_type == device.type:
             passed_over.append(refusals[-1])
-    raise ConfigError(f"{what} ({'; '.join(refusals) or 'there is none'}).")
+    what = "cache.dtype: no attention backend serves keys and values in fp8 here"
+    raise ConfigError(
+        f"{what if fp8 else 'model: no attention backend serves it'} ({'; '.join(refusals) or 'there is none'})."
+    )

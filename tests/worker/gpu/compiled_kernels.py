@@ -132,17 +132,18 @@ def test_our_attention_of_other_shapes(
             assert kernel.spilled <= SPILLED, (queries, kernel.name, kernel.registers, kernel.spilled)
 
 
-@pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.long), 64])
+@pytest.mark.long
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "changes"),
     [
         ((32, 8), 128, {}),
-        pytest.param((32, 8), 64, {}, marks=pytest.mark.long),
-        pytest.param((16, 8), 256, GEMMA_2, marks=pytest.mark.long),
-        pytest.param((4, 1), 256, GEMMA_3, marks=pytest.mark.long),
-        pytest.param((32, 32), 96, GEMMA_3, marks=pytest.mark.long),
-        pytest.param((32, 8), 80, {}, marks=pytest.mark.long),
-        pytest.param((28, 4), 128, {}, marks=pytest.mark.long),
+        ((32, 8), 64, {}),
+        ((16, 8), 256, GEMMA_2),
+        ((4, 1), 256, GEMMA_3),
+        ((32, 32), 96, GEMMA_3),
+        ((32, 8), 80, {}),
+        ((28, 4), 128, {}),
     ],
 )
 def test_our_attention_over_fp8(
@@ -295,7 +296,9 @@ def test_int4_kernel(capability: tuple[int, int], group: int, tmp_path: Path) ->
         assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
 
 
-@pytest.mark.parametrize("kind", [XformersBackend, TritonBackend, Fp8TritonBackend])
+@pytest.mark.parametrize(
+    "kind", [XformersBackend, TritonBackend, pytest.param(Fp8TritonBackend, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])
 def test_after_the_start_no_step_compiles(kind: type[TiledBackend], heads: tuple[int, int], blocks: int) -> None:
     """Of steps with any number of sequences, of any length, decoding or with prompts."""

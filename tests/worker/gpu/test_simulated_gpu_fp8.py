@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.qwen3 import modeling_qwen3
 
+from raylm.checkpoint import Checkpoint
 from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
@@ -109,6 +110,7 @@ def wanted(path: Path) -> dict[tuple[int, ...], list[int]]:
     return {tuple(prompt): answer for prompt, answer in zip(prompts, found, strict=True)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prompts", "cache", "scheduler"),
     [
@@ -134,14 +136,15 @@ def test_greedy_tokens_equal_transformers_with_rounded_keys_and_values(
 
 def test_scales_of_the_checkpoint(machine: Gpu, path: Path, scaled: Path) -> None:
     """They matter, and a model whose cache is not of fp8 is served as if it had none."""
-    found, _ = serve(scaled, PROMPTS, {"num_blocks": 96, "dtype": "fp8"}, {})
-    drawn = [found[key] for key in range(len(PROMPTS))]
-    assert drawn == answers(path, PROMPTS, modeling_qwen3, SCALES)
-    assert drawn != answers(path, PROMPTS, modeling_qwen3, {})
-    floats, _ = serve(scaled, PROMPTS, {"num_blocks": 96}, {})
-    assert [floats[key] for key in range(len(PROMPTS))] == answers(path, PROMPTS, modeling_qwen3, None)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
+    found, _ = serve(scaled, PROMPTS[:2], POOL | {"dtype": "fp8"}, sizes)
+    assert [found[0], found[1]] == answers(path, PROMPTS[:2], modeling_qwen3, SCALES)
+    assert [found[0], found[1]] != answers(path, PROMPTS[:2], modeling_qwen3, {})
+    found, _ = serve(scaled, PROMPTS[:2], POOL, sizes)
+    assert [found[0], found[1]] == answers(path, PROMPTS[:2], modeling_qwen3, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_fast", [False, True], ids=["slow", "fast"])
 def test_sequences_come_and_go_with_graphs_as_without(machine: Gpu, scaled: Path, is_fast: bool) -> None:
     machine.is_fast = is_fast
@@ -165,6 +168,7 @@ def test_transformers_modeling(machine: Gpu, tmp_path: Path) -> None:
     assert machine.replays
 
 
+@pytest.mark.long
 def test_adapters_are_of_the_models_type(
     machine: Gpu, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,23 +178,22 @@ def test_adapters_are_of_the_models_type(
 
 
 def config(path: Path, **cache: Any) -> Config:
-    return Config.model_validate({"model": str(path), "dtype": "bfloat16", "cache": {"block_size": 16} | cache})
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    tree = {"model": str(path), "dtype": "bfloat16", "cache": {"block_size": 16} | cache, "scheduler": sizes}
+    return Config.model_validate(tree | {"engine": {"cuda_graphs": False}})
 
 
 def test_twice_as_many_tokens_in_the_same_memory(machine: Gpu, path: Path) -> None:
     """As a worker allots them and as `raylm doctor` tells; the fingerprint is another one."""
-    runner, narrow = start_runner(config(path, memory_gib=0.125, dtype="fp8"))
-    _, wide = start_runner(config(path, memory_gib=0.125))
+    runner, narrow = start_runner(config(path, memory_gib=2**-10, dtype="fp8"))
+    _, wide = start_runner(config(path, memory_gib=2**-10))
     assert narrow.num_blocks == 2 * wide.num_blocks
     assert narrow.kv_cache_bytes == wide.kv_cache_bytes
     assert {pool.dtype for pool in kv_caches(runner)} == {FP8}
-    stored = sum(pool.numel() for pool in kv_caches(runner)) * narrow.num_blocks // (narrow.num_blocks + 1)
-    assert stored == narrow.kv_cache_bytes  # but for the scratch block
+    assert sum(pool.numel() for pool in kv_caches(runner)) == narrow.kv_cache_bytes == 2**20
     assert (narrow.attention_backend, narrow.dtype) == ("triton-fp8", "bfloat16")
     assert narrow.fingerprint != wide.fingerprint
-    from raylm.checkpoint import Checkpoint
-
-    told = forecast_pool(config(path, memory_gib=0.125, dtype="fp8"), Checkpoint(path), "cuda")
+    told = forecast_pool(config(path, memory_gib=2**-10, dtype="fp8"), Checkpoint(path), "cuda")
     assert (told.pool.num_blocks, told.attention_backend) == (narrow.num_blocks, "triton-fp8")
 
 
@@ -203,7 +206,7 @@ def unread(*args: object) -> None:
     [
         ({"device": "cpu"}, r"triton-fp8: it computes on NVIDIA GPUs only\)"),
         ({"dtype": "float32"}, r"triton-fp8: it has no torch\.float32\)"),
-        ({}, r"it needs a GPU of compute capability 8\.9, and this one has \(8, 6\)\)"),
+        ({}, r"triton-fp8: it needs a GPU of compute capability 8\.9, and this one has \(8, 6\)\)"),
     ],
 )
 def test_what_cannot_do_it_is_refused_before_weights_are_read(
@@ -224,7 +227,7 @@ def test_what_cannot_do_it_is_refused_before_weights_are_read(
 def test_without_its_package_it_is_refused(gpu: Gpu, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr("raylm.worker.attention.FP8_BACKENDS", {})
     with pytest.raises(ConfigError, match=r"^cache\.dtype: .* \(there is none\)"):
-        select_backend([], torch.bfloat16, CUDA, 64, "fp8")
+        select_backend([], torch.bfloat16, CUDA, 64, fp8=True)
 
 
 @pytest.mark.parametrize(
