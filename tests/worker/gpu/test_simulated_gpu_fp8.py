@@ -29,13 +29,14 @@ from tests.checkpoints import make_checkpoint
 from tests.fp8 import FP8, nearest
 from tests.worker.driver import Reference, kv_caches
 from tests.worker.gpu.simulated_gpu import CPU, CUDA, Gpu, gpu  # noqa: F401 (a fixture)
-from tests.worker.gpu.test_async_decode import Life, eventful
+from tests.worker.gpu.test_async_decode import Life, blocks, eventful
 from tests.worker.gpu.test_simulated_gpu import Device, attend, equip, start
 from tests.worker.gpu.test_simulated_gpu_features import ADAPTED, adapters, drawn, low_rank_on, with_adapters
 from tests.worker.test_worker_with_scheduler import NEW_TOKENS, PROMPTS, SHARING, serve
 
 POOL: dict[str, Any] = {"num_blocks": 64, "block_size": 16}
-SCALES = {"model.layers.0.self_attn.k_scale": 0.02, "model.layers.1.self_attn.v_scale": 0.005}
+# The first one cuts off keys beyond 1.3.
+SCALES = {"model.layers.0.self_attn.k_scale": 0.003, "model.layers.1.self_attn.v_scale": 0.3}
 
 
 def attends_on(device: Device) -> Callable[..., Tensor]:
@@ -134,6 +135,19 @@ def test_greedy_tokens_equal_transformers_with_rounded_keys_and_values(
     assert (core.counters.prefix_hits > 0) == (prompts is SHARING)
 
 
+def test_one_sequence_over_the_scales_of_the_checkpoint(machine: Gpu, path: Path, scaled: Path) -> None:
+    life = Life(start(scaled, cache=POOL | {"dtype": "fp8"}, engine={"cuda_graphs": False}), 1)
+    life.add(0, PROMPTS[0], blocks(0))
+    for _ in range(8):
+        life.run()
+    reference, count = Reference(path), len(PROMPTS[0])
+    plain = reference.greedy(PROMPTS[0], 8)[count:]
+    with pytest.MonkeyPatch.context() as patch:
+        rounded(patch, modeling_qwen3, SCALES)
+        assert life.end()[0] == reference.greedy(PROMPTS[0], 8)[count:] != plain
+
+
+@pytest.mark.long
 def test_scales_of_the_checkpoint(machine: Gpu, path: Path, scaled: Path) -> None:
     """They matter, and a model whose cache is not of fp8 is served as if it had none."""
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
