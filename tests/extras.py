@@ -94,7 +94,11 @@ EXTRAS = {
         paths=("raylm/worker/gpu", "tests/worker/gpu", "raylm/models/gpu", "tests/models/gpu"),
         lines={
             "raylm/worker/startup.py": ('"cuda": "raylm.worker.gpu',),
-            "raylm/worker/attention/__init__.py": ('"xformers": "raylm.worker.gpu', '"triton": "raylm.worker.gpu'),
+            "raylm/worker/attention/__init__.py": (
+                '"xformers": "raylm.worker.gpu',
+                '"triton": "raylm.worker.gpu',
+                '"triton-fp8": "raylm.worker.gpu',
+            ),
             "raylm/models/elementwise.py": ('"cuda": "raylm.models.gpu',),
             "raylm/models/experts.py": ('"cuda": "raylm.models.gpu',),
             "raylm/models/linear.py": ('"cuda": "raylm.models.gpu',),

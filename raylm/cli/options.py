@@ -81,7 +81,7 @@ def _knob(written: str) -> tuple[str, bool | None]:
             if _kinds()[positive] is bool:
                 return positive, False
     same = [f"--{knob.replace('_', '-')}" for knob in _kinds() if knob.rpartition(".")[2] == name]
-    if len(same) > 1:
+    if len(same) > 1 and name not in _kinds():
         raise ConfigError(f"{written}: which one? {' and '.join(same)} are known.")
     try:
         return knob_named(name), None

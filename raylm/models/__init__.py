@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from raylm.models.causal_lm import AttentionSpec as AttentionSpec
     from raylm.models.causal_lm import CausalLM as CausalLM
     from raylm.models.checkpoint_check import check_checkpoint as check_checkpoint
+    from raylm.models.elementwise import FP8 as FP8
     from raylm.models.elementwise import KVPlaces as KVPlaces
+    from raylm.models.kv_scales import with_kv_scales as with_kv_scales
     from raylm.models.loader import load_model as load_model
     from raylm.models.loader import outline as outline
     from raylm.models.loader import resolve_dtype as resolve_dtype
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "causal_lm": ("AttentionSpec", "CausalLM"),
     "checkpoint_check": ("check_checkpoint",),
-    "elementwise": ("KVPlaces",),
+    "elementwise": ("FP8", "KVPlaces"),
+    "kv_scales": ("with_kv_scales",),
     "loader": ("load_model", "outline", "resolve_dtype"),
     "lora": (
         "AdapterLimits", "LowRank", "LowRankLayers", "adaptable_shapes", "adapter_digest", "low_rank_layers",

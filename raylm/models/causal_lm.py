@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raylm.checkpoint import Checkpoint
+from raylm.models.checkpoint_check import NO_WEIGHTS
 from raylm.models.elementwise import KVPlaces
 from raylm.models.linear import KernelFactory, Linear, Weighted
 from raylm.models.ranks import Ranks
@@ -21,7 +22,7 @@ from raylm.native import NativeDecoder
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """One layer's attention: ``sliding_window`` counts the tokens that a query sees, itself included, and ``softcap``
-    bounds scores by ``softcap * tanh(score / softcap)``.
+    bounds scores by ``softcap * tanh(score / softcap)``. A KV cache of fp8 holds keys and values over their scales.
     """
 
     layer: int
@@ -31,6 +32,13 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    @property
+    def kind(self) -> AttentionSpec:
+        """The same of all layers that differ in numbers alone."""
+        return replace(self, layer=0, key_scale=1.0, value_scale=1.0)
 
 
 class Attend(Protocol):
@@ -58,13 +66,15 @@ class Shard:
 class CausalLM(nn.Module, ABC):
     """A model over one flattened batch of tokens: built on the meta device, loaded into ``targets``, then frozen.
 
-    ``quantization`` describes how its linear layers are quantized. ``shards`` has by name which part of a checkpoint's
-    tensor this rank holds, if not all. ``capturable``: ``forward`` is the same operations whatever the tokens are, as a
-    CUDA graph must be. ``torch_multiplies``: large weights are left to torch, whichever kernels there are.
-    ``adaptable``: LoRA adapters fit, its linear layers are named and shaped as in the Llama family.
+    ``dtype`` is what it computes in; ``quantization`` describes how its linear layers are quantized. ``shards`` has by
+    name which part of a checkpoint's tensor this rank holds, if not all. ``capturable``: ``forward`` is the same
+    operations whatever the tokens are, as a CUDA graph must be. ``torch_multiplies``: large weights are left to torch,
+    whichever kernels there are. ``adaptable``: LoRA adapters fit, its linear layers are named and shaped as in the
+    Llama family.
     """
 
     vocab_size: int
+    dtype: torch.dtype
     attention_specs: list[AttentionSpec]
     quantization: str | None = None
     capturable: bool = True
@@ -79,6 +89,7 @@ class CausalLM(nn.Module, ABC):
 
     def materialize(self, dtype: torch.dtype, device: torch.device) -> None:
         """Give every parameter memory, as ``Module.to_empty`` would, without the import of symbolic shapes it costs."""
+        self.dtype = dtype
         for module in self.modules():
             if isinstance(module, Linear):
                 module.dtype = dtype
@@ -101,7 +112,7 @@ class CausalLM(nn.Module, ABC):
 
     def ignores(self, name: str) -> bool:
         """Whether the checkpoint may hold ``name`` without the model having a place for it."""
-        return name in self.redundant or name.endswith("rotary_emb.inv_freq")
+        return name in self.redundant or name.endswith(NO_WEIGHTS)
 
     @property
     @abstractmethod

@@ -17,6 +17,8 @@ from raylm.models.architectures import architecture_of
 from raylm.models.config_fields import OUR_DEFAULTS, Fields
 
 Shape = tuple[int, ...]
+# How names end that a checkpoint may hold beside weights; the scales are read where the KV cache is of fp8.
+NO_WEIGHTS = ("rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
 _NAMES_SHOWN = 6
 
 
@@ -86,7 +88,7 @@ def _check_tokenizer(file: Path) -> None:
 def _compare(checkpoint: Checkpoint, stored: Mapping[str, Shape], fields: Fields, architecture: str) -> None:
     wanted = weight_shapes(fields, architecture)
     known = wanted | ({"lm_head.weight": wanted["model.embed_tokens.weight"]} if _tied(fields) else {})
-    unexpected = {name for name in stored.keys() - known.keys() if not name.endswith("rotary_emb.inv_freq")}
+    unexpected = {name for name in stored.keys() - known.keys() if not name.endswith(NO_WEIGHTS)}
     refuse_names(checkpoint, wanted.keys() - stored.keys(), unexpected)
     for name, shape in wanted.items():
         if stored[name] != shape:

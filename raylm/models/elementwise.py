@@ -15,6 +15,9 @@ from raylm.stages import about
 
 logger = logging.getLogger(__name__)
 
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
+
 Angles = tuple[Tensor, Tensor]
 
 
@@ -28,11 +31,23 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class KVPlaces:
-    """Where a step's keys and values go: pools (slots, num_kv_heads, head_dim), and each token's slot, int64."""
+    """Where a step's keys and values go: pools (slots, num_kv_heads, head_dim), and each token's slot, int64.
+
+    Pools of fp8 hold keys and values over their scales.
+    """
 
     keys: Tensor
     values: Tensor
     slots: Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """``k`` and ``v`` (tokens, num_kv_heads, head_dim)."""
+        for pool, rows, scale in ((self.keys, k, self.key_scale), (self.values, v, self.value_scale)):
+            if pool.dtype == FP8:  # by its bytes: torch has no index_copy_ of fp8
+                pool, rows = pool.view(torch.uint8), as_fp8(rows, scale).view(torch.uint8)
+            pool.index_copy_(0, self.slots, rows)
 
 
 class Elementwise:
@@ -63,8 +78,7 @@ class Elementwise:
         kv_heads = places.keys.shape[1]
         heads = qkv.shape[1] - 2 * kv_heads
         qk = self.rotate(qkv[:, : heads + kv_heads], angles, norm)
-        places.keys.index_copy_(0, places.slots, qk[:, heads:])
-        places.values.index_copy_(0, places.slots, qkv[:, heads + kv_heads :])
+        places.write(qk[:, heads:], qkv[:, heads + kv_heads :])
         return qk[:, :heads]
 
 
@@ -84,6 +98,11 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     torch.mul(left, cos, out=out_left).addcmul_(right, sin, value=-1)
     torch.mul(right, cos, out=out_right).addcmul_(left, sin)
     return rotated
+
+
+def as_fp8(x: Tensor, scale: float) -> Tensor:
+    """``x`` over ``scale``, rounded to the nearest; what lies beyond the range of fp8 becomes its largest value."""
+    return (x.float() * (1.0 / scale)).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
 def select_elementwise(device: torch.device) -> Elementwise:

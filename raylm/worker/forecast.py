@@ -51,7 +51,7 @@ def forecast_pool(config: Config, checkpoint: Checkpoint, device_name: str) -> F
         model = outline(checkpoint, dtype, device, config.quantization)
         weights = sum(target.nbytes for target in model.targets().values())
         size = block_size_of(config, device)
-        backend = select_backend(model.attention_specs, dtype, device, size)
+        backend = select_backend(model.attention_specs, dtype, device, size, fp8=config.cache.dtype == "fp8")
         each = block_bytes(backend, model.attention_specs, size, dtype)
         free, default = free_memory(device, weights, config.engine.tensor_parallel_size)
         pool = size_pool(config, size, each, free, default, checkpoint.max_position_embeddings)

@@ -63,17 +63,19 @@ class Forward(ABC):
 class StepAttention:
     """The attention of one step, as the layers call it (Attend)."""
 
-    def __init__(self, backend: AnyBackend, kv_caches: Sequence[Tensor], plan: object) -> None:
-        self._backend, self._kv_caches, self._plan = backend, kv_caches, plan
+    def __init__(
+        self, backend: AnyBackend, kv_caches: Sequence[Tensor], plan: object, specs: Sequence[AttentionSpec]
+    ) -> None:
+        self._backend, self._kv_caches, self._plan, self._specs = backend, kv_caches, plan, specs
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        kv = self._kv_caches[spec.layer]
+        kv, spec = self._kv_caches[spec.layer], self._specs[spec.layer]  # which has the scales of the cache
         if k is None or v is None:
             return self._backend.attend(q, kv, self._plan, spec)
         return self._backend.forward(q, k, v, kv, self._plan, spec)
 
     def places(self, spec: AttentionSpec) -> KVPlaces | None:
-        return self._backend.places(self._kv_caches[spec.layer], self._plan)
+        return self._backend.places(self._kv_caches[spec.layer], self._plan, self._specs[spec.layer])
 
 
 class ModuleForward(Forward):
@@ -89,8 +91,7 @@ class ModuleForward(Forward):
         return self._low_rank is not None and self._low_rank.capturable
 
     def serve_adapters(self, limits: AdapterLimits) -> None:
-        caches = self._kv_caches[0]
-        self._low_rank = low_rank_layers(self._model, caches.dtype, caches.device, limits)
+        self._low_rank = low_rank_layers(self._model, self._model.dtype, self._kv_caches[0].device, limits)
 
     def pack(self, weights: Mapping[str, LowRank]) -> object:
         assert self._low_rank is not None
@@ -116,7 +117,7 @@ class ModuleForward(Forward):
 
     def run_planned(self, input_ids: Tensor, positions: Tensor, plan: object) -> Tensor:
         """As ``run``, of a step that the backend has planned."""
-        attend = StepAttention(self._backend, self._kv_caches, plan)
+        attend = StepAttention(self._backend, self._kv_caches, plan, self._model.attention_specs)
         return self._model(input_ids, positions, attend)  # type: ignore[no-any-return]
 
     def plan_in_place(self, tokens: int, width: int, scratch_slot: int) -> object | None:
@@ -129,7 +130,7 @@ class ModuleForward(Forward):
 
     def compile_at_start(self) -> None:
         specs = self._model.attention_specs
-        self._backend.compile_all([(spec, self._kv_caches[spec.layer]) for spec in specs])
+        self._backend.compile_all([(spec, self._kv_caches[spec.layer]) for spec in specs], self._model.dtype)
         if self._low_rank is not None:
             self._low_rank.compile_all()
 

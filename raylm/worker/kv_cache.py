@@ -32,7 +32,9 @@ class KVCacheSize:
 
 
 def block_bytes(backend: type[AnyBackend], specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    return sum(prod(backend.kv_cache_shape(1, block_size, spec)) for spec in specs) * dtype.itemsize
+    """Of all layers of a model of ``dtype``."""
+    each = (backend.kv_dtype or dtype).itemsize
+    return sum(prod(backend.kv_cache_shape(1, block_size, spec)) for spec in specs) * each
 
 
 def allocate(
@@ -43,7 +45,11 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """One uninitialized tensor a layer; on a CPU the system gives the memory when it is first written."""
+    """One uninitialized tensor a layer; on a CPU the system gives the memory when it is first written.
+
+    ``dtype`` is the model's, and theirs unless the backend has one of its own.
+    """
+    dtype = backend.kv_dtype or dtype
     shapes = [backend.kv_cache_shape(num_blocks, block_size, spec) for spec in specs]
     if device.type == "cpu":
         return [huge_empty(shape, dtype) for shape in shapes]

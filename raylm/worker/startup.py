@@ -17,7 +17,7 @@ from raylm.config import Config, EngineConfig, SchedulerConfig
 from raylm.errors import ConfigError
 from raylm.lazy import Family
 from raylm.messages import WorkerInfo
-from raylm.models import SINGLE_RANK, CausalLM, Ranks, load_model, resolve_dtype
+from raylm.models import SINGLE_RANK, CausalLM, Ranks, load_model, outline, resolve_dtype, with_kv_scales
 from raylm.native import use_threads
 from raylm.stages import about
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
@@ -130,7 +130,11 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
 def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     checkpoint = resolve(config.model, config.revision)
     dtype = resolve_dtype(checkpoint, config.dtype, device)
-    on_gpu = device.type == "cuda"
+    block_size, on_gpu = block_size_of(config, device), device.type == "cuda"
+    fp8 = config.cache.dtype == "fp8"
+    if fp8:  # refused before weights are read
+        specs = outline(checkpoint, dtype, device, config.quantization).attention_specs
+        select_backend(with_kv_scales(specs, checkpoint), dtype, device, block_size, fp8=True)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
     try:
         model, weights_bytes = load_model(checkpoint, dtype, device, config.quantization, ranks)
@@ -144,8 +148,9 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     torch.set_num_threads(threads)
     if not on_gpu:
         use_threads(threads)
-    block_size = block_size_of(config, device)
-    backend = select_backend(model.attention_specs, dtype, device, block_size)
+    backend = select_backend(model.attention_specs, dtype, device, block_size, fp8=fp8)
+    if fp8:
+        model.attention_specs = with_kv_scales(model.attention_specs, checkpoint)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
     sampler = Sampler(ranks=ranks)
     found = device, ranks, checkpoint, model, dtype, weights_bytes, threads, block_size

@@ -38,6 +38,7 @@ def test_a_model_alone_is_the_shipped_file() -> None:
         (["--no-prefix-caching"], {"cache": {"prefix_caching": False}}),
         (["--no-enable-prefix-caching"], {"cache": {"prefix_caching": False}}),
         (["--cuda-graphs", "--dtype", "float32"], {"engine": {"cuda_graphs": True}, "dtype": "float32"}),
+        (["--kv-cache-dtype", "fp8", "--dtype=bfloat16"], {"cache": {"dtype": "fp8"}, "dtype": "bfloat16"}),
         (["--engine.cuda-graphs", "false"], {"engine": {"cuda_graphs": False}}),
         (["--tensor-parallel-size", "2"], {"engine": {"tensor_parallel_size": 2}}),
         (["--data-parallel-size", "2"], {"engine": {"replicas": 2}}),

@@ -16,7 +16,7 @@ from raylm.errors import ConfigError
 from raylm.models import AttentionSpec
 from raylm.native import kernels
 from raylm.native.build import INSTRUCTION_SETS, offered
-from raylm.worker.attention import BACKENDS, AttentionMetadata, StepLimits, select_backend
+from raylm.worker.attention import BACKENDS, FP8_BACKENDS, AttentionMetadata, StepLimits, select_backend
 from raylm.worker.attention.sdpa import group_by_length
 
 CPU = torch.device("cpu")
@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype
     seed: int
     softcap: float | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
 
 
 ON_CPU = ["cpu", "sdpa"]
@@ -95,17 +96,20 @@ class Pool:
         self.generator = torch.Generator().manual_seed(case.seed)
         heads = case.kv_heads * case.group
         self.spec = AttentionSpec(
-            0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window, case.softcap
+            0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window, case.softcap, *case.scales
         )
         self.totals = [past + new for past, new in case.lengths]
         self.width = -(-max(self.totals) // case.block_size)
         num_blocks = self.width * len(self.totals) + 3
-        cls = BACKENDS[backend_name]
-        self.kv = torch.full(cls.kv_cache_shape(num_blocks, case.block_size, self.spec), float("nan"), dtype=case.dtype)
+        cls = (FP8_BACKENDS if backend_name in FP8_BACKENDS else BACKENDS)[backend_name]
+        held = cls.kv_dtype or case.dtype
+        self.kv = torch.full(cls.kv_cache_shape(num_blocks, case.block_size, self.spec), float("nan"), dtype=held)
         self.backend = cls(StepLimits(4096, len(self.totals), self.width, case.block_size))
         self.tables = self.rng.permutation(num_blocks)[: self.width * len(self.totals)].reshape(-1, self.width)
-        self.k = [self.random(total, case.kv_heads) for total in self.totals]
-        self.v = [self.random(total, case.kv_heads) for total in self.totals]
+        self.k, self.v = (
+            [(self.random(total, case.kv_heads) / scale).to(held).to(case.dtype) * scale for total in self.totals]
+            for scale in case.scales
+        )
 
     def random(self, tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, self.case.head_dim, generator=self.generator).to(self.case.dtype)

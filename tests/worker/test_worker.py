@@ -104,6 +104,7 @@ def test_threads_default_to_what_the_weights_are_worth(path: Path) -> None:
         ({"max_model_len": 129}, "max_model_len: 129 .* fit 128 tokens"),
         ({"cache": {"num_blocks": 1 << 40}}, r"cache\.num_blocks"),
         ({"dtype": "float16"}, "dtype: float16"),
+        ({"cache": {"dtype": "fp8"}}, r"cache\.dtype: no attention backend serves keys and values in fp8 here"),
         ({"model": "./no-such-folder"}, "no-such-folder"),
     ],
 )

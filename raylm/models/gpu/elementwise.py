@@ -42,7 +42,7 @@ class TritonElementwise(Elementwise):
         if tokens:
             kernels.rotate_and_write[tokens, triton.cdiv(rows, _HEADS)](
                 qkv, *angles, None if norm is None else norm.weight, 0.0 if norm is None else norm.eps,
-                q, places.keys, places.values, places.slots,
+                q, places.keys, places.values, places.slots, 1.0 / places.key_scale, 1.0 / places.value_scale,
                 rows - 2 * kv_heads, kv_heads, head_dim // 2,
                 HAS_NORM=norm is not None, HEADS=_HEADS, WIDTH=triton.next_power_of_2(head_dim // 2),
             )  # fmt: skip

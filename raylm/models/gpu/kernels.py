@@ -64,6 +64,14 @@ def round_row(
 
 
 @triton.jit
+def _as_stored(x: tl.tensor, factor: tl.tensor, pool: tl.tensor) -> tl.tensor:
+    """``x`` as ``pool`` holds it; fp8 has no infinity, so that what is too large becomes its largest value, 448."""
+    if pool.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32) * factor, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(pool.dtype.element_ty)
+
+
+@triton.jit
 def rotate_and_write(
     qkv: tl.tensor,
     cos: tl.tensor,
@@ -74,6 +82,8 @@ def rotate_and_write(
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
+    key_factor: tl.tensor,
+    value_factor: tl.tensor,
     num_heads: tl.tensor,
     num_kv_heads: tl.tensor,
     half: tl.tensor,
@@ -83,7 +93,8 @@ def rotate_and_write(
 ) -> None:
     """Norm and rotate HEADS rows of a token's ``qkv`` (tokens, rows, 2 * half), and write them; values as they are.
 
-    ``cos`` and ``sin`` are (tokens, half), ``weight`` (num_heads + num_kv_heads, 2 * half).
+    ``cos`` and ``sin`` are (tokens, half), ``weight`` (num_heads + num_kv_heads, 2 * half). What goes to pools of fp8
+    is multiplied by the factors.
     """
     token = tl.program_id(0).to(tl.int64)
     rows = num_heads + 2 * num_kv_heads
@@ -110,9 +121,9 @@ def rotate_and_write(
     slot = tl.load(slots + token)
     is_key = turned & (row >= num_heads)
     target = keys + (slot * num_kv_heads + row - num_heads) * 2 * half + column
-    tl.store(target, out_left, mask=is_key)
-    tl.store(target + half, out_right, mask=is_key)
+    tl.store(target, _as_stored(out_left, key_factor, keys), mask=is_key)
+    tl.store(target + half, _as_stored(out_right, key_factor, keys), mask=is_key)
     is_value = there & (row >= num_heads + num_kv_heads)
     target = values + (slot * num_kv_heads + row - num_heads - num_kv_heads) * 2 * half + column
-    tl.store(target, left, mask=is_value)
-    tl.store(target + half, right, mask=is_value)
+    tl.store(target, _as_stored(left, value_factor, values), mask=is_value)
+    tl.store(target + half, _as_stored(right, value_factor, values), mask=is_value)

@@ -74,7 +74,9 @@ def read_quantization_config(checkpoint: Checkpoint) -> Found:
 
 
 def _compressed_tensors(section: Section) -> Found:
-    section.only({*_MADE_BY, "config_groups", "format", "ignore"})
+    section.only({*_MADE_BY, "config_groups", "format", "ignore", "kv_cache_scheme"})
+    if section.get("kv_cache_scheme"):
+        _check_kv_cache(section.section("kv_cache_scheme"))
     layout = section.choice("format", ("int-quantized", "pack-quantized", "float-quantized"))
     groups = section.section("config_groups")
     if len(groups.values) != 1:
@@ -102,6 +104,12 @@ def _check(section: Section, served: Mapping[str, Collection[Any]], dynamic: boo
     """``dynamic`` is what it means to leave that entry out."""
     for name, values in served.items():
         section.choice(name, values, {"symmetric": True, "dynamic": dynamic}.get(name))
+
+
+def _check_kv_cache(scheme: Section) -> None:
+    """Of fp8, with a scale for the keys of a layer and one for its values; used where cache.dtype is fp8."""
+    scheme.only(_OBSERVED | _WEIGHTS)
+    _check(scheme, _FP8 | {"strategy": ("tensor",), "dynamic": (False,)}, dynamic=False)
 
 
 def _fp8(weights: Section, inputs: Section) -> WeightFormat:

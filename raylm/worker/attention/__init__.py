@@ -23,15 +23,18 @@ BACKENDS = Family[type[AnyBackend]]({
     "cpu": "raylm.worker.attention.cpu:CpuBackend",
     "sdpa": "raylm.worker.attention.sdpa:SdpaBackend",
 })  # fmt: skip
+FP8_BACKENDS = Family[type[AnyBackend]]({
+    "triton-fp8": "raylm.worker.gpu.triton_attention:Fp8TritonBackend",
+})  # fmt: skip
 
 
 def select_backend(
-    specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int
+    specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int, *, fp8: bool = False
 ) -> type[AnyBackend]:
     """The first backend that serves all layers; the log says why one that was made for the device does not."""
     refusals: list[str] = []
     passed_over: list[str] = []
-    for name, backend in BACKENDS.items():
+    for name, backend in (FP8_BACKENDS if fp8 else BACKENDS).items():
         reasons = {reason for spec in set(specs) for reason in backend.supports(spec, dtype, device, block_size)}
         if not reasons:
             if passed_over and backend.device_type == device.type:
@@ -44,4 +47,7 @@ def select_backend(
         refusals.append(f"{name}: {', '.join(sorted(reasons))}")
         if backend.device_type == device.type:
             passed_over.append(refusals[-1])
-    raise ConfigError(f"model: no attention backend serves it ({'; '.join(refusals)}).")
+    what = "cache.dtype: no attention backend serves keys and values in fp8 here"
+    raise ConfigError(
+        f"{what if fp8 else 'model: no attention backend serves it'} ({'; '.join(refusals) or 'there is none'})."
+    )

@@ -51,12 +51,14 @@ class AttentionMetadata:
 class AttentionBackend(ABC, Generic[PlanT]):
     """Writes keys and values into the paged pool and attends over it.
 
-    ``device_type`` is what it was made for. With ``capturable`` a step that only decodes can be replayed: from the host
-    it takes nothing but the number of sequences and the length of the longest one, and it may be longer.
+    ``device_type`` is what it was made for, ``kv_dtype`` the type of its pool where that is not the model's. With
+    ``capturable`` a step that only decodes can be replayed: from the host it takes nothing but the number of sequences
+    and the length of the longest one, and it may be longer.
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
+    kv_dtype: ClassVar[torch.dtype | None] = None
     capturable: ClassVar[bool] = False
 
     @abstractmethod
@@ -73,8 +75,11 @@ class AttentionBackend(ABC, Generic[PlanT]):
     def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
         """The shape of one layer's pool."""
 
-    def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]]) -> None:
-        """Compile what any step within the limits may need, for these layers and their pools; called once, at start."""
+    def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]], dtype: torch.dtype) -> None:
+        """Compile what any step within the limits may need, for these layers and their pools; called once, at start.
+
+        ``dtype`` is that of the queries.
+        """
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> PlanT:
@@ -103,7 +108,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
         written to: what lies there may be another sequence's, or not a number.
         """
 
-    def places(self, kv: Tensor, plan: PlanT) -> KVPlaces | None:
+    def places(self, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> KVPlaces | None:
         """Where in ``kv`` the layer itself may write the step's keys and values, and then call ``attend``."""
         return None
 
@@ -120,12 +125,10 @@ class PagedBackend(AttentionBackend[PlanT]):
         return (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
 
 
-def write_kv(kv: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-    """Write into the pool of a PagedBackend; returns its keys and values (slots, kv_heads, head_dim)."""
+def kv_places(kv: Tensor, metadata: AttentionMetadata, layer: AttentionSpec) -> KVPlaces:
+    """Where a step's keys and values go in the pool of a PagedBackend."""
     keys, values = kv.flatten(1, 2).unbind(0)
-    keys.index_copy_(0, metadata.slot_mapping, k)
-    values.index_copy_(0, metadata.slot_mapping, v)
-    return keys, values
+    return KVPlaces(keys, values, metadata.slot_mapping, layer.key_scale, layer.value_scale)
 
 
 AnyBackend = AttentionBackend[Any]

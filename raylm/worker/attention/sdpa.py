@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raylm.models import AttentionSpec
 from raylm.worker.arrays import Ints
-from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, write_kv
+from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, kv_places
 
 _GROUP_TOKENS = 65_536  # most gathered tokens, padding included, of one group of decodes
 _TILE_SCORES = 1 << 24  # most entries of one prefill mask
@@ -61,12 +61,13 @@ class SdpaBackend(PagedBackend[SdpaPlan]):
         return SdpaPlan(metadata)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: SdpaPlan, layer: AttentionSpec) -> Tensor:
-        keys, values = write_kv(kv, k, v, plan.metadata)
+        pool = kv_places(kv, plan.metadata, layer)
+        pool.write(k, v)
         if layer.sliding_window not in plan.reads:
             plan.reads[layer.sliding_window] = self._reads(plan.metadata, layer.sliding_window)
         out = torch.empty_like(q)
         for read in plan.reads[layer.sliding_window]:
-            out[read.queries] = _attend(q[read.queries], keys, values, read, layer)
+            out[read.queries] = _attend(q[read.queries], pool.keys, pool.values, read, layer)
         return out
 
     def _reads(self, meta: AttentionMetadata, window: int | None) -> list[Read]:

@@ -23,6 +23,7 @@ def attend(
     out: tl.tensor,
     sums: tl.tensor,
     scale: tl.tensor,
+    value_scale: tl.tensor,
     softcap: tl.tensor,
     window: tl.tensor,
     queries: tl.tensor,
@@ -41,10 +42,11 @@ def attend(
 ) -> None:
     """ROWS of the queries of a sequence's key-value head against one of SPLITS parts of the keys that they see.
 
-    ``q`` (seqs, queries, num_kv_heads, group, head_dim), ``keys`` and ``values`` (slots, num_kv_heads, head_dim),
-    ``tables`` (seqs, table_stride) of blocks of BLOCK slots, ``lengths`` (seqs,); the queries are a sequence's last
-    tokens, and those before its first one see nothing. ``out`` is as ``q``; with several splits (SPLITS, num_rows,
-    head_dim) float32, and ``sums`` (SPLITS, num_rows) the logarithms to base 2 of the sums of exponentials.
+    ``q`` (seqs, queries, num_kv_heads, group, head_dim), ``keys`` and ``values`` (slots, num_kv_heads, head_dim) of
+    its type, or of fp8 over scales, of which ``scale`` has that of the keys; ``tables`` (seqs, table_stride) of blocks
+    of BLOCK slots, ``lengths`` (seqs,); the queries are a sequence's last tokens, and those before its first one see
+    nothing. ``out`` is as ``q``; with several splits (SPLITS, num_rows, head_dim) float32, and ``sums`` (SPLITS,
+    num_rows) the logarithms to base 2 of the sums of exponentials.
     """
     seq, kv_head = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -76,7 +78,7 @@ def attend(
         key = tl.load(
             keys + slot[None, :] * head_dim + column[:, None], mask=there[None, :] & is_column[:, None], other=0.0
         )
-        scores = tl.dot(rows, key, input_precision="ieee") * scale
+        scores = tl.dot(rows, key.to(rows.dtype), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0)  # a tanh
         seen = there[None, :] & (at[None, :] <= position[:, None])
@@ -91,9 +93,9 @@ def attend(
         value = tl.load(
             values + slot[:, None] * head_dim + column[None, :], mask=there[:, None] & is_column[None, :], other=0.0
         )
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(rows.dtype), value.to(rows.dtype), input_precision="ieee")
         peak = higher
-    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
     if SPLITS > 1:
         place += tl.program_id(2).to(tl.int64) * num_rows
         tl.store(sums + place, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=is_row)

@@ -38,19 +38,20 @@ def _disagreement(
     metadata = _metadata(block_size, device)
     tokens, limits = len(metadata.slot_mapping), StepLimits(4 * block_size, 2, 4, block_size)
     generator = torch.Generator().manual_seed(0)
+    held = backend.kv_dtype or dtype
     kv, q, k, v = (
-        torch.randn(shape, generator=generator).to(device, dtype)
-        for shape in (
-            SdpaBackend.kv_cache_shape(8, block_size, spec),
-            (tokens, spec.num_heads, spec.head_dim),
-            (tokens, spec.num_kv_heads, spec.head_dim),
-            (tokens, spec.num_kv_heads, spec.head_dim),
+        torch.randn(shape, generator=generator).to(kind).to(device)
+        for shape, kind in (
+            (SdpaBackend.kv_cache_shape(8, block_size, spec), held),
+            ((tokens, spec.num_heads, spec.head_dim), dtype),
+            ((tokens, spec.num_kv_heads, spec.head_dim), held),
+            ((tokens, spec.num_kv_heads, spec.head_dim), held),
         )
     )
     reference = SdpaBackend(limits)
     wanted = reference.forward(q.float(), k.float(), v.float(), kv.float(), reference.prepare(metadata), spec)
     tried = backend(limits)
-    got = tried.forward(q, k, v, kv, tried.prepare(metadata), spec)
+    got = tried.forward(q, k.to(dtype), v.to(dtype), kv, tried.prepare(metadata), spec)
     return float((got.float() - wanted).abs().max() / wanted.abs().max())
 
 

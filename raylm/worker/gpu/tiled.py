@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from raylm.models import AttentionSpec, KVPlaces
 from raylm.worker.arrays import Ints
-from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, write_kv
+from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, kv_places
 from raylm.worker.gpu.batch_buckets import bucket, buckets, table_width, table_widths
 from raylm.worker.gpu.split_k import Pages, queries_per_tile
 from raylm.worker.input_buffers import Column
@@ -121,9 +121,9 @@ class TiledBackend(PagedBackend[TiledPlan]):
         self._limits = limits
         self._attend = self.attention(limits.block_size)
 
-    def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]]) -> None:
+    def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]], dtype: torch.dtype) -> None:
         """Attend by every kernel that steps may need, of sequences without tokens."""
-        found: dict[AttentionSpec, Tensor] = {replace(spec, layer=0): kv for spec, kv in layers}
+        found: dict[AttentionSpec, Tensor] = {spec.kind: kv for spec, kv in layers}
         calls = [
             (spec, kv, count, width, queries)
             for spec, kv in found.items()
@@ -140,20 +140,19 @@ class TiledBackend(PagedBackend[TiledPlan]):
             key = spec, queries, width, choice, count * spec.num_heads < _FEW, count == 1
             if key not in seen:
                 seen.add(key)
-                self._compile(spec, kv, count, width, queries)
+                pages = self._empty_pages(count, width, queries, kv.device)
+                keys, values = kv.flatten(1, 2).unbind(0)
+                q = torch.zeros(count * queries, spec.num_heads, spec.head_dim, dtype=dtype, device=kv.device)
+                self._attend(q, keys, values, pages, spec)
 
     def _most_tiles(self, spec: AttentionSpec) -> int:
         """How many tiles a step's prompts have at most, each of which may end with one that is not full."""
         return self._limits.max_num_tokens // queries_per_tile(spec) + self._limits.max_num_seqs
 
-    def _compile(self, spec: AttentionSpec, kv: Tensor, count: int, width: int, queries: int) -> None:
-        device = kv.device
-        tables = torch.zeros(
-            count, self._limits.max_blocks if queries == 1 else width, dtype=torch.int32, device=device
-        )
-        pages = Pages(tables[:, :width], torch.zeros(count, dtype=torch.int32, device=device), queries)
-        keys, values = kv.flatten(1, 2).unbind(0)
-        self._attend(kv.new_zeros(count * queries, spec.num_heads, spec.head_dim), keys, values, pages, spec)
+    def _empty_pages(self, count: int, width: int, queries: int, device: torch.device) -> Pages:
+        longest = self._limits.max_blocks if queries == 1 else width
+        tables = torch.zeros(count, longest, dtype=torch.int32, device=device)
+        return Pages(tables[:, :width], torch.zeros(count, dtype=torch.int32, device=device), queries)
 
     def prepare(self, metadata: AttentionMetadata) -> TiledPlan:
         count = metadata.num_decodes
@@ -191,12 +190,11 @@ class TiledBackend(PagedBackend[TiledPlan]):
             plan.tiles[queries].fill(cut, metadata, len(pages.lengths))
         return True
 
-    def places(self, kv: Tensor, plan: TiledPlan) -> KVPlaces:
-        keys, values = kv.flatten(1, 2).unbind(0)
-        return KVPlaces(keys, values, plan.metadata.slot_mapping)
+    def places(self, kv: Tensor, plan: TiledPlan, layer: AttentionSpec) -> KVPlaces:
+        return kv_places(kv, plan.metadata, layer)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TiledPlan, layer: AttentionSpec) -> Tensor:
-        write_kv(kv, k, v, plan.metadata)
+        kv_places(kv, plan.metadata, layer).write(k, v)
         return self.attend(q, kv, plan, layer)
 
     def attend(self, q: Tensor, kv: Tensor, plan: TiledPlan, layer: AttentionSpec) -> Tensor:

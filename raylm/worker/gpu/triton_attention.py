@@ -1,13 +1,14 @@
-"""Paged attention by kernels of our own, for what xformers' has not: windows, soft capping, other sizes of heads."""
+"""Paged attention by kernels of our own, for what xformers' has not: windows, soft capping, heads of 80 or 96, fp8."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from raylm.models import AttentionSpec
+from raylm.models import FP8, AttentionSpec
 from raylm.worker.gpu.probe import probe
 from raylm.worker.gpu.split_k import CAPABILITY, Pages, Tile, num_splits, processors, tile_of
 from raylm.worker.gpu.tiled import TiledBackend
@@ -38,7 +39,7 @@ class PagedAttention:
         grid = -(-pages.queries * group // tile.rows), count * spec.num_kv_heads, splits
         paged_kernels.attend[grid](
             q, keys, values, tables, pages.lengths, parts, sums,
-            spec.scale, spec.softcap or 0.0, spec.sliding_window or 0, pages.queries,
+            spec.scale * spec.key_scale, spec.value_scale, spec.softcap or 0.0, spec.sliding_window or 0, pages.queries,
             group, spec.num_kv_heads, spec.head_dim, tables.stride(0), num_rows,
             HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.sliding_window is not None, SPLITS=splits,
             ROWS=tile.rows, KEYS=tile.keys, BLOCK=self._block_size, DIM=width,
@@ -56,9 +57,20 @@ class PagedAttention:
         if spec.sliding_window is not None:
             tokens = min(tokens, spec.sliding_window + queries)
         major = torch.cuda.get_device_capability(device)[0]
-        tile = tile_of(rows, 1 << (spec.head_dim - 1).bit_length(), self._block_size, major)
+        tile = self.tile(rows, 1 << (spec.head_dim - 1).bit_length(), major)
         programs = count * spec.num_kv_heads * -(-rows // tile.rows)
         return num_splits(programs, tokens, processors(device)), tile
+
+    def tile(self, rows: int, width: int, major: int) -> Tile:
+        return tile_of(rows, width, self._block_size, major)
+
+
+class Fp8PagedAttention(PagedAttention):
+    """Over fp8, which becomes wider in registers: of the widest heads these hold half the keys."""
+
+    def tile(self, rows: int, width: int, major: int) -> Tile:
+        tile = super().tile(rows, width, major)
+        return replace(tile, keys=min(tile.keys, 32)) if width == _WIDEST_HEAD else tile
 
 
 class TritonBackend(TiledBackend):
@@ -66,28 +78,38 @@ class TritonBackend(TiledBackend):
 
     name = "triton"
     attention = PagedAttention
+    capability: ClassVar[tuple[int, int]] = CAPABILITY
 
     @classmethod
     def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
         if device.type != "cuda":
             return ["it computes on NVIDIA GPUs only"]
-        reasons = refusals(dtype, device)
+        reasons = refusals(dtype, device, cls.capability)
         if not 16 <= spec.head_dim <= _WIDEST_HEAD:
             reasons.append(f"it has no head_dim {spec.head_dim}, only 16 to {_WIDEST_HEAD}")
         if block_size % 16 or block_size & (block_size - 1):
             reasons.append(f"it has no blocks of {block_size} tokens, only 16, 32, 64, ..")
-        if not reasons and (wrong := probe(cls, replace(spec, layer=0), dtype, device, block_size)):
+        if not reasons and (wrong := probe(cls, spec.kind, dtype, device, block_size)):
             reasons.append(wrong)
         return reasons
 
 
-def refusals(dtype: torch.dtype, device: torch.device) -> list[str]:
+class Fp8TritonBackend(TritonBackend):
+    """With keys and values in fp8 (e4m3), which Triton converts on GPUs that have an instruction for it."""
+
+    name = "triton-fp8"
+    attention = Fp8PagedAttention
+    kv_dtype = FP8
+    capability = (8, 9)
+
+
+def refusals(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> list[str]:
     """Why the kernels cannot run on ``device``; empty if they can."""
     reasons = [] if dtype in (torch.float16, torch.bfloat16) else [f"it has no {dtype}"]
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
         reasons.append("it needs triton, and none is installed (pip install 'raylm[gpu]')")
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
-        reasons.append(f"it needs a GPU of compute capability 8.0 (Ampere), and this one has {capability}")
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < capability:
+        reasons.append(f"it needs a GPU of compute capability {'{}.{}'.format(*capability)}, and this one has {found}")
     return reasons

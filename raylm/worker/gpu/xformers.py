@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from raylm.models import AttentionSpec
@@ -29,6 +27,6 @@ class XformersBackend(TiledBackend):
             reasons.append("it has no sliding windows over pages")
         if spec.softcap is not None:
             reasons.append("it has no soft capping of scores")
-        if not reasons and (wrong := probe(cls, replace(spec, layer=0), dtype, device, block_size)):
+        if not reasons and (wrong := probe(cls, spec.kind, dtype, device, block_size)):
             reasons.append(wrong)
         return reasons

@@ -6,13 +6,19 @@ computes bfloat16 wrongly.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton import language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from raylm.models.elementwise import TORCH, HeadWeights, KVPlaces
+from raylm.models.elementwise import FP8, TORCH, HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.fp8 import round_rows
+from tests.fp8 import nearest
 
 KERNELS = TritonElementwise()
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -67,6 +73,52 @@ def test_rotate_and_write(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         torch.testing.assert_close(mine.float(), theirs.float(), atol=scale * BOUNDS[dtype], rtol=scale * BOUNDS[dtype])
     rest = [slot for slot in range(48) if slot not in slots.tolist()]
     assert all((pool[rest] == 7).all() for pool in pools[0])
+
+
+def rounding_to_fp8(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter round to fp8 by a search: its own cast loses what carries over into the exponent. What is
+    beyond the range becomes no number, as it does where nothing saturates.
+
+    That a GPU rounds to the nearest, halves to the even one, is seen in the compiled kernel.
+    """
+    cast = InterpreterBuilder.create_fp_to_fp
+
+    def to(self: Any, source: TensorHandle, target: tl.dtype, mode: Any) -> TensorHandle:
+        if target.scalar != tl.float8e4nv:
+            return cast(self, source, target, mode)  # type: ignore[no-any-return]
+        wide = torch.from_numpy(source.data.astype(np.float64))
+        found = torch.where(wide.abs() <= 464, nearest(wide), float("nan")).to(FP8)
+        return TensorHandle(found.view(torch.uint8).numpy(), tl.float8e4nv)
+
+    patch.setattr(InterpreterBuilder, "create_fp_to_fp", to)
+
+
+def test_keys_and_values_are_written_as_fp8(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over their scales, rounded to the nearest, at most 448; what is not a number stays none."""
+    rounding_to_fp8(monkeypatch)
+    heads, kv_heads, head_dim = 4, 2, 16
+    qkv = (torch.randn(6, heads + 2 * kv_heads, head_dim) * torch.logspace(-3, 3, 6)[:, None, None]).to(dtype)
+    qkv[0, heads, 3], qkv[1, heads + kv_heads, 9] = float("nan"), float("nan")
+    turns = torch.tensor([0, 1, 2, 3, 0, 1])[:, None, None].expand(6, 1, head_dim // 2)  # quarters, which are exact
+    cos, sin = ((turns == 0).float() - (turns == 2).float()).to(dtype), ((turns == 1).float() - (turns == 3).float())
+    slots = torch.tensor([17, 3, 40, 0, 8, 9])
+    pools = [torch.full((48, kv_heads, head_dim), 7.0).to(FP8) for _ in range(2)]
+    q = KERNELS.rotate_and_write(qkv.clone(), (cos, sin.to(dtype)), None, KVPlaces(*pools, slots, 0.125, 0.3))
+    turned = TORCH.rotate(qkv[:, : heads + kv_heads], (cos, sin.to(dtype)), None)
+    assert torch.equal(q, turned[:, :heads])
+    for pool, rows, scale in ((pools[0], turned[:, heads:], 0.125), (pools[1], qkv[:, heads + kv_heads :], 0.3)):
+        over = rows.float() * torch.tensor(1 / scale)
+        torch.testing.assert_close(
+            pool[slots].double(),
+            torch.where(over.isnan(), over.double(), nearest(over)),
+            atol=0,
+            rtol=0,
+            equal_nan=True,
+        )
+        assert pool[slots].isnan().any()
+        assert float(pool[slots].float().nan_to_num(0).abs().max()) == 448
+        rest = [slot for slot in range(48) if slot not in slots.tolist()]
+        assert (pool[rest].float() == 7).all()
 
 
 def test_rows_are_brought_to_fp8(dtype: torch.dtype) -> None:

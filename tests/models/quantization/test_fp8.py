@@ -21,6 +21,7 @@ from raylm.models import load_model
 from raylm.models.quantization import select as quantization
 from raylm.models.quantization.fp8 import FP8, Fp8Linear, Fp8Part, Fp8RowsLinear, round_inputs, round_rows
 from tests.checkpoints import make_checkpoint
+from tests.fp8 import nearest
 from tests.models.quantization.quantized_checkpoints import compressed_config, is_quantized
 from tests.models.quantization.test_quantization import set_group, set_inputs, set_weights
 from tests.models.test_decoder import attend
@@ -36,17 +37,6 @@ INPUT_SCALE = 0.03
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fp8 be served on a CPU, where its arithmetic is the same and slow."""
     monkeypatch.setattr(quantization, "check_fp8", lambda what, device: None)
-
-
-def nearest(x: Tensor) -> Tensor:
-    """The nearest of the 255 values of e4m3, by a search over all of them; halves go to the even one."""
-    values = torch.arange(256, dtype=torch.uint8).view(FP8).double()
-    grid = values[values.isfinite()].unique()
-    mantissas = grid.to(FP8).view(torch.uint8) & 1
-    place = torch.bucketize(x.double().clamp(-448, 448), grid).clamp(1, len(grid) - 1)
-    below, above = x.double() - grid[place - 1], grid[place] - x.double()
-    lower = (below < above) | ((below == above) & (mantissas[place - 1] == 0))
-    return torch.where(lower, grid[place - 1], grid[place])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -110,8 +100,11 @@ def test_weights_by_channel_or_tensor_with_inputs_by_token(tmp_path: Path, anywh
             )
             weights[name], weights[name + "_scale"] = (tensor / scale).to(FP8), scale
             meant[name] = weights[name].float() * scale
+    # Scales of the KV cache, which is of floats here, change nothing.
+    weights |= {f"model.layers.{at}.self_attn.{part}_scale": torch.tensor([0.3]) for at in (0, 1) for part in "kv"}
     token = TENSOR | {"strategy": "token", "dynamic": True}
     config = compressed_config("float-quantized", TENSOR | {"strategy": strategy}, token, ["lm_head"])
+    config["kv_cache_scheme"] = TENSOR | {"observer": "minmax", "group_size": None}
     for folder, held, extra in (("fp8", weights, {"quantization_config": config}), ("meant", meant, {})):
         shutil.copytree(source, tmp_path / folder)
         save_file(held, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})

@@ -111,6 +111,9 @@ def test_the_embedding_stays_plain_where_the_head_is_rounded(tmp_path: Path, ask
     assert str(model.quantization).startswith(asked)
 
 
+KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False, "group_size": None}
+
+
 def set_group(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda config: config["config_groups"]["group_0"].update(changes)
 
@@ -131,7 +134,10 @@ def set_top(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("scheme", "change", "named"),
     [
         ("compressed W8A8", set_top(format="naive-quantized"), r"format is 'naive-quantized'; supported: 'int-quant"),
-        ("compressed W8A8", set_top(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        ("compressed W8A8", set_top(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme.type is None"),
+        ("compressed W8A8", set_top(kv_cache_scheme=KV | {"num_bits": 4}), "kv_cache_scheme.num_bits is 4"),
+        ("compressed W8A8", set_top(kv_cache_scheme=KV | {"dynamic": True}), "kv_cache_scheme.dynamic is True"),
+        ("compressed W8A8", set_top(kv_cache_scheme=KV | {"strategy": "attn_head"}), "strategy is 'attn_head'"),
         ("compressed W8A8", set_top(sparsity_config={"format": "sparse-bitmask"}), "sparsity_config"),
         ("compressed W8A8", set_top(config_groups={}), "config_groups is .*one group"),
         ("compressed W8A8", set_group(targets=["re:.*q_proj"]), r"targets is \['re:.*q_proj'\]"),

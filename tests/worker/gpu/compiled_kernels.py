@@ -5,14 +5,16 @@ A process of its own, for xformers asks whether there is triton when it is impor
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
 
-from raylm.models import AttentionSpec
+from raylm.models import FP8, AttentionSpec
 from raylm.models.elementwise import HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.experts import TritonExperts
@@ -25,7 +27,7 @@ from raylm.native import Int4Weight
 from raylm.worker.attention import AttentionMetadata, StepLimits
 from raylm.worker.gpu.split_k import Pages, SplitK, queries_per_tile
 from raylm.worker.gpu.tiled import TiledBackend
-from raylm.worker.gpu.triton_attention import PagedAttention, TritonBackend
+from raylm.worker.gpu.triton_attention import Fp8PagedAttention, Fp8TritonBackend, PagedAttention, TritonBackend
 from raylm.worker.gpu.xformers import XformersBackend
 from tests.worker.gpu.ahead_of_time import SHARED, Compiled, asking, compiling
 
@@ -56,6 +58,7 @@ def attention(
     queries: int,
     block_size: int,
     kernels: type[Any] = SplitK,
+    held: torch.dtype = torch.bfloat16,
     **changes: float,
 ) -> list[Compiled]:
     """Both kernels of attention over 16 tiles of a prompt, or over 64 sequences that decode, over 8,192 tokens each."""
@@ -64,7 +67,7 @@ def attention(
     tables = torch.zeros(count, 8192 // block_size, dtype=torch.int32)
     pages = Pages(tables, torch.zeros(count, dtype=torch.int32), queries)
     q = torch.zeros(count * queries, heads[0], head_dim, dtype=torch.bfloat16)
-    keys, values = torch.zeros(2, 256 * block_size, heads[1], head_dim, dtype=torch.bfloat16)
+    keys, values = torch.zeros(2, 256 * block_size, heads[1], head_dim, dtype=held)
     with compiling(capability, folder) as found:
         kernels(block_size)(q, keys, values, pages, spec)
     for kernel in found:
@@ -127,6 +130,58 @@ def test_our_attention_of_other_shapes(
     for queries in (1, queries_per_tile(spec)):
         for kernel in attention(capability, tmp_path, heads, head_dim, queries, block_size, PagedAttention, **changes):
             assert kernel.spilled <= SPILLED, (queries, kernel.name, kernel.registers, kernel.spilled)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "changes"),
+    [
+        ((32, 8), 128, {}),
+        ((32, 8), 64, {}),
+        ((16, 8), 256, GEMMA_2),
+        ((4, 1), 256, GEMMA_3),
+        ((32, 32), 96, GEMMA_3),
+        ((32, 8), 80, {}),
+        ((28, 4), 128, {}),
+    ],
+)
+def test_our_attention_over_fp8(
+    capability: tuple[int, int],
+    heads: tuple[int, int],
+    head_dim: int,
+    changes: dict[str, float],
+    block_size: int,
+    tmp_path: Path,
+) -> None:
+    """Keys and values come in fp8, ahead of their use; below compute capability 8.9 Triton has no such type."""
+    spec = AttentionSpec(0, *heads, head_dim, 1.0)
+    for queries in (1, queries_per_tile(spec)):
+        shape = capability, tmp_path, heads, head_dim, queries, block_size, Fp8PagedAttention, FP8
+        if capability < Fp8TritonBackend.capability:
+            with pytest.raises(CompilationError, match="fp8e4nv not supported"):
+                attention(*shape, **changes)
+            return
+        attend, *_ = attention(*shape, **changes)
+        assert attend.spilled <= SPILLED, (queries, attend.registers, attend.spilled)
+        assert "cp.async" in attend.ptx
+        assert "e4m3x2" in attend.ptx
+
+
+def test_keys_and_values_are_rounded_to_the_nearest_fp8(capability: tuple[int, int], tmp_path: Path) -> None:
+    if capability < Fp8TritonBackend.capability:
+        return
+    pools = torch.zeros(2, 64, 8, 128, dtype=FP8)
+    angles = torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16)
+    qkv = torch.zeros(2, 48, 128, dtype=torch.bfloat16)
+    with compiling(capability, tmp_path) as found:
+        places = KVPlaces(*pools, torch.zeros(2, dtype=torch.int64), 0.5, 0.25)
+        TritonElementwise().rotate_and_write(qkv, tuple(angles), None, places)  # type: ignore[arg-type]
+    (kernel,) = found
+    assert kernel.spilled == 0, kernel
+    # Of 8.9 by way of float16, which changes nothing where the scale is a power of two.
+    assert f"cvt.rn.satfinite.e4m3x2.{'f16x2' if capability == (8, 9) else 'f32'}" in kernel.ptx
+    assert "ld.global.v" in kernel.ptx
 
 
 def test_elementwise_kernels(capability: tuple[int, int], tmp_path: Path) -> None:
@@ -241,18 +296,20 @@ def test_int4_kernel(capability: tuple[int, int], group: int, tmp_path: Path) ->
         assert "cp.async" in kernel.ptx, "weights are not loaded ahead"
 
 
-@pytest.mark.parametrize("kind", [XformersBackend, TritonBackend])
+@pytest.mark.parametrize(
+    "kind", [XformersBackend, TritonBackend, pytest.param(Fp8TritonBackend, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(("heads", "blocks"), [((4, 2), 40), ((32, 8), 300), ((28, 4), 300)])
 def test_after_the_start_no_step_compiles(kind: type[TiledBackend], heads: tuple[int, int], blocks: int) -> None:
     """Of steps with any number of sequences, of any length, decoding or with prompts."""
-    window = 700 if kind is TritonBackend else None
+    window = 700 if kind is not XformersBackend else None
     spec, size = AttentionSpec(0, *heads, 128, 0.25, window), 64
     limits = StepLimits(2000, 40, blocks, size)
     backend = kind(limits)
-    kv = torch.zeros(kind.kv_cache_shape(4, size, spec), dtype=torch.bfloat16)
+    kv = torch.zeros(kind.kv_cache_shape(4, size, spec), dtype=kind.kv_dtype or torch.bfloat16)
     random = np.random.default_rng(0)
     with asking((9, 0)) as found:
-        backend.compile_all([(spec, kv)])
+        backend.compile_all([(spec, kv)], torch.bfloat16)
         at_start = set(found)
         found.clear()
         for _ in range(150):
@@ -282,7 +339,8 @@ def step(
     tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32)[: len(new)]
     columns = torch.zeros(tokens, dtype=torch.int64), tables, torch.from_numpy(ends), torch.from_numpy(starts)
     plan = backend.prepare(AttentionMetadata(int(decodes), *columns, ends, starts))
-    backend.attend(torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=kv.dtype), kv, plan, spec)
+    q = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=torch.bfloat16)
+    backend.attend(q, kv, plan, replace(spec, layer=7, key_scale=0.2, value_scale=0.3))
 
 
 @pytest.mark.long

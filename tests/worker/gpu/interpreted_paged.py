@@ -7,18 +7,19 @@ bfloat16 wrongly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylm.models import AttentionSpec
+from raylm.models import AttentionSpec, KVPlaces
 from raylm.worker.attention import AttentionMetadata
 from raylm.worker.gpu import tiled
 from raylm.worker.gpu.probe import probe
 from raylm.worker.gpu.split_k import Pages
-from raylm.worker.gpu.triton_attention import PagedAttention, TritonBackend
+from raylm.worker.gpu.triton_attention import Fp8TritonBackend, PagedAttention, TritonBackend
 from tests.worker.gpu.interpreted_xformers import WrittenPool
 from tests.worker.test_attention import CPU, Case, Pool, worst_error
 
@@ -70,6 +71,7 @@ def test_any_mix_of_sequences(mix: Case) -> None:
 MIXED = [(400, 1), (0, 1), (63, 1), (64, 1), (0, 40), (65, 18)]
 
 
+@pytest.mark.parametrize("backend", ["triton", "triton-fp8"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -82,9 +84,18 @@ MIXED = [(400, 1), (0, 1), (63, 1), (64, 1), (0, 40), (65, 18)]
     ],
     ids=str,
 )
-def test_decodes_and_prefills_in_one_step(changes: dict[str, object]) -> None:
-    """Of a few long sequences the keys are split over programs."""
-    assert worst_error(WrittenPool(case(MIXED, **changes), "triton")) < TOLERANCE
+def test_decodes_and_prefills_in_one_step(changes: dict[str, object], backend: str) -> None:
+    """Of a few long sequences the keys are split over programs. In fp8 the pool holds what the reference has."""
+    scales = (0.25, 2.0) if backend == "triton-fp8" else (1.0, 1.0)
+    assert worst_error(WrittenPool(case(MIXED, scales=scales, **changes), backend)) < TOLERANCE * scales[1]
+
+
+@pytest.mark.parametrize("wrong", [{"key_scale": 1.0}, {"value_scale": 1.0}], ids=str)
+def test_a_scale_that_is_left_out_is_seen(wrong: dict[str, float]) -> None:
+    pool = WrittenPool(case(MIXED, scales=(0.25, 2.0)), "triton-fp8")
+    attend = pool.backend._attend  # type: ignore[attr-defined]
+    pool.backend._attend = lambda *args: attend(*args[:-1], replace(args[-1], **wrong))  # type: ignore[attr-defined]
+    assert worst_error(pool) > 10 * TOLERANCE
 
 
 def test_the_longest_is_split() -> None:
@@ -138,7 +149,7 @@ def test_a_plan_that_stays_in_place_attends_as_one_of_the_step(monkeypatch: pyte
         wanted = pool.run(step, q)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "prepare", hold)
-            patch.setattr(tiled, "write_kv", lambda *args: None)
+            patch.setattr(KVPlaces, "write", lambda *args: None)
             got = pool.run(step, torch.cat([q, q.new_zeros(64 - count, *q.shape[1:])]))
         assert (got[:count] - wanted).abs().max() < TOLERANCE
         assert (found[-1][count:] == 5).all()
@@ -164,7 +175,8 @@ def test_more_prompts_than_a_plan_has_tiles_for_are_not_taken() -> None:
 def test_the_probe_finds_nothing_wrong() -> None:
     """Its reference has windows and soft capping too."""
     for changes in ({}, {"sliding_window": 50}, {"sliding_window": 50, "softcap": 3.0}):
-        assert probe(TritonBackend, AttentionSpec(0, 4, 2, 64, 0.125, **changes), torch.float16, CPU, 16) is None
+        for backend in (TritonBackend, Fp8TritonBackend):
+            assert probe(backend, AttentionSpec(0, 4, 2, 64, 0.125, **changes), torch.float16, CPU, 16) is None
 
 
 def test_sequences_without_tokens_get_zeros() -> None:

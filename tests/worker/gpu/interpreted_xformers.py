@@ -67,7 +67,8 @@ class WrittenPool(Pool):
         for seq, (past, _) in enumerate(self.case.lengths):
             positions = np.arange(past)
             slots = torch.from_numpy(self.tables[seq, positions // size] * size + positions % size)
-            keys[slots], values[slots] = self.k[seq][:past], self.v[seq][:past]
+            for rows, pool, scale in zip((self.k, self.v), (keys, values), self.case.scales, strict=True):
+                pool[slots] = (rows[seq][:past] / scale).to(pool.dtype)
 
     def step(self) -> torch.Tensor:
         """The new tokens of all sequences: the largest error of each, inf where it is not a number."""

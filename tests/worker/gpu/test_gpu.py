@@ -14,6 +14,7 @@ from raylm.models import AttentionSpec
 from raylm.worker.gpu.async_decode import GPUAsyncDecode
 from raylm.worker.gpu.cuda_graphs import GraphForward
 from raylm.worker.gpu.probe import probe
+from raylm.worker.gpu.triton_attention import Fp8TritonBackend
 from raylm.worker.gpu.xformers import XformersBackend
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
@@ -34,6 +35,18 @@ pytestmark = [
 def test_the_kernel(dtype: torch.dtype, block_size: int, group: int, head_dim: int) -> None:
     spec = AttentionSpec(0, 2 * group, 2, head_dim, head_dim**-0.5)
     assert probe(XformersBackend, spec, dtype, torch.device("cuda"), block_size) is None
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < Fp8TritonBackend.capability,
+    reason="Triton has no such fp8 for this GPU",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_our_kernel_over_fp8(dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+    spec = AttentionSpec(0, 8, 2, head_dim, head_dim**-0.5)
+    assert probe(Fp8TritonBackend, spec, dtype, torch.device("cuda"), block_size) is None
 
 
 def test_a_worker_has_graphs_and_decodes_asynchronously(tmp_path: Path) -> None:

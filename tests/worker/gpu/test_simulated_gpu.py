@@ -77,7 +77,7 @@ class SimulatedKernels(Elementwise):
 
     def rotate_and_write(self, qkv: Tensor, angles: Angles, norm: HeadWeights | None, places: KVPlaces) -> Tensor:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        pools = places.keys, places.values, places.slots
+        pools = places.keys, places.values, places.slots, places.key_scale, places.value_scale
         return self.device.kernel(_rotate_and_write)(qkv, angles, weight, eps, *pools)  # type: ignore[no-any-return]
 
 
@@ -87,7 +87,7 @@ def _add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     return TORCH.add_rms_norm(x, None, weight, eps)[1]
 
 
-def _rotate_and_write(qkv: Tensor, angles: Angles, weight: Tensor | None, eps: float, *pools: Tensor) -> Tensor:
+def _rotate_and_write(qkv: Tensor, angles: Angles, weight: Tensor | None, eps: float, *pools: Any) -> Tensor:
     norm = None if weight is None else HeadWeights(weight, eps)
     return TORCH.rotate_and_write(qkv, angles, norm, KVPlaces(*pools)).contiguous()
 

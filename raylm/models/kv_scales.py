@@ -1,0 +1,46 @@
+"""The scales of an fp8 KV cache, which a checkpoint may hold: one for the keys of a layer, one for its values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from safetensors import safe_open
+from torch import Tensor
+
+from raylm.checkpoint import Checkpoint
+from raylm.errors import ConfigError
+from raylm.models.causal_lm import AttentionSpec
+from raylm.models.checkpoint_check import weight_files
+
+_NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.([kv])_scale")
+
+
+def with_kv_scales(specs: Sequence[AttentionSpec], checkpoint: Checkpoint) -> list[AttentionSpec]:
+    """The layers with the scales that ``checkpoint`` has for them, as compressed-tensors calls these; else 1.0.
+
+    Raises:
+        ConfigError: a scale is no positive number, or there are several of a layer's heads.
+    """
+    found: dict[tuple[int, str], float] = {}
+    for name, layer, which, scale in _stored(checkpoint):
+        if scale.numel() != 1 or not bool((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()):
+            raise ConfigError(
+                f"model: {name} of {checkpoint.path} is {scale.flatten()[:4].tolist()}; a scale of the KV cache is one "
+                "positive number a layer. cache.dtype: auto serves it without."
+            )
+        found[layer, which] = scale.item()
+    return [
+        replace(spec, key_scale=found.get((at, "k"), 1.0), value_scale=found.get((at, "v"), 1.0))
+        for at, spec in enumerate(specs)
+    ]
+
+
+def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, int, str, Tensor]]:
+    """(name, layer, "k" or "v", scale)."""
+    for file in weight_files(checkpoint.path):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                if (match := _NAME.fullmatch(name)) is not None:
+                    yield name, int(match[1]), match[2], weights.get_tensor(name).float()
