@@ -60,7 +60,7 @@ def test_engines_spread_and_a_lost_node_takes_no_answer_with_it(cluster: Cluster
         assert last == "data: [DONE]", last
         return found
 
-    with Server(path, port) as server:
+    with Server(path, port, "--ready-timeout=600") as server:  # not --no-dashboard, which is for a Ray of its own
         server.wait_until(lambda: len(nodes_of("EngineCoreActor")) == 2, "has not two engines")
         cores, workers = nodes_of("EngineCoreActor"), nodes_of("WorkerActor")
         assert len({*cores.values()}) == 2, "each on a node of its own"
