@@ -19,7 +19,6 @@ from tests.ingress.harness import served, until
 from tests.ingress.test_real_llm import PROMPT, TEXT, ids_of
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
     pytest.mark.filterwarnings("ignore"),  # aiohttp's and asyncio's, at the end of a browser
 ]
