@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from raylm.cli.sessions import MARKER, mark, remove_ended
@@ -16,6 +18,18 @@ def session(folder: Path, name: str, *, ours: bool = True) -> Path:
     if ours:
         mark(path).close()
     return path
+
+
+@contextmanager
+def running(*command: str) -> Iterator[None]:
+    """A process that has written a line, until it is killed."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield
+        finally:
+            process.kill()
 
 
 def test_ended_sessions_of_ours_are_removed_but_for_the_last(tmp_path: Path) -> None:
@@ -41,24 +55,17 @@ def test_a_session_of_another_process_stays_until_that_is_killed(tmp_path: Path)
         "import pathlib, sys; from raylm.cli.sessions import mark; m = mark(pathlib.Path(sys.argv[1])); "
         "print(1, flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, f"{tmp_path}/./session_of_the_test_1"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    with running(sys.executable, "-c", code, f"{tmp_path}/./session_of_the_test_1"):
         assert remove_ended(tmp_path, kept=0) == []
         assert path.exists()
-        holder.kill()
     assert remove_ended(tmp_path, kept=0) == ["session_of_the_test_1"]
 
 
 def test_a_session_that_a_raylet_still_uses_stays(tmp_path: Path) -> None:
     path = session(tmp_path, "with_a_raylet_9")
-    with subprocess.Popen(["tail", "-f", f"{path / MARKER}"]) as raylet:
+    (path / MARKER).write_text("a line\n")
+    with running("tail", "-f", f"{path / MARKER}"):
         assert remove_ended(tmp_path, kept=0) == []
-        raylet.kill()
     assert remove_ended(tmp_path, kept=0) == [path.name]
 
 
