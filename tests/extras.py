@@ -149,12 +149,10 @@ def check_without(*names: str) -> int:
 def check_extras() -> int:
     """A copy without any extra by all that remains; copies without one by the tests of others, or that use some."""
     status = check_without(*EXTRAS)
+    tests = [path for extra in EXTRAS.values() for path in extra.paths if path.startswith("tests/")]
     for name in EXTRAS:
-        others = [
-            path for other in EXTRAS if other != name for path in EXTRAS[other].paths if path.startswith("tests/")
-        ]
-        rooms = [f"tests/{room}/" for room in EXTRAS[name].rooms_below()]
-        above = [path for path in others if path not in EXTRAS[name].paths and not path.startswith(tuple(rooms))]
+        gone = (*EXTRAS[name].paths, *(f"tests/{room}/" for room in EXTRAS[name].rooms_below()))
+        above = [path for path in tests if not path.startswith(gone)]
         status = status or _check([name], [["-m", _SHORT, *above], ["-m", f"uses and {_SHORT}"]])
     return status
 
