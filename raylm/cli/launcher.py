@@ -129,6 +129,8 @@ class Launcher:
                     "ready", f"{application.config.model_name} at {self._urls[application.name]}/v1   (Ctrl-C stops)"
                 )
             self._report("try", _curl(self._served.ours[0], self._urls))
+            for application in self._served.ours:
+                self._report("console", f"{self._urls[application.name]}/console")
         elif time.monotonic() - self._started > self._settings.ready_timeout_s:
             names = " and ".join(sorted(self._waited_for))
             self._fail(f"{names} did not answer within {self._settings.ready_timeout_s:g} s (--ready-timeout)")

@@ -287,6 +287,7 @@ def test_ready_is_when_ours_answer_and_others_run_after_they_were_deployed(
     assert f"ready    embedded at http://127.0.0.1:{answering}/v1" in written
     (request,) = (line.partition(" try ")[2].split() for line in written.splitlines() if " try " in line)
     assert request[:2] == ["curl", f"http://127.0.0.1:{answering}/v1/chat/completions"]
+    assert f"console  http://127.0.0.1:{answering}/console" in written
 
 
 def test_waiting_for_ready_is_bounded_and_says_for_what(
@@ -328,7 +329,8 @@ def test_as_json_every_line_is_an_object(
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [(line["process"], line["event"]) for line in lines if line["event"] != "output"] == [
             ("launcher", "stage.deploy"), ("launcher", "stage.running"), ("launcher", "stage.ready"),
-            ("launcher", "stage.try"), ("engine", "stage.kv"), ("engine", "request.slow"),
+            ("launcher", "stage.try"), ("launcher", "stage.console"), ("engine", "stage.kv"),
+            ("engine", "request.slow"),
         ]  # fmt: skip
         outputs = [(line["by"], line["message"]) for line in lines if line["event"] == "output"]
         assert ("ServeReplica:default:Engine", "Warning: plain") in outputs
