@@ -12,9 +12,6 @@ import raylm.native.library as lib
 from raylm.native.runtime import Kernels
 
 KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
-_MIDDLE = 8
-# The places of a unit's 8 neighbours: those with even numbers in the lower half, see src/int4.h.
-_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +128,12 @@ class NativeLinear:
         self.struct.group = inputs // groups
         self.struct.scales = self._keep(self._by_stream(weight.scales))
         if weight.zeros is not None:
-            self.struct.offsets = self._keep(self._by_stream((_MIDDLE - weight.zeros.float()) * weight.scales))
+            self.struct.zeros = self._keep(self._by_stream(weight.zeros, torch.int32))
 
-    def _by_stream(self, values: Tensor) -> Tensor:
+    def _by_stream(self, values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """(out, groups) -> (out / 16, groups, 16): beside the stream that they belong to."""
-        padded = _padded(values, self.struct.columns).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
-        return self._native.arena.empty(tuple(padded.shape), torch.float32).copy_(padded)
+        padded = _padded(values, self.struct.columns, dtype).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
+        return self._native.arena.empty(tuple(padded.shape), dtype).copy_(padded)
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -144,9 +141,9 @@ class NativeLinear:
 
 
 def _nibbles(values: Tensor) -> Tensor:
-    """(out, in) from 0 to 15 -> (out, in / 2) bytes, of which four are a unit."""
-    eights = values.reshape(len(values), -1, 8)[..., list(_NIBBLES)]
-    return (eights[..., ::2] | (eights[..., 1::2] << 4)).flatten(1)
+    """(out, in) from 0 to 15 -> (out, in / 2) bytes: of the 8 of a unit the last four in the upper halves."""
+    units = values.reshape(len(values), -1, 2, 4)
+    return (units[..., 0, :] | (units[..., 1, :] << 4)).flatten(1)
 
 
 def _padded(values: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:

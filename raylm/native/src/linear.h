@@ -18,35 +18,6 @@
 
 namespace raylm {
 
-#if defined(__AVX512F__)
-constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
-#else
-constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
-#endif
-
-// What quantized weights need of x: its rows in 8 bits, each with a scale of its own, and the sums of its groups.
-struct Quantized {
-  uint8_t* values;    // [rows][depth]
-  float* scales;      // [rows]
-  float* group_sums;  // [rows][depth / group]
-};
-
-// The memory of some of them, each for rows of any depth up to the one reserved.
-struct QuantizedSpace {
-  void reserve(size_t rows, size_t depth) {
-    values.resize(rows * depth);
-    scales.resize(rows);
-    group_sums.resize(rows * (depth / 8));
-  }
-  // Number `at` of those that have `rows` rows of depth `depth`.
-  Quantized number(size_t at, size_t rows, size_t depth) {
-    return {values.data() + at * rows * depth, scales.data() + at * rows, group_sums.data() + at * rows * (depth / 8)};
-  }
-  std::vector<uint8_t> values;
-  std::vector<float> scales;
-  std::vector<float> group_sums;
-};
-
 // One tile: `rows` <= kRows rows against two groups, sums [rows][2] to `out`. Separate functions, so that what becomes of
 // the sums does not multiply their number.
 template <class T, int R, int AHEAD>
@@ -87,8 +58,8 @@ struct Finished<int8_t> {
 // A product as one phase; all threads of the team call it. `x` is [rows][w.units] units; a piece is a pair of column
 // groups, and a thread asks for its next pair while it computes.
 template <class T, Into INTO, class Out>
-void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const float* row_scales, int rows,
-                    Target<Out> target) {
+void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const RoundedGroup* rounded, int rows,
+             Target<Out> target) {
   const int groups = w.columns / kLanes;
   const bool gated = INTO == Into::kGate;
   const int pairs = gated ? groups / 2 : (groups + 1) / 2;
@@ -115,7 +86,7 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
       (ahead ? asking : plain)[end - begin - 1](streams[0], streams[1], x + ptrdiff_t(begin) * w.units, w.units, ahead,
                                                 sums[0]);
       for (int row = begin; row < end; row++) {
-        const float scale = row_scales ? row_scales[row] : 1.0f;
+        const float scale = rounded ? rounded[row].scale : 1.0f;
         const auto& sum = sums[row - begin];
         put<INTO>(target, row * target.stride + first * kLanes, Finished<T>::of(w, first * kLanes, scale, sum[0]),
                   Finished<T>::of(w, second * kLanes, scale, sum[1]), apart);
@@ -124,45 +95,22 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
   });
 }
 
-// Eight bits a value, symmetric, one scale a row: no request of a batch changes another's numbers.
-template <class T>
-void quantize_row(const T* x, int depth, uint8_t* out, float* scale) {
-  f32x16 most = {};
-  int i = 0;
-  for (; i + kLanes <= depth; i += kLanes) {
-    const f32x16 v = load_wide(x + i);
-    most = max(most, max(v, -v));
-  }
-  float top = highest(most);
-  for (; i < depth; i++) top = std::max(top, std::fabs(widen(x[i])));
-  const float inverse = top > 0 ? 127.0f / top : 0.0f;
-  const f32x16 magic = splat(12582912.0f + 128.0f);  // rounds to an integer, and adds 128 to it
-  typedef uint8_t u8x16 __attribute__((vector_size(16)));
-  for (i = 0; i + kLanes <= depth; i += kLanes) {
-    const i32x16 value = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
-    store(out + i, __builtin_convertvector(value, u8x16));
-  }
-  for (; i < depth; i++) out[i] = uint8_t(int(std::nearbyint(widen(x[i]) * inverse)) + 128);
-  *scale = top / 127.0f;
-}
-
 // `out = x . weight^T + bias` by the whole team, in phases of its own: every thread calls it. `x` is [rows][w.depth].
 template <Into INTO, class T, class Out>
 void linear(Team& team, const Linear& w, const T* x, int rows, Quantized scratch, Target<Out> target) {
   if (w.kind == kInt8) {
     team.each(rows, [&](int row) {
       const ptrdiff_t at = ptrdiff_t(row) * w.depth;
-      quantize_row(x + at, w.depth, &scratch.values[at], &scratch.scales[row]);
+      scratch.groups[row] = round_inputs<128>(x + at, w.depth, scratch.values + at);
     });
-    product<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values), scratch.scales, rows, target);
+    product<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values), scratch.groups, rows, target);
   } else if (w.kind == kInt4) {
-    if (w.offsets) {
-      const int groups = w.depth / w.group;
-      team.each(rows, [&](int row) {
-        sum_groups(x + ptrdiff_t(row) * w.depth, w.depth, w.group, &scratch.group_sums[ptrdiff_t(row) * groups]);
-      });
-    }
-    int4_product<INTO, T, Out>(team, w, x, scratch.group_sums, rows, target);
+    const int groups = w.depth / w.group;
+    team.each(rows * groups, [&](int piece) {
+      const ptrdiff_t at = ptrdiff_t(piece) * w.group;
+      scratch.groups[piece] = round_inputs<0>(x + at, w.group, scratch.values + at);
+    });
+    int4_product<INTO, Out>(team, w, scratch.values, scratch.groups, rows, target);
   } else {
     typedef typename Lane<T>::Unit Unit;
     product<T, INTO, Out>(team, w, reinterpret_cast<const Unit*>(x), nullptr, rows, target);
