@@ -11,6 +11,7 @@ from torch import Tensor
 import raylm.native.library as lib
 from raylm.native.runtime import Kernels
 
+_MOST_GROUP = 128
 KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
 
 
@@ -34,7 +35,8 @@ class Int4Weight:
     """``weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g]``, where g is the group of inputs that i lies in.
 
     values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None where all are 8.
-    Groups are consecutive inputs, all equally many, a multiple of 8.
+    Groups are consecutive inputs, all equally many, a multiple of 8. The kernels round the inputs too, to 8 bits,
+    symmetric, with one scale for each group of a row, or for each 128 or fewer inputs of a larger one.
     """
 
     values: Tensor
@@ -125,10 +127,13 @@ class NativeLinear:
         if inputs % (8 * groups):
             raise ValueError(f"{inputs} inputs are no {groups} groups of a multiple of 8")
         self._pack(_nibbles(weight.values), lib.INT4, per_unit=8)
-        self.struct.group = inputs // groups
-        self.struct.scales = self._keep(self._by_stream(weight.scales))
+        parts = 1  # the inputs are rounded by the same groups: many would share one scale
+        while (part := inputs // groups // parts) > _MOST_GROUP and part % 16 == 0:
+            parts *= 2
+        self.struct.group = part
+        self.struct.scales = self._keep(self._by_stream(weight.scales.repeat_interleave(parts, 1)))
         if weight.zeros is not None:
-            self.struct.zeros = self._keep(self._by_stream(weight.zeros, torch.int32))
+            self.struct.zeros = self._keep(self._by_stream(weight.zeros.repeat_interleave(parts, 1), torch.int32))
 
     def _by_stream(self, values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """(out, groups) -> (out / 16, groups, 16): beside the stream that they belong to."""

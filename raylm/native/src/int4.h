@@ -43,11 +43,11 @@ struct Int4Stream {
   const int32_t* zeros;  // or null, where all are 8
 };
 
-// R rows of rounded inputs against two streams; `out` holds the totals of all groups. Lines of `next`, which another call
-// reads soon, are asked for.
-template <int R>
+// R rows of rounded inputs against two streams, while AHEAD streams, `next`, are asked for; `out` holds the totals of all
+// groups.
+template <int R, int AHEAD>
 __attribute__((noinline)) void int4_tile(const Int4Stream (&streams)[2], const uint32_t* x, const RoundedGroup* rounded,
-                                         int depth, int group, const char* next, f32x16* out) {
+                                         int depth, int group, const char* const* next, f32x16* out) {
   const ptrdiff_t stride = depth / 4;
   const int groups = depth / group, group_units = group / 8;
   std::fill_n(out, 2 * R, f32x16{});
@@ -70,7 +70,8 @@ __attribute__((noinline)) void int4_tile(const Int4Stream (&streams)[2], const u
 #pragma GCC unroll 2
         for (int v = 0; v < 2; v++) sums[r][v] = nibble_dot(nibble_dot(sums[r][v], low[v], inputs[0]), high[v], inputs[1]);
       }
-      if (next) __builtin_prefetch(next + unit * 64, 0, 2);
+#pragma GCC unroll 4
+      for (int a = 0; a < AHEAD; a++) __builtin_prefetch(next[a] + unit * 64, 0, 2);
     }
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) {
@@ -82,15 +83,16 @@ __attribute__((noinline)) void int4_tile(const Int4Stream (&streams)[2], const u
   }
 }
 
-template <int... R>
+template <int AHEAD, int... R>
 constexpr auto int4_tiles_of(std::integer_sequence<int, R...>) {
-  return std::array{&int4_tile<R + 1>...};
+  return std::array{&int4_tile<R + 1, AHEAD>...};
 }
 
 // A product as one phase; all threads of the team call it. `x` is [rows][depth] bytes, `rounded` [rows][groups].
 template <Into INTO, class Out>
 void int4_product(Team& team, const Linear& w, const uint8_t* x, const RoundedGroup* rounded, int rows, Target<Out> target) {
-  constexpr auto tiles_by_rows = int4_tiles_of(std::make_integer_sequence<int, kRows>());
+  constexpr auto rows_of = std::make_integer_sequence<int, kRows>();
+  constexpr std::array tiles_by_rows{int4_tiles_of<0>(rows_of), int4_tiles_of<2>(rows_of)};
   const bool gated = INTO == Into::kGate;
   const int streams = w.columns / kLanes, groups = w.depth / w.group;
   const int pairs = gated ? streams / 2 : (streams + 1) / 2;
@@ -105,15 +107,18 @@ void int4_product(Team& team, const Linear& w, const uint8_t* x, const RoundedGr
     const int first = first_of(pair), second = second_of(pair);
     const Int4Stream pieces[2] = {stream(first), stream(second)};
     const ptrdiff_t apart = second > first ? kLanes : 0;
+    const char* next[2] = {};
+    if (next_pair < pairs) {
+      next[0] = reinterpret_cast<const char*>(stream(first_of(next_pair)).words);
+      next[1] = reinterpret_cast<const char*>(stream(second_of(next_pair)).words);
+    }
     for (int t = 0; t < tiles; t++) {
       const int begin = int(ptrdiff_t(rows) * t / tiles), end = int(ptrdiff_t(rows) * (t + 1) / tiles);
-      // The first tile reads the weights itself; the two that follow have time to ask for the next pair's.
-      const char* next = nullptr;
-      if (next_pair < pairs && (t == 1 || t == 2))
-        next = reinterpret_cast<const char*>(stream(t == 1 ? first_of(next_pair) : second_of(next_pair)).words);
+      // The first tile reads the weights itself; the second has time to ask for the next pair's.
+      const bool asks = t == 1 && next[0];
       f32x16 sums[kRows][2];
-      tiles_by_rows[end - begin - 1](pieces, reinterpret_cast<const uint32_t*>(x + ptrdiff_t(begin) * w.depth),
-                                     rounded + ptrdiff_t(begin) * groups, w.depth, w.group, next, sums[0]);
+      tiles_by_rows[asks][end - begin - 1](pieces, reinterpret_cast<const uint32_t*>(x + ptrdiff_t(begin) * w.depth),
+                                           rounded + ptrdiff_t(begin) * groups, w.depth, w.group, next, sums[0]);
       for (int row = begin; row < end; row++) {
         f32x16 one = sums[row - begin][0], two = sums[row - begin][1];
         if (w.bias) {

@@ -18,14 +18,13 @@
 
 namespace raylm {
 
-// One tile: `rows` <= kRows rows against two groups, sums [rows][2] to `out`. Separate functions, so that what becomes of
-// the sums does not multiply their number.
+// One tile: R rows against two groups, sums [R][2] to `out`, while AHEAD groups, `next`, are asked for. Separate
+// functions, so that what becomes of the sums does not multiply their number.
 template <class T, int R, int AHEAD>
-__attribute__((noinline)) void tile(const uint32_t* first, const uint32_t* second, const typename Lane<T>::Unit* x,
-                                    int units, const char* next, typename Lane<T>::Sum* out) {
+__attribute__((noinline)) void tile(const uint32_t* const (&streams)[2], const typename Lane<T>::Unit* x, int units,
+                                    const char* const* next, typename Lane<T>::Sum* out) {
   typename Lane<T>::Sum sums[R][2] = {};
-  const uint32_t* const streams[2] = {first, second};
-  multiply<T, R, 2, AHEAD>(sums, x, units, streams, kLanes, units, next);
+  multiply<T, R, 2, kOwnAhead<R>, AHEAD>(sums, x, units, streams, kLanes, units, next);
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     store(out + 2 * r, sums[r][0]);
@@ -65,8 +64,8 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
   const int pairs = gated ? groups / 2 : (groups + 1) / 2;
   const ptrdiff_t size = ptrdiff_t(w.units) * kLanes;
   const int tiles = (rows + kRows - 1) / kRows;
-  constexpr auto plain = tiles_of<T, 0>(std::make_integer_sequence<int, kRows>());
-  constexpr auto asking = tiles_of<T, 1>(std::make_integer_sequence<int, kRows>());
+  constexpr auto rows_of = std::make_integer_sequence<int, kRows>();
+  constexpr std::array tiles_by_rows{tiles_of<T, 0>(rows_of), tiles_of<T, 2>(rows_of)};
   team.share(pairs, [&](int pair, int next_pair) {
     const int first = gated ? pair : 2 * pair;
     const int second = gated ? pair + pairs : std::min(2 * pair + 1, groups - 1);
@@ -81,10 +80,9 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
     for (int t = 0; t < tiles; t++) {
       const int begin = int(ptrdiff_t(rows) * t / tiles), end = int(ptrdiff_t(rows) * (t + 1) / tiles);
       typename Lane<T>::Sum sums[kRows][2];
-      // The first tile reads the weights itself; the two that follow have time to ask for the next pair's.
-      const char* ahead = t == 0 || t > 2 ? nullptr : next[t - 1];
-      (ahead ? asking : plain)[end - begin - 1](streams[0], streams[1], x + ptrdiff_t(begin) * w.units, w.units, ahead,
-                                                sums[0]);
+      // The first tile reads the weights itself; the second has time to ask for the next pair's.
+      const bool asks = t == 1 && next[0];
+      tiles_by_rows[asks][end - begin - 1](streams, x + ptrdiff_t(begin) * w.units, w.units, next, sums[0]);
       for (int row = begin; row < end; row++) {
         const float scale = rounded ? rounded[row].scale : 1.0f;
         const auto& sum = sums[row - begin];

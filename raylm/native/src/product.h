@@ -32,6 +32,11 @@ constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
 constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
 #endif
 
+// How many units ahead a tile of R rows asks for the weights that it reads: fewer rows read as fast as memory serves, and
+// the processor runs ahead by itself.
+template <int R>
+constexpr int kOwnAhead = R > 8 ? 64 : 0;
+
 // What becomes of a product.
 enum class Into { kStore, kAdd, kGate };
 
