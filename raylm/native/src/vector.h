@@ -194,11 +194,11 @@ struct Lane<int8_t> {
 // sums[r][v] += rows[r] . columns[v] over `units`: R rows of x against 16 columns in each of V streams.
 // Stream v holds its units one after the other, `stride` 32-bit words apart, 16 columns side by side.
 // The streams are asked for OWN units ahead, where that is not 0, and in each unit a cache line of each of AHEAD streams in
-// `next`, which another call reads soon.
+// `next`, which another call reads soon and whose lines are `next_stride` bytes apart.
 template <class T, int R, int V, int OWN = 0, int AHEAD = 0>
 RAYLM_INLINE void multiply(typename Lane<T>::Sum (&sums)[R][V], const typename Lane<T>::Unit* x, ptrdiff_t x_stride,
                            const uint32_t* const (&streams)[V], ptrdiff_t stride, int units,
-                           const char* const* next = nullptr) {
+                           const char* const* next = nullptr, ptrdiff_t next_stride = 64) {
   typedef typename Lane<T>::Vec Vec;
   for (int u = 0; u < units; u++) {
     Vec w[V];
@@ -214,7 +214,7 @@ RAYLM_INLINE void multiply(typename Lane<T>::Sum (&sums)[R][V], const typename L
       for (int v = 0; v < V; v++) sums[r][v] = Lane<T>::dot(sums[r][v], w[v], unit);
     }
 #pragma GCC unroll 4
-    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(next[a] + ptrdiff_t(u) * 64, 0, 2);
+    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(next[a] + u * next_stride, 0, 2);
   }
 }
 
