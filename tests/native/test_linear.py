@@ -81,7 +81,9 @@ def test_int4_equals_a_float64_product_of_rounded_groups(
     assert got.shape == wanted.shape
     assert got.dtype == dtype
     most = float((rounded.abs() @ plain(weight).abs().T).max())
-    assert float((got.double() - wanted).abs().max()) < TOLERANCE[dtype] * most + doubt * float(plain(weight).abs().max())
+    assert float((got.double() - wanted).abs().max()) < TOLERANCE[dtype] * most + doubt * float(
+        plain(weight).abs().max()
+    )
 
 
 @pytest.mark.parametrize("instructions", OFFERED)
