@@ -77,19 +77,28 @@ def _weights(shape: list[int]) -> int:
     return shape[0] * shape[1]
 
 
-def step_seconds(limits: Limits, shape: Shape, tokens: int, rows: int, seen: float, held: float) -> float:
-    """The bound for one step.
+def phase_seconds(
+    limits: Limits, shape: Shape, tokens: int, rows: int, seen: float, held: float
+) -> dict[str, tuple[float, float]]:
+    """What the linear layers and attention take at least in one step: for their operations, and for what they read.
 
     Args:
         tokens: computed in this step, of which ``rows`` get logits.
         seen: tokens that each of them attends to, on average.
         held: tokens whose keys and values are read, of all sequences together.
     """
-    operations = (
-        2 * tokens * shape.layer_weights + 2 * rows * shape.head_weights + 4 * tokens * seen * shape.attention_size
-    )
-    read = shape.decode_bytes + 2.0 * held * shape.kv_size
-    return max(operations / limits.gemm, read / limits.read)
+    products = 2 * tokens * shape.layer_weights + 2 * rows * shape.head_weights
+    attention = 4 * tokens * seen * shape.attention_size
+    return {
+        "linear": (products / limits.gemm, shape.decode_bytes / limits.read),
+        "attention": (attention / limits.gemm, 2.0 * held * shape.kv_size / limits.read),
+    }
+
+
+def step_seconds(limits: Limits, shape: Shape, tokens: int, rows: int, seen: float, held: float) -> float:
+    """The bound for one step whose phases overlap as if they were one; arguments as of phase_seconds."""
+    phases = phase_seconds(limits, shape, tokens, rows, seen, held).values()
+    return max(sum(computing for computing, _ in phases), sum(reading for _, reading in phases))
 
 
 def prefill_seconds(limits: Limits, shape: Shape, prompts: int, tokens: int, cached: int = 0) -> float:

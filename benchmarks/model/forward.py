@@ -1,8 +1,12 @@
 """Times single steps of the ModelRunner: decoding at several batch sizes, and prompts; shows where the time goes.
 
-    python -m benchmarks.model.forward --model DIR --threads 4
+    python -m benchmarks.model.forward --model DIR --threads 4 --limits
     python -m benchmarks.model.forward --model DIR --threads 4 --batch 1 --prefill --busy 0 1 2 --fixed-team \\
         --warm-up 200
+
+With --limits each part is shown beside the least that it could take here, by the operations of a GEMM and by the bytes
+that it reads from memory, whichever is more: "linear 70% (at 92% of its limit)". Last comes the same of the whole step,
+whose bound is the sum of those. The machine's limits are measured first, as `benchmarks.compare` measures them.
 
 With --busy every case is timed beside so many processes that compute all the time. --fixed-team times each case also
 with all threads in every step; a team of threads that chooses its size needs some 100 steps to find it.
@@ -18,11 +22,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as Worker.start does, before torch is imported
 
 import torch
 
+from benchmarks.compare.limits import Limits, Shape, phase_seconds, read_shape
+from benchmarks.compare.limits import measure as measure_limits
 from benchmarks.rows import Report, parser
 from raylm.config import Config
 from raylm.messages import NewSequence, SchedulerOutput
@@ -134,8 +141,10 @@ def teams(runner: ModelRunner, threads: int, *, fixed: bool) -> Iterator[str]:
     decoder._size = choosing
 
 
-def time_case(runner: ModelRunner, seconds: Iterator[float], warm_up: int) -> tuple[dict[str, float], str]:
-    """The median and the least of all steps of one case, and each part's share of them."""
+def time_case(
+    runner: ModelRunner, seconds: Iterator[float], warm_up: int, least: dict[str, float]
+) -> tuple[dict[str, float], str]:
+    """The median and the least of all steps of one case, and each part's share of them; ``least`` seconds of parts."""
     for _ in range(warm_up):
         next(seconds)
     before, started = runner.forward.seconds(), time.perf_counter()
@@ -143,8 +152,27 @@ def time_case(runner: ModelRunner, seconds: Iterator[float], warm_up: int) -> tu
     whole = time.perf_counter() - started
     parts = {part: now - before[part] for part, now in runner.forward.seconds().items()}
     parts["other"] = whole - sum(parts.values())
-    shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in parts.items())
+    of_limit = {part: f" (at {least[part] * len(taken) / parts[part]:.0%} of its limit)" for part in least}
+    shares = ", ".join(f"{part} {value / whole:.0%}{of_limit.get(part, '')}" for part, value in parts.items())
+    if least:
+        shares += f"; all at {sum(least.values()) * len(taken) / whole:.0%}"
     return {"median": 1e3 * statistics.median(taken), "least": 1e3 * min(taken)}, shares
+
+
+class Least:
+    """What the parts of a step take at least on this machine; nothing is known without ``--limits``."""
+
+    def __init__(self, args: argparse.Namespace, threads: int) -> None:
+        self._known: tuple[Limits, Shape] | None = None
+        if args.limits:
+            self._known = measure_limits(threads), read_shape(Path(args.model))
+            print(self._known[0])
+
+    def of(self, tokens: int, rows: int, seen: float, held: float) -> dict[str, float]:
+        """Seconds of each part; the arguments are those of phase_seconds."""
+        if self._known is None:
+            return {}
+        return {part: max(both) for part, both in phase_seconds(*self._known, tokens, rows, seen, held).items()}
 
 
 def main() -> None:
@@ -160,7 +188,12 @@ def main() -> None:
     options.add_argument("--busy", type=int, nargs="+", default=[0], help="processes that compute beside the steps")
     options.add_argument("--fixed-team", action="store_true", help="time each case also with all threads in every step")
     options.add_argument("--quantization")
+    options.add_argument("--limits", action="store_true", help="show what each part would take at least; bfloat16 only")
     args = options.parse_args()
+    if args.limits and (args.quantization or args.dtype != "bfloat16" or args.model == "embedded"):
+        raise SystemExit(
+            "--limits: they are measured for bfloat16 checkpoints; give --model DIR and no --quantization."
+        )
     engine = {"threads": args.threads} if args.threads else {}
     config = {"model": args.model, "dtype": args.dtype, "engine": engine, "cache": {"memory_gib": 4}}
     if args.quantization:
@@ -168,19 +201,24 @@ def main() -> None:
     runner, info = start_runner(Config.model_validate(config))
     print(f"{args.model}: {info.dtype}, threads {info.threads}, attention {info.attention_backend}, {info.stages}")
     steps = Steps(runner, info.block_size, info.vocab_size)
+    least = Least(args, info.threads)
     report = Report("forward", {"median": "ms", "least": "ms"}, args.out)
     for count in args.busy:
         with busy(count):
             for team in teams(runner, info.threads, fixed=args.fixed_team):
-                measure(args, steps, f"{f', {count} busy' if count else ''}{team}", report)
+                measure(args, steps, f"{f', {count} busy' if count else ''}{team}", report, least)
 
 
-def measure(args: argparse.Namespace, steps: Steps, circumstances: str, report: Report) -> None:
+def measure(args: argparse.Namespace, steps: Steps, circumstances: str, report: Report, least: Least) -> None:
     for batch in args.batch:
         seconds = steps.decode(batch, args.context, args.warm_up + args.steps)
-        report.add(f"decode {batch} x {args.context}{circumstances}", *time_case(steps.runner, seconds, args.warm_up))
+        seen = args.context + args.warm_up + args.steps / 2
+        bound = least.of(batch, batch, seen, batch * seen)
+        figures, shares = time_case(steps.runner, seconds, args.warm_up, bound)
+        report.add(f"decode {batch} x {args.context}{circumstances}", figures, shares)
     for tokens in args.prefill:
-        report.add(f"prefill {tokens}{circumstances}", *time_case(steps.runner, steps.prefill(tokens, 4), 1))
+        figures, shares = time_case(steps.runner, steps.prefill(tokens, 4), 1, least.of(tokens, 1, tokens / 2, 0))
+        report.add(f"prefill {tokens}{circumstances}", figures, shares)
 
 
 if __name__ == "__main__":

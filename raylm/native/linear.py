@@ -11,10 +11,8 @@ from torch import Tensor
 import raylm.native.library as lib
 from raylm.native.runtime import Kernels
 
+_MOST_GROUP = 128
 KINDS = {torch.float32: lib.FLOAT32, torch.bfloat16: lib.BFLOAT16}
-_MIDDLE = 8
-# The places of a unit's 8 neighbours: those with even numbers in the lower half, see src/int4.h.
-_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,8 @@ class Int4Weight:
     """``weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g]``, where g is the group of inputs that i lies in.
 
     values (out, in) uint8 from 0 to 15; scales (out, groups) float32, zeros (out, groups) or None where all are 8.
-    Groups are consecutive inputs, all equally many, a multiple of 8.
+    Groups are consecutive inputs, all equally many, a multiple of 8. The kernels round the inputs too, to 8 bits,
+    symmetric, with one scale for each group of a row, or for each 128 or fewer inputs of a larger one.
     """
 
     values: Tensor
@@ -128,15 +127,18 @@ class NativeLinear:
         if inputs % (8 * groups):
             raise ValueError(f"{inputs} inputs are no {groups} groups of a multiple of 8")
         self._pack(_nibbles(weight.values), lib.INT4, per_unit=8)
-        self.struct.group = inputs // groups
-        self.struct.scales = self._keep(self._by_stream(weight.scales))
+        parts = 1  # the inputs are rounded by the same groups: many would share one scale
+        while (part := inputs // groups // parts) > _MOST_GROUP and part % 16 == 0:
+            parts *= 2
+        self.struct.group = part
+        self.struct.scales = self._keep(self._by_stream(weight.scales.repeat_interleave(parts, 1)))
         if weight.zeros is not None:
-            self.struct.offsets = self._keep(self._by_stream((_MIDDLE - weight.zeros.float()) * weight.scales))
+            self.struct.zeros = self._keep(self._by_stream(weight.zeros.repeat_interleave(parts, 1), torch.int32))
 
-    def _by_stream(self, values: Tensor) -> Tensor:
+    def _by_stream(self, values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """(out, groups) -> (out / 16, groups, 16): beside the stream that they belong to."""
-        padded = _padded(values, self.struct.columns).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
-        return self._native.arena.empty(tuple(padded.shape), torch.float32).copy_(padded)
+        padded = _padded(values, self.struct.columns, dtype).view(-1, lib.LANES, values.shape[1]).transpose(1, 2)
+        return self._native.arena.empty(tuple(padded.shape), dtype).copy_(padded)
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -144,9 +146,9 @@ class NativeLinear:
 
 
 def _nibbles(values: Tensor) -> Tensor:
-    """(out, in) from 0 to 15 -> (out, in / 2) bytes, of which four are a unit."""
-    eights = values.reshape(len(values), -1, 8)[..., list(_NIBBLES)]
-    return (eights[..., ::2] | (eights[..., 1::2] << 4)).flatten(1)
+    """(out, in) from 0 to 15 -> (out, in / 2) bytes: of the 8 of a unit the last four in the upper halves."""
+    units = values.reshape(len(values), -1, 2, 4)
+    return (units[..., 0, :] | (units[..., 1, :] << 4)).flatten(1)
 
 
 def _padded(values: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "team.h"
@@ -205,21 +206,13 @@ class Attention {
     clear(s.whole_o, s.whole_top, s.whole_total, rows);
     for (int at = begin; at < end; at += kChunk) {
       const int keys = std::min(kChunk, end - at);
-      // A single token does little with each key: memory must be asked for what comes, or every block is waited for.
-      if (item.tokens == 1) ask_for_values(item, at, keys);
       score(item, s, rows, at, keys);
-      if (item.tokens == 1) {
-        if (at + kChunk < end)
-          ask_for_keys(item, at + kChunk, std::min(kChunk, end - at - kChunk));
-        else if (next)
-          ask_for_first_keys(*next);
-      }
       const bool whole = keys == kChunk && at + kChunk <= first + 1 &&
                          (h_.window <= 0 || at > first + item.tokens - 1 - h_.window);
       const int groups = (keys + kLanes - 1) / kLanes;
       for (int r = 0; r < rows; r++)
         whole ? weigh<false>(s, r, at, kGroups) : weigh<true>(s, r, at, groups);
-      accumulate(item, s, rows, at, keys);
+      accumulate(item, s, rows, at, keys, what_follows(item, next, at + kChunk, end));
       const int behind = at + kChunk;
       if (behind % kStretch && behind < end) continue;
       item.slot < 0 ? add(s, rows) : leave(item.slot + number++, s, rows);
@@ -249,24 +242,31 @@ class Attention {
     return size_t(block) * h_.kv_heads + item.head;
   }
 
-  void ask_for_keys(const Item& item, int at, int keys) const {
-    for (int offset = 0; offset < keys; offset += kLanes) {
-      const int key = at + offset;
-      const uint32_t* from = keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
-      for (int u = 0; u < units_; u++) __builtin_prefetch(from + ptrdiff_t(u) * b_.block_size, 0, 2);
-    }
+  // Where 16 keys lie, from `key` on; units are `block_size` words apart.
+  const uint32_t* keys_of(const Item& item, int key) const {
+    return keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
   }
 
-  void ask_for_first_keys(const Item& item) const {
-    const auto [begin, end, number] = span_of(item);
-    ask_for_keys(item, begin, std::min(kChunk, end - begin));
-  }
+  ptrdiff_t line_stride() const { return ptrdiff_t(b_.block_size) * 4; }
 
-  void ask_for_values(const Item& item, int at, int keys) const {
-    for (int offset = 0; offset < keys; offset += kLanes) {
-      const uint32_t* from = values_of(item, at + offset);
-      for (int i = 0; i < kGroupUnits * h_.head_dim; i += kLanes) __builtin_prefetch(from + i, 0, 2);
+  // The keys that a thread reads after a chunk of a single token, by groups of 16; null where there are none.
+  struct Following {
+    const char* groups[kGroups] = {};
+  };
+
+  // Those from `behind` on, or the first ones of the next item.
+  Following what_follows(const Item& item, const Item* next, int behind, int end) const {
+    Following found;
+    if (item.tokens > 1) return found;
+    const Item* from = &item;
+    if (behind >= end) {
+      if (!next) return found;
+      const auto [first, last, number] = span_of(*next);
+      from = next, behind = first, end = last;
     }
+    for (int g = 0; g < kGroups && behind + g * kLanes < end; g++)
+      found.groups[g] = reinterpret_cast<const char*>(keys_of(*from, behind + g * kLanes));
+    return found;
   }
 
   // Where the values of the 16 keys from `key` on lie.
@@ -274,26 +274,41 @@ class Attention {
     return values_ + (block_of(item, key) * (b_.block_size / P) + key % b_.block_size / P) * h_.head_dim;
   }
 
+  // A single token does little with each key and value: memory is asked for those that come in time with the products,
+  // here for the values of the chunk, and in `accumulate` for the keys that follow.
   void score(const Item& item, Scratch& s, int rows, int at, int keys) {
     const Unit* q = reinterpret_cast<const Unit*>(s.q.data());
     for (int from = 0; from < keys; from += 4 * kLanes) {
       const uint32_t* streams[4];
+      const char* values[4];
       for (int g = 0; g < 4; g++) {
         const int offset = from + g * kLanes, key = at + (offset < keys ? offset : from);  // beyond the end: masked below
-        streams[g] = keys_ + block_of(item, key) * units_ * b_.block_size + key % b_.block_size;
+        streams[g] = keys_of(item, key);
+        values[g] = reinterpret_cast<const char*>(values_of(item, key));
       }
-      int r = 0;
-      for (; r + 6 <= rows; r += 6) score_rows<6>(s, q, r, from, streams);
-      for (; r + 3 <= rows; r += 3) score_rows<3>(s, q, r, from, streams);
-      for (; r + 2 <= rows; r += 2) score_rows<2>(s, q, r, from, streams);
-      for (; r < rows; r++) score_rows<1>(s, q, r, from, streams);
+      bool asks = item.tokens == 1;
+      in_tiles(rows, [&]<int R>(std::integral_constant<int, R>, int r) {
+        asks ? score_rows<R, 4>(s, q, r, from, streams, values) : score_rows<R, 0>(s, q, r, from, streams, values);
+        asks = false;
+      });
     }
   }
 
-  template <int R>
-  RAYLM_INLINE void score_rows(Scratch& s, const Unit* q, int r, int from, const uint32_t* const (&streams)[4]) {
+  // Calls `tile(R, r)` for rows r .. r + R until all have been.
+  template <class Tile>
+  static RAYLM_INLINE void in_tiles(int rows, const Tile& tile) {
+    int r = 0;
+    for (; r + 6 <= rows; r += 6) tile(std::integral_constant<int, 6>(), r);
+    for (; r + 3 <= rows; r += 3) tile(std::integral_constant<int, 3>(), r);
+    for (; r + 2 <= rows; r += 2) tile(std::integral_constant<int, 2>(), r);
+    for (; r < rows; r++) tile(std::integral_constant<int, 1>(), r);
+  }
+
+  template <int R, int AHEAD>
+  RAYLM_INLINE void score_rows(Scratch& s, const Unit* q, int r, int from, const uint32_t* const (&streams)[4],
+                               const char* const (&values)[4]) {
     f32x16 sums[R][4] = {};
-    multiply<T, R, 4>(sums, q + ptrdiff_t(r) * units_, units_, streams, b_.block_size, units_);
+    multiply<T, R, 4, 0, AHEAD>(sums, q + ptrdiff_t(r) * units_, units_, streams, b_.block_size, units_, values);
     for (int i = 0; i < R; i++)
       for (int g = 0; g < 4; g++) store(&s.s[size_t(r + i) * kChunk + from + g * kLanes], sums[i][g] * h_.scale);
   }
@@ -334,7 +349,7 @@ class Attention {
     return h_.softcap * (1.0f - 2.0f / (exp(2.0f * (x < 20.0f ? x : splat(20.0f))) + 1.0f));
   }
 
-  void accumulate(const Item& item, Scratch& s, int rows, int at, int keys) {
+  void accumulate(const Item& item, Scratch& s, int rows, int at, int keys, const Following& following) {
     const uint32_t* groups[kGroups];
     for (int g = 0; g * kLanes < keys; g++) groups[g] = values_of(item, at + g * kLanes);
     if (P == 2 && keys % 2) {  // the last unit holds one key of the sequence and one unused slot
@@ -342,22 +357,24 @@ class Attention {
       for (int d = 0; d < h_.head_dim; d++) s.tail[d] = last[d] & 0xffffu;
     }
     int d = 0;
-    for (; d + 64 <= h_.head_dim; d += 64) accumulate_at<4>(s, rows, keys, groups, d);
-    for (; d + 32 <= h_.head_dim; d += 32) accumulate_at<2>(s, rows, keys, groups, d);
-    for (; d < h_.head_dim; d += 16) accumulate_at<1>(s, rows, keys, groups, d);
+    for (; d + 64 <= h_.head_dim; d += 64) accumulate_at<4>(s, rows, keys, groups, d, following);
+    for (; d + 32 <= h_.head_dim; d += 32) accumulate_at<2>(s, rows, keys, groups, d, following);
+    for (; d < h_.head_dim; d += 16) accumulate_at<1>(s, rows, keys, groups, d, following);
   }
 
   template <int V>
-  void accumulate_at(Scratch& s, int rows, int keys, const uint32_t* const* groups, int d) {
-    int r = 0;
-    for (; r + 6 <= rows; r += 6) accumulate_rows<6, V>(s, r, keys, groups, d);
-    for (; r + 3 <= rows; r += 3) accumulate_rows<3, V>(s, r, keys, groups, d);
-    for (; r + 2 <= rows; r += 2) accumulate_rows<2, V>(s, r, keys, groups, d);
-    for (; r < rows; r++) accumulate_rows<1, V>(s, r, keys, groups, d);
+  void accumulate_at(Scratch& s, int rows, int keys, const uint32_t* const* groups, int d, const Following& following) {
+    bool asks = following.groups[0];
+    in_tiles(rows, [&]<int R>(std::integral_constant<int, R>, int r) {
+      asks ? accumulate_rows<R, V, V>(s, r, keys, groups, d, following)
+           : accumulate_rows<R, V, 0>(s, r, keys, groups, d, following);
+      asks = false;
+    });
   }
 
-  template <int R, int V>
-  RAYLM_INLINE void accumulate_rows(Scratch& s, int r, int keys, const uint32_t* const* groups, int d) {
+  template <int R, int V, int AHEAD>
+  RAYLM_INLINE void accumulate_rows(Scratch& s, int r, int keys, const uint32_t* const* groups, int d,
+                                    const Following& following) {
     f32x16 sums[R][V];
     float* o = &s.o[size_t(r) * h_.head_dim + d];
 #pragma GCC unroll 6
@@ -367,10 +384,17 @@ class Attention {
     const Unit* p = reinterpret_cast<const Unit*>(&s.p[size_t(r) * kChunk]);
     const int units = keys / P;
     for (int u = 0; u < units; u += kGroupUnits) {
+      const int group = u / kGroupUnits;
       const uint32_t* streams[V];
+      const char* next[V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) streams[v] = groups[u / kGroupUnits] + d + v * kLanes;
-      multiply<T, R, V>(sums, p + u, kChunk / P, streams, h_.head_dim, std::min(kGroupUnits, units - u));
+      for (int v = 0; v < V; v++) {
+        streams[v] = groups[group] + d + v * kLanes;
+        next[v] = following.groups[group] ? following.groups[group] + (d / kLanes + v) * kGroupUnits * line_stride()
+                                          : reinterpret_cast<const char*>(streams[v]);
+      }
+      multiply<T, R, V, 0, AHEAD>(sums, p + u, kChunk / P, streams, h_.head_dim, std::min(kGroupUnits, units - u), next,
+                                  line_stride());
     }
     if (P == 2 && keys % 2) {
       const uint32_t* streams[V];

@@ -18,43 +18,13 @@
 
 namespace raylm {
 
-#if defined(__AVX512F__)
-constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
-#else
-constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
-#endif
-
-// What quantized weights need of x: its rows in 8 bits, each with a scale of its own, and the sums of its groups.
-struct Quantized {
-  uint8_t* values;    // [rows][depth]
-  float* scales;      // [rows]
-  float* group_sums;  // [rows][depth / group]
-};
-
-// The memory of some of them, each for rows of any depth up to the one reserved.
-struct QuantizedSpace {
-  void reserve(size_t rows, size_t depth) {
-    values.resize(rows * depth);
-    scales.resize(rows);
-    group_sums.resize(rows * (depth / 8));
-  }
-  // Number `at` of those that have `rows` rows of depth `depth`.
-  Quantized number(size_t at, size_t rows, size_t depth) {
-    return {values.data() + at * rows * depth, scales.data() + at * rows, group_sums.data() + at * rows * (depth / 8)};
-  }
-  std::vector<uint8_t> values;
-  std::vector<float> scales;
-  std::vector<float> group_sums;
-};
-
-// One tile: `rows` <= kRows rows against two groups, sums [rows][2] to `out`. Separate functions, so that what becomes of
-// the sums does not multiply their number.
+// One tile: R rows against two groups, sums [R][2] to `out`, while AHEAD groups, `next`, are asked for. Separate
+// functions, so that what becomes of the sums does not multiply their number.
 template <class T, int R, int AHEAD>
-__attribute__((noinline)) void tile(const uint32_t* first, const uint32_t* second, const typename Lane<T>::Unit* x,
-                                    int units, const char* next, typename Lane<T>::Sum* out) {
+__attribute__((noinline)) void tile(const uint32_t* const (&streams)[2], const typename Lane<T>::Unit* x, int units,
+                                    const char* const* next, typename Lane<T>::Sum* out) {
   typename Lane<T>::Sum sums[R][2] = {};
-  const uint32_t* const streams[2] = {first, second};
-  multiply<T, R, 2, AHEAD>(sums, x, units, streams, kLanes, units, next);
+  multiply<T, R, 2, kOwnAhead<R>, AHEAD>(sums, x, units, streams, kLanes, units, next);
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     store(out + 2 * r, sums[r][0]);
@@ -87,15 +57,15 @@ struct Finished<int8_t> {
 // A product as one phase; all threads of the team call it. `x` is [rows][w.units] units; a piece is a pair of column
 // groups, and a thread asks for its next pair while it computes.
 template <class T, Into INTO, class Out>
-void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const float* row_scales, int rows,
-                    Target<Out> target) {
+void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const RoundedGroup* rounded, int rows,
+             Target<Out> target) {
   const int groups = w.columns / kLanes;
   const bool gated = INTO == Into::kGate;
   const int pairs = gated ? groups / 2 : (groups + 1) / 2;
   const ptrdiff_t size = ptrdiff_t(w.units) * kLanes;
   const int tiles = (rows + kRows - 1) / kRows;
-  constexpr auto plain = tiles_of<T, 0>(std::make_integer_sequence<int, kRows>());
-  constexpr auto asking = tiles_of<T, 1>(std::make_integer_sequence<int, kRows>());
+  constexpr auto rows_of = std::make_integer_sequence<int, kRows>();
+  constexpr std::array tiles_by_rows{tiles_of<T, 0>(rows_of), tiles_of<T, 2>(rows_of)};
   team.share(pairs, [&](int pair, int next_pair) {
     const int first = gated ? pair : 2 * pair;
     const int second = gated ? pair + pairs : std::min(2 * pair + 1, groups - 1);
@@ -110,12 +80,11 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
     for (int t = 0; t < tiles; t++) {
       const int begin = int(ptrdiff_t(rows) * t / tiles), end = int(ptrdiff_t(rows) * (t + 1) / tiles);
       typename Lane<T>::Sum sums[kRows][2];
-      // The first tile reads the weights itself; the two that follow have time to ask for the next pair's.
-      const char* ahead = t == 0 || t > 2 ? nullptr : next[t - 1];
-      (ahead ? asking : plain)[end - begin - 1](streams[0], streams[1], x + ptrdiff_t(begin) * w.units, w.units, ahead,
-                                                sums[0]);
+      // The first tile reads the weights itself; the second has time to ask for the next pair's.
+      const bool asks = t == 1 && next[0];
+      tiles_by_rows[asks][end - begin - 1](streams, x + ptrdiff_t(begin) * w.units, w.units, next, sums[0]);
       for (int row = begin; row < end; row++) {
-        const float scale = row_scales ? row_scales[row] : 1.0f;
+        const float scale = rounded ? rounded[row].scale : 1.0f;
         const auto& sum = sums[row - begin];
         put<INTO>(target, row * target.stride + first * kLanes, Finished<T>::of(w, first * kLanes, scale, sum[0]),
                   Finished<T>::of(w, second * kLanes, scale, sum[1]), apart);
@@ -124,45 +93,22 @@ void product(Team& team, const Linear& w, const typename Lane<T>::Unit* x, const
   });
 }
 
-// Eight bits a value, symmetric, one scale a row: no request of a batch changes another's numbers.
-template <class T>
-void quantize_row(const T* x, int depth, uint8_t* out, float* scale) {
-  f32x16 most = {};
-  int i = 0;
-  for (; i + kLanes <= depth; i += kLanes) {
-    const f32x16 v = load_wide(x + i);
-    most = max(most, max(v, -v));
-  }
-  float top = highest(most);
-  for (; i < depth; i++) top = std::max(top, std::fabs(widen(x[i])));
-  const float inverse = top > 0 ? 127.0f / top : 0.0f;
-  const f32x16 magic = splat(12582912.0f + 128.0f);  // rounds to an integer, and adds 128 to it
-  typedef uint8_t u8x16 __attribute__((vector_size(16)));
-  for (i = 0; i + kLanes <= depth; i += kLanes) {
-    const i32x16 value = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
-    store(out + i, __builtin_convertvector(value, u8x16));
-  }
-  for (; i < depth; i++) out[i] = uint8_t(int(std::nearbyint(widen(x[i]) * inverse)) + 128);
-  *scale = top / 127.0f;
-}
-
 // `out = x . weight^T + bias` by the whole team, in phases of its own: every thread calls it. `x` is [rows][w.depth].
 template <Into INTO, class T, class Out>
 void linear(Team& team, const Linear& w, const T* x, int rows, Quantized scratch, Target<Out> target) {
   if (w.kind == kInt8) {
     team.each(rows, [&](int row) {
       const ptrdiff_t at = ptrdiff_t(row) * w.depth;
-      quantize_row(x + at, w.depth, &scratch.values[at], &scratch.scales[row]);
+      scratch.groups[row] = round_inputs<128>(x + at, w.depth, scratch.values + at);
     });
-    product<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values), scratch.scales, rows, target);
+    product<int8_t, INTO, Out>(team, w, reinterpret_cast<const uint32_t*>(scratch.values), scratch.groups, rows, target);
   } else if (w.kind == kInt4) {
-    if (w.offsets) {
-      const int groups = w.depth / w.group;
-      team.each(rows, [&](int row) {
-        sum_groups(x + ptrdiff_t(row) * w.depth, w.depth, w.group, &scratch.group_sums[ptrdiff_t(row) * groups]);
-      });
-    }
-    int4_product<INTO, T, Out>(team, w, x, scratch.group_sums, rows, target);
+    const int groups = w.depth / w.group;
+    team.each(rows * groups, [&](int piece) {
+      const ptrdiff_t at = ptrdiff_t(piece) * w.group;
+      scratch.groups[piece] = round_inputs<0>(x + at, w.group, scratch.values + at);
+    });
+    int4_product<INTO, Out>(team, w, scratch.values, scratch.groups, rows, target);
   } else {
     typedef typename Lane<T>::Unit Unit;
     product<T, INTO, Out>(team, w, reinterpret_cast<const Unit*>(x), nullptr, rows, target);

@@ -135,11 +135,11 @@ class LowRankProducts {
     const ptrdiff_t size = ptrdiff_t(w.units) * kLanes;
     for (int group = first / kLanes; group < end; group += 2) {
       const int second = std::min(group + 1, groups - 1);
+      const uint32_t* const streams[2] = {w.packed + group * size, w.packed + second * size};
       for (int begin = 0; begin < rows; begin += kRows) {
         const int some = std::min(kRows, rows - begin);
         f32x16 sums[kRows][2];
-        tile_of[some - 1](w.packed + group * size, w.packed + second * size, x + ptrdiff_t(begin) * w.units, w.units,
-                          nullptr, sums[0]);
+        tile_of[some - 1](streams, x + ptrdiff_t(begin) * w.units, w.units, nullptr, sums[0]);
         for (int row = 0; row < some; row++) {
           put(begin + row, group * kLanes, sums[row][0]);
           if (second > group) put(begin + row, second * kLanes, sums[row][1]);

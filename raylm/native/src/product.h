@@ -20,10 +20,22 @@ struct Linear {
   const float* bias;       // [columns], or null
   const float* scales;     // int8: [columns]; int4: [columns / 16][depth / group][16]
   const int32_t* sums;     // int8: [columns], 128 * sum of the column's weights
-  const float* offsets;    // int4: (8 - zero) * scale, as the scales, or null where every zero is 8
+  const int32_t* zeros;    // int4: as the scales, or null where every zero is 8
   int32_t group;           // int4: inputs that share a scale, a multiple of 8
   int32_t unused;
 };
+
+// Rows of one tile, against two groups of columns.
+#if defined(__AVX512F__)
+constexpr int kRows = 12;  // 12 rows by 2 groups: 24 of 32 registers hold sums
+#else
+constexpr int kRows = 3;  // 3 rows by 2 groups of 2 registers: 12 of 16
+#endif
+
+// How many units ahead a tile of R rows asks for the weights that it reads: fewer rows read as fast as memory serves, and
+// the processor runs ahead by itself.
+template <int R>
+constexpr int kOwnAhead = R > 8 ? 64 : 0;
 
 // What becomes of a product.
 enum class Into { kStore, kAdd, kGate };

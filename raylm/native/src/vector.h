@@ -193,16 +193,20 @@ struct Lane<int8_t> {
 
 // sums[r][v] += rows[r] . columns[v] over `units`: R rows of x against 16 columns in each of V streams.
 // Stream v holds its units one after the other, `stride` 32-bit words apart, 16 columns side by side.
-// AHEAD cache lines of `next` are asked for in each unit, which another call reads soon.
-template <class T, int R, int V, int AHEAD = 0>
+// The streams are asked for OWN units ahead, where that is not 0, and in each unit a cache line of each of AHEAD streams in
+// `next`, which another call reads soon and whose lines are `next_stride` bytes apart.
+template <class T, int R, int V, int OWN = 0, int AHEAD = 0>
 RAYLM_INLINE void multiply(typename Lane<T>::Sum (&sums)[R][V], const typename Lane<T>::Unit* x, ptrdiff_t x_stride,
                            const uint32_t* const (&streams)[V], ptrdiff_t stride, int units,
-                           const char* next = nullptr) {
+                           const char* const* next = nullptr, ptrdiff_t next_stride = 64) {
   typedef typename Lane<T>::Vec Vec;
   for (int u = 0; u < units; u++) {
     Vec w[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) w[v] = load<Vec>(streams[v] + u * stride);
+    for (int v = 0; v < V; v++) {
+      w[v] = load<Vec>(streams[v] + u * stride);
+      if constexpr (OWN > 0) __builtin_prefetch(streams[v] + (u + OWN) * stride, 0, 3);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       const typename Lane<T>::Unit unit = x[r * x_stride + u];
@@ -210,7 +214,7 @@ RAYLM_INLINE void multiply(typename Lane<T>::Sum (&sums)[R][V], const typename L
       for (int v = 0; v < V; v++) sums[r][v] = Lane<T>::dot(sums[r][v], w[v], unit);
     }
 #pragma GCC unroll 4
-    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(next + (ptrdiff_t(u) * AHEAD + a) * 64, 0, 2);
+    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(next[a] + u * next_stride, 0, 2);
   }
 }
 

@@ -208,13 +208,17 @@ def quantize_checkpoint(source: Path, scheme: Scheme, target: Path, reference: P
         (folder / "config.json").write_text(json.dumps(config | extra))
 
 
-def round_inputs(model: torch.nn.Module, kept: tuple[str, ...] = ("lm_head",)) -> None:
-    """Let every linear layer of transformers' model see its rows in 8 bits, as W8A8 and int8 say."""
+def round_inputs(model: torch.nn.Module, kept: tuple[str, ...] = ("lm_head",), group: int | None = None) -> None:
+    """Let every linear layer of transformers' model see its rows in 8 bits, with one scale a row or a ``group`` of it.
+
+    W8A8 and int8 mean that; of weights of 4 bits the CPU's kernels make it, with the groups that the weights have.
+    """
 
     def rounded(module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        steps = args[0].abs().amax(-1, keepdim=True) / 127
-        return ((args[0] / steps).round() * steps, *args[1:])
+        groups = args[0].unflatten(-1, (-1, group or args[0].shape[-1]))
+        steps = groups.abs().amax(-1, keepdim=True) / 127
+        return (((groups / steps).round() * steps).flatten(-2), *args[1:])
 
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name not in kept:
+        if isinstance(module, torch.nn.Linear) and not any(part in name for part in kept):
             module.register_forward_pre_hook(rounded)

@@ -1,0 +1,69 @@
+// The inputs of a product rounded to 8 bits: symmetric, the steps of a row's own, so that no request of a batch changes
+// another's numbers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vector.h"
+
+namespace raylm {
+
+// A group of rounded inputs of a row: the length of a step, and the sum of all in steps.
+struct RoundedGroup {
+  float scale;
+  int32_t sum;
+};
+
+// The rounded rows of x. int8: in steps of the whole row, with 128 added; int4: in steps of each group.
+struct Quantized {
+  uint8_t* values;       // [rows][depth]
+  RoundedGroup* groups;  // int8: [rows]; int4: [rows][depth / group]
+};
+
+// The memory of some of them, each for rows of any depth up to the one reserved.
+struct QuantizedSpace {
+  void reserve(size_t rows, size_t depth) {
+    values.resize(rows * depth);
+    groups.resize(rows * (depth / 8));
+  }
+  // Number `at` of those that have `rows` rows of depth `depth`.
+  Quantized number(size_t at, size_t rows, size_t depth) {
+    return {values.data() + at * rows * depth, groups.data() + at * rows * (depth / 8)};
+  }
+  std::vector<uint8_t> values;
+  std::vector<RoundedGroup> groups;
+};
+
+// `count` inputs in 127 steps to each side of 0, each with `MIDDLE` added.
+template <int MIDDLE, class T>
+RoundedGroup round_inputs(const T* x, int count, uint8_t* out) {
+  typedef uint8_t u8x16 __attribute__((vector_size(16)));
+  f32x16 most = {};
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const f32x16 v = load_wide(x + i);
+    most = max(most, max(v, -v));
+  }
+  float top = highest(most);
+  for (; i < count; i++) top = std::max(top, std::fabs(widen(x[i])));
+  const float inverse = top > 0 ? 127.0f / top : 0.0f;
+  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  i32x16 sums = {};
+  for (i = 0; i + kLanes <= count; i += kLanes) {
+    const i32x16 value = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
+    sums += value;
+    store(out + i, __builtin_convertvector(value + MIDDLE, u8x16));
+  }
+  int32_t sum = 0;
+  for (int lane = 0; lane < kLanes; lane++) sum += sums[lane];
+  for (; i < count; i++) {
+    const int value = int(std::nearbyint(widen(x[i]) * inverse));
+    sum += value;
+    out[i] = uint8_t(value + MIDDLE);
+  }
+  return {top / 127.0f, sum};
+}
+
+}  // namespace raylm
