@@ -150,12 +150,15 @@ class RoutedEngine:
             for key in self.starting.keys() & outputs.keys:
                 self._start(key)
 
-    def predicted_s(self, uncached_tokens: int, step_s: float, token_s: float, now: float) -> float:
+    def predicted_s(
+        self, uncached_tokens: int, step_s: float, token_s: float, now: float, elsewhere: float = 0.0
+    ) -> float:
         """Seconds to the first token of a request with so many tokens to compute, and what it takes from the others.
 
         A step of one token takes ``step_s`` here, and a prompt ``token_s`` for each token.
 
-        What other clients have there is forecast (OthersLoad).
+        What other clients have there is forecast (OthersLoad); the share ``elsewhere`` of those tokens is likely to be
+        on another engine if what is told of this one is old.
         """
         there: float = self.sequences
         stats, wait_s = self.stats, step_s + self.queued_tokens * token_s
@@ -168,6 +171,8 @@ class RoutedEngine:
             else:
                 wait_s += others.unheard_s(doubt, token_s)
             there += others.sequences(now, self.service_s)
+        if elsewhere:
+            wait_s += elsewhere * own_s * others.doubt(now, self.service_s)
         most = stats.running + stats.places
         if 0 < most < there:
             wait_s += (there - most) * self.service_s / most

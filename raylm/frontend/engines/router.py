@@ -19,6 +19,7 @@ from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
+from raylm.frontend.engines.rendezvous import Rendezvous
 from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
@@ -74,6 +75,7 @@ class Router:
     ) -> None:
         self._on_sent = on_sent
         self._rank = rank
+        self._rendezvous = Rendezvous()
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
@@ -215,18 +217,20 @@ class Router:
             return Route(engines[0], len(request.prompt_token_ids))
         prompt = _PromptBlocks(request)
         uncached = self._uncached(prompt, engines)
-        place, costs = self.choose(request, engines, uncached)
+        place, costs = self.choose(request, engines, uncached, self._named(prompt, engines, uncached))
         engine, now = engines[place], self._clock()
         blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
         told = None if self._on_sent is None else map(_score, engines, costs, uncached, repeat(now))
         return Route(engine, uncached[place], blocks, tuple(told or ()))
 
-    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
-        """Of two or more engines, of which each would have to compute so many tokens."""
-        now = self._clock()
+    def choose(
+        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
+    ) -> Choice:
+        """Of two or more engines, of which each would have to compute so many tokens, and one may be ``named``."""
+        now, found = self._clock(), 0.0 if named is None else self._rendezvous.found
         costs = [
-            engine.predicted_s(tokens, *speed, now)
-            for engine, tokens, speed in zip(engines, uncached, _speeds(engines), strict=True)
+            engine.predicted_s(tokens, *speed, now, 0.0 if place == named else found)
+            for place, (engine, tokens, speed) in enumerate(zip(engines, uncached, _speeds(engines), strict=True))
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)
         return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most]), costs
@@ -263,6 +267,17 @@ class Router:
             matched = known.num_matched(blocks, matched)
             found.append(length - size * min(matched, (length - 1) // size))
         return found
+
+    def _named(self, prompt: _PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> int | None:
+        """The place of the engine that all ingresses name for what follows a prompt's longest known part."""
+        best = engines[uncached.index(least := min(uncached))]
+        if (told := best.blocks.told) is None:
+            return None
+        size, blocks = best.client.info.worker.block_size, self._blocks(prompt, best)
+        matched = (prompt.length - least) // size
+        if not matched or blocks[matched - 1] in told:
+            self._rendezvous.learn(matched * size / prompt.length)
+        return self._rendezvous.place(blocks, matched, engines)
 
     def _blocks(self, prompt: _PromptBlocks, engine: RoutedEngine) -> list[int]:
         info, adapter = engine.client.info, prompt.adapter
