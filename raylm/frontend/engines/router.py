@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from statistics import median_low
 
-from raylm.engine import ChainedHasher, keys_of
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
 from raylm.frontend.engines.rendezvous import Rendezvous
-from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
+from raylm.frontend.engines.routed_engine import OpenRequest, PromptBlocks, RoutedEngine
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
@@ -215,7 +214,7 @@ class Router:
         engines = self._able(request, fingerprint)
         if len(engines) == 1:
             return Route(engines[0], len(request.prompt_token_ids))
-        prompt = _PromptBlocks(request)
+        prompt = PromptBlocks(request)
         uncached = self._uncached(prompt, engines)
         place, costs = self.choose(request, engines, uncached, self._named(prompt, engines, uncached))
         engine, now = engines[place], self._clock()
@@ -251,7 +250,7 @@ class Router:
             self._wake()
         return lasting or engines
 
-    def _uncached(self, prompt: _PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
+    def _uncached(self, prompt: PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
         """For each engine the tokens that would have to be computed there; one always is."""
         length, found, matched = prompt.length, [], 0
         blocks: list[int] = []
@@ -268,7 +267,7 @@ class Router:
             found.append(length - size * min(matched, (length - 1) // size))
         return found
 
-    def _named(self, prompt: _PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> int | None:
+    def _named(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> int | None:
         """The place of the engine that all ingresses name for what follows a prompt's longest known part."""
         best = engines[uncached.index(least := min(uncached))]
         if (told := best.blocks.told) is None:
@@ -279,7 +278,7 @@ class Router:
             self._rendezvous.learn(matched * size / prompt.length)
         return self._rendezvous.place(blocks, matched, engines)
 
-    def _blocks(self, prompt: _PromptBlocks, engine: RoutedEngine) -> list[int]:
+    def _blocks(self, prompt: PromptBlocks, engine: RoutedEngine) -> list[int]:
         info, adapter = engine.client.info, prompt.adapter
         return prompt.of(
             info.worker.block_size, "" if adapter is None else self.adapters.digest(info.engine_id, adapter)
@@ -393,23 +392,3 @@ def _speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:
     usual_step_s = median_low([step_s for step_s, _ in found if step_s] or [GUESS_STEP_S])
     usual_token_s = median_low([token_s for _, token_s in found if token_s] or [GUESS_TOKEN_S])
     return [(step_s or usual_step_s, token_s or usual_token_s) for step_s, token_s in found]
-
-
-class _PromptBlocks:
-    """The keys of a prompt's whole blocks, hashed once for all engines that know them by the same."""
-
-    def __init__(self, request: EngineCoreRequest) -> None:
-        self.length, self.adapter = len(request.prompt_token_ids), request.adapter
-        self._request = request
-        self._known: dict[tuple[int, str], list[int]] = {}
-
-    def of(self, block_size: int, adapter_digest: str) -> list[int]:
-        found = self._known.get((block_size, adapter_digest))
-        if found is None:
-            request, hasher = self._request, ChainedHasher(block_size)
-            hashes: list[bytes] = []
-            num_blocks = len(request.prompt_token_ids) // block_size
-            root = hasher.root(adapter_digest, request.cache_salt)
-            hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
-            found = self._known[block_size, adapter_digest] = keys_of(hashes)
-        return found
