@@ -7,16 +7,36 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from raylm.engine import unpack_keys
+from raylm.engine import ChainedHasher, keys_of, unpack_keys
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import OthersLoad
-from raylm.messages import BlockChanges, EngineCoreOutputs, EngineStats
+from raylm.messages import BlockChanges, EngineCoreOutputs, EngineCoreRequest, EngineStats
 
 _DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, against one of this request's own
 _NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
 _DECODE_TOKENS = 8  # prompt tokens that cost a step about as much as a sequence there will, until the first token
 _LEAN = 0.5  # of this request's own seconds, for the engine that this ingress prefers least where news are old
 _SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests take
+
+
+class PromptBlocks:
+    """The keys of a prompt's whole blocks, hashed once for all engines that know them by the same."""
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.length, self.adapter = len(request.prompt_token_ids), request.adapter
+        self._request = request
+        self._known: dict[tuple[int, str], list[int]] = {}
+
+    def of(self, block_size: int, adapter_digest: str) -> list[int]:
+        found = self._known.get((block_size, adapter_digest))
+        if found is None:
+            request, hasher = self._request, ChainedHasher(block_size)
+            hashes: list[bytes] = []
+            num_blocks = len(request.prompt_token_ids) // block_size
+            root = hasher.root(adapter_digest, request.cache_salt)
+            hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
+            found = self._known[block_size, adapter_digest] = keys_of(hashes)
+        return found
 
 
 class KnownBlocks:
@@ -150,12 +170,15 @@ class RoutedEngine:
             for key in self.starting.keys() & outputs.keys:
                 self._start(key)
 
-    def predicted_s(self, uncached_tokens: int, step_s: float, token_s: float, now: float) -> float:
+    def predicted_s(
+        self, uncached_tokens: int, step_s: float, token_s: float, now: float, elsewhere: float = 0.0
+    ) -> float:
         """Seconds to the first token of a request with so many tokens to compute, and what it takes from the others.
 
         A step of one token takes ``step_s`` here, and a prompt ``token_s`` for each token.
 
-        What other clients have there is forecast (OthersLoad).
+        What other clients have there is forecast (OthersLoad); the share ``elsewhere`` of those tokens is likely to be
+        on another engine if what is told of this one is old.
         """
         there: float = self.sequences
         stats, wait_s = self.stats, step_s + self.queued_tokens * token_s
@@ -168,6 +191,8 @@ class RoutedEngine:
             else:
                 wait_s += others.unheard_s(doubt, token_s)
             there += others.sequences(now, self.service_s)
+        if elsewhere:
+            wait_s += elsewhere * own_s * others.doubt(now, self.service_s)
         most = stats.running + stats.places
         if 0 < most < there:
             wait_s += (there - most) * self.service_s / most

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from statistics import median_low
 
-from raylm.engine import ChainedHasher, keys_of
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
-from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
+from raylm.frontend.engines.rendezvous import Rendezvous
+from raylm.frontend.engines.routed_engine import OpenRequest, PromptBlocks, RoutedEngine
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
@@ -74,6 +74,7 @@ class Router:
     ) -> None:
         self._on_sent = on_sent
         self._rank = rank
+        self._rendezvous = Rendezvous()
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
@@ -213,20 +214,22 @@ class Router:
         engines = self._able(request, fingerprint)
         if len(engines) == 1:
             return Route(engines[0], len(request.prompt_token_ids))
-        prompt = _PromptBlocks(request)
+        prompt = PromptBlocks(request)
         uncached = self._uncached(prompt, engines)
-        place, costs = self.choose(request, engines, uncached)
+        place, costs = self.choose(request, engines, uncached, self._named(prompt, engines, uncached))
         engine, now = engines[place], self._clock()
         blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
         told = None if self._on_sent is None else map(_score, engines, costs, uncached, repeat(now))
         return Route(engine, uncached[place], blocks, tuple(told or ()))
 
-    def choose(self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
-        """Of two or more engines, of which each would have to compute so many tokens."""
-        now = self._clock()
+    def choose(
+        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
+    ) -> Choice:
+        """Of two or more engines, of which each would have to compute so many tokens, and one may be ``named``."""
+        now, found = self._clock(), 0.0 if named is None else self._rendezvous.found
         costs = [
-            engine.predicted_s(tokens, *speed, now)
-            for engine, tokens, speed in zip(engines, uncached, _speeds(engines), strict=True)
+            engine.predicted_s(tokens, *speed, now, 0.0 if place == named else found)
+            for place, (engine, tokens, speed) in enumerate(zip(engines, uncached, _speeds(engines), strict=True))
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)
         return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most]), costs
@@ -247,7 +250,7 @@ class Router:
             self._wake()
         return lasting or engines
 
-    def _uncached(self, prompt: _PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
+    def _uncached(self, prompt: PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
         """For each engine the tokens that would have to be computed there; one always is."""
         length, found, matched = prompt.length, [], 0
         blocks: list[int] = []
@@ -264,7 +267,18 @@ class Router:
             found.append(length - size * min(matched, (length - 1) // size))
         return found
 
-    def _blocks(self, prompt: _PromptBlocks, engine: RoutedEngine) -> list[int]:
+    def _named(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> int | None:
+        """The place of the engine that all ingresses name for what follows a prompt's longest known part."""
+        best = engines[uncached.index(least := min(uncached))]
+        if (told := best.blocks.told) is None:
+            return None
+        size, blocks = best.client.info.worker.block_size, self._blocks(prompt, best)
+        matched = (prompt.length - least) // size
+        if not matched or blocks[matched - 1] in told:
+            self._rendezvous.learn(matched * size / prompt.length)
+        return self._rendezvous.place(blocks, matched, engines)
+
+    def _blocks(self, prompt: PromptBlocks, engine: RoutedEngine) -> list[int]:
         info, adapter = engine.client.info, prompt.adapter
         return prompt.of(
             info.worker.block_size, "" if adapter is None else self.adapters.digest(info.engine_id, adapter)
@@ -378,23 +392,3 @@ def _speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:
     usual_step_s = median_low([step_s for step_s, _ in found if step_s] or [GUESS_STEP_S])
     usual_token_s = median_low([token_s for _, token_s in found if token_s] or [GUESS_TOKEN_S])
     return [(step_s or usual_step_s, token_s or usual_token_s) for step_s, token_s in found]
-
-
-class _PromptBlocks:
-    """The keys of a prompt's whole blocks, hashed once for all engines that know them by the same."""
-
-    def __init__(self, request: EngineCoreRequest) -> None:
-        self.length, self.adapter = len(request.prompt_token_ids), request.adapter
-        self._request = request
-        self._known: dict[tuple[int, str], list[int]] = {}
-
-    def of(self, block_size: int, adapter_digest: str) -> list[int]:
-        found = self._known.get((block_size, adapter_digest))
-        if found is None:
-            request, hasher = self._request, ChainedHasher(block_size)
-            hashes: list[bytes] = []
-            num_blocks = len(request.prompt_token_ids) // block_size
-            root = hasher.root(adapter_digest, request.cache_salt)
-            hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
-            found = self._known[block_size, adapter_digest] = keys_of(hashes)
-        return found

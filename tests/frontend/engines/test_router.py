@@ -14,7 +14,8 @@ import pytest
 
 from raylm.engine.block_hashes import ChainedHasher, pack_keys
 from raylm.errors import EngineUnavailableError
-from raylm.frontend.engines.router import Router, _PromptBlocks
+from raylm.frontend.engines.routed_engine import PromptBlocks
+from raylm.frontend.engines.router import Router
 from raylm.messages import BlockChanges, EngineStats, LoRAAdapter, OtherClients
 from tests.engine.build import request
 from tests.frontend.played_engine import PlayedEngine
@@ -67,7 +68,7 @@ def pick(router: Router, prompt: list[int], salt: str | None = None) -> str:
 
 def _uncached(router: Router, prompt: list[int]) -> dict[str, int]:
     engines = list(router._engines.values())
-    found = router._uncached(_PromptBlocks(request(prompt)), engines)
+    found = router._uncached(PromptBlocks(request(prompt)), engines)
     return {engine.client.info.engine_id: tokens for engine, tokens in zip(engines, found, strict=True)}
 
 
