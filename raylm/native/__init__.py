@@ -1,4 +1,4 @@
-"""The native CPU kernels: linear layers, paged attention and the decoder of the Llama families, in C++."""
+"""The native CPU kernels: linear layers, paged attention and the decoder of the Llama families, in C++; and drafts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raylm.native.memory import huge_empty as huge_empty
     from raylm.native.packed_adapter import AdapterRun as AdapterRun
     from raylm.native.packed_adapter import PackedAdapter as PackedAdapter
+    from raylm.native.runtime import drafts_library as drafts_library
     from raylm.native.runtime import kernels as kernels
     from raylm.native.runtime import use_threads as use_threads
 
@@ -38,7 +39,7 @@ _MODULES = {
     "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
     "memory": ("huge_empty",),
     "packed_adapter": ("AdapterRun", "PackedAdapter"),
-    "runtime": ("kernels", "use_threads"),
+    "runtime": ("drafts_library", "kernels", "use_threads"),
 }  # fmt: skip
 
 __getattr__ = front_door(__name__, _MODULES)

@@ -92,7 +92,7 @@ def test_the_child_of_the_server_compiles_without_torch_while_others_wait(
 ) -> None:
     began = threading.Event()
 
-    def compile_it(compiler: str, instructions: str, target: Path, lock: object) -> None:
+    def compile_it(compiler: str, instructions: str, target: Path, lock: object, name: str) -> None:
         target.write_bytes(b"")
         began.set()
 
