@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from raylm.native.decoder import NativeDecoder as NativeDecoder
     from raylm.native.decoder import batch_struct as batch_struct
     from raylm.native.decoder import paged_attention as paged_attention
+    from raylm.native.drafts import BatchColumns as BatchColumns
+    from raylm.native.drafts import DraftColumns as DraftColumns
+    from raylm.native.drafts import drafts_library as drafts_library
     from raylm.native.linear import Int4Weight as Int4Weight
     from raylm.native.linear import Int8Weight as Int8Weight
     from raylm.native.linear import NativeLinear as NativeLinear
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from raylm.native.memory import huge_empty as huge_empty
     from raylm.native.packed_adapter import AdapterRun as AdapterRun
     from raylm.native.packed_adapter import PackedAdapter as PackedAdapter
-    from raylm.native.runtime import drafts_library as drafts_library
     from raylm.native.runtime import kernels as kernels
     from raylm.native.runtime import use_threads as use_threads
 
@@ -36,10 +38,11 @@ _MODULES = {
         "missing_features",
     ),
     "decoder": ("NativeDecoder", "batch_struct", "paged_attention"),
+    "drafts": ("BatchColumns", "DraftColumns", "drafts_library"),
     "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
     "memory": ("huge_empty",),
     "packed_adapter": ("AdapterRun", "PackedAdapter"),
-    "runtime": ("drafts_library", "kernels", "use_threads"),
+    "runtime": ("kernels", "use_threads"),
 }  # fmt: skip
 
 __getattr__ = front_door(__name__, _MODULES)

@@ -68,18 +68,6 @@ class AdapterRun(Structure):
     _fields_ = (("sites", POINTER(LowRank)), *_fields(c_int32, "start", "count"))
 
 
-class DraftColumns(Structure):
-    _fields_ = (
-        *_fields(c_int32, "rows", "most", "block_size", "index_bits", "ring_bits", "unused"),
-        *_fields(c_void_p, "tokens", "counts", "chances"),
-        *_fields(c_void_p, "step_rows", "computed", "step_counts", "draws", "may", "added", "order"),
-    )
-
-
-class BatchColumns(Structure):
-    _fields_ = (("stride", c_int64), *_fields(c_void_p, "token_ids", "num_tokens", "limits", "num_blocks"))
-
-
 Functions = dict[str, tuple[Any, list[Any]]]  # what each returns, and takes
 
 _KERNELS: Functions = {
@@ -101,21 +89,6 @@ _KERNELS: Functions = {
     ),
     "raylm_decoder_logits": (None, [c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64]),
     "raylm_decoder_seconds": (POINTER(c_double), [c_int, c_void_p]),
-}
-
-
-DRAFT_FUNCTIONS: Functions = {
-    "raylm_drafts_new": (c_void_p, [POINTER(DraftColumns)]),
-    "raylm_drafts_free": (None, [c_void_p]),
-    "raylm_drafts_bind": (None, [c_void_p, POINTER(BatchColumns)]),
-    "raylm_drafts_forget": (None, [c_void_p, c_int, c_int64]),
-    "raylm_drafts_keep": (None, [c_void_p, c_int, c_int64]),
-    "raylm_drafts_prepare": (c_int, [c_void_p, c_int]),
-    "raylm_drafts_renew": (c_int, [c_void_p, c_int]),
-    "raylm_drafts_force": (None, [c_void_p, c_int, c_void_p, c_int]),
-    "raylm_drafts_cut": (None, [c_void_p, c_int, c_int]),
-    "raylm_drafts_choose": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
-    "raylm_drafts_arrange": (None, [c_void_p, c_int]),
 }
 
 

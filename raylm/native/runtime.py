@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 from functools import cache
 
-from raylm.native.build import DRAFTS, NativeError, build, instruction_set
-from raylm.native.library import DRAFT_FUNCTIONS, open_library
+from raylm.native.build import NativeError, build, instruction_set
+from raylm.native.library import open_library
 from raylm.native.memory import Arena
 
 
@@ -54,12 +54,3 @@ def use_threads(threads: int) -> None:
     """Set the threads of the native kernels of this process, where there are any."""
     with suppress(NativeError):  # select_kernels has logged it
         kernels().use_threads(threads)
-
-
-@cache
-def drafts_library() -> ctypes.CDLL:
-    """What guesses on (``DraftColumns``), loaded once a process and compiled if need be, or NativeError.
-
-    It is apart from the kernels, which a GPU's worker does without, and needs no instructions of certain CPUs.
-    """
-    return open_library(build("plain", DRAFTS), DRAFT_FUNCTIONS)

@@ -9,9 +9,8 @@ from ctypes import byref
 
 import numpy as np
 
-from raylm.native import drafts_library, library
+from raylm.native import BatchColumns, DraftColumns, drafts_library
 from raylm.step_cost import StepCost
-from raylm.worker.arrays import IntArray, Ints
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.step_batch import StepBatch
 
@@ -57,7 +56,7 @@ class Drafts:
         self._batch: InputBatch | None = None
         self._library = drafts_library()
         columns = [column.ctypes.data for column in (self.tokens, self.counts, self.chances, *self._places)]
-        shape = library.DraftColumns(max_num_seqs, most, block_size, index_bits, ring_bits, 0, *columns)
+        shape = DraftColumns(max_num_seqs, most, block_size, index_bits, ring_bits, 0, *columns)
         self._handle = self._library.raylm_drafts_new(byref(shape))
 
     def __del__(self) -> None:
@@ -128,5 +127,5 @@ class Drafts:
             return
         self._batch = batch
         columns = batch.token_ids, batch.num_tokens, batch.limits, batch.num_blocks
-        where = library.BatchColumns(batch.token_ids.shape[1], *(column.ctypes.data for column in columns))
+        where = BatchColumns(batch.token_ids.shape[1], *(column.ctypes.data for column in columns))
         self._library.raylm_drafts_bind(self._handle, byref(where))
