@@ -7,8 +7,8 @@
 
 namespace raylm {
 
-constexpr int kLengths[] = {2, 3, 4, 8, 16};  // tokens of an n-gram, by level
-constexpr int kLevels = 5, kLongest = 16;
+constexpr int kLengths[] = {1, 2, 3, 4, 8, 16};  // tokens of an n-gram, by level
+constexpr int kLevels = 6, kLongest = 16;
 constexpr int32_t kMostVotes = 4;
 constexpr int64_t kNobody = -1;
 
@@ -16,7 +16,7 @@ constexpr int64_t kNobody = -1;
 // wrong, by the level of a match in an answer, kept from there, all that the form of the answer leaves.
 enum Kind { kNone, kOwn, kKept = kOwn + kLevels, kResumed, kAnswer, kAnswerKept = kAnswer + kLevels, kForced, kKinds };
 // Of ten drafts of each kind so many are expected to hold before any was seen.
-constexpr double kExpected[kKinds] = {0, 3, 5, 6, 7.5, 8, 9, 2, 2, 3.5, 5, 7, 8, 9, 9.5};
+constexpr double kExpected[kKinds] = {0, 1, 3, 5, 6, 7.5, 8, 9, 2, 0.7, 2, 3.5, 5, 7, 8, 9, 9.5};
 constexpr double kDecay = 0.8, kWeight = 3, kMemory = 256;
 // No draft is sure, and below one in fifty none is worth a try. With drafts a step must promise so much over one without.
 constexpr double kMostChance = 0.98, kLeastChance = 0.02, kWorthwhile = 1.03;

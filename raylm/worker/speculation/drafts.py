@@ -23,7 +23,7 @@ _MOST_KNOTS = 128  # four an octave, up to two million tokens, and four at the e
 class Drafts:
     """For each row the tokens that would come if it went on repeating a text, how often that was right, and which pay.
 
-    Of the longest match of a row's last 16, 8, 4, 3 or 2 tokens those are drafted that followed it most of the last
+    Of the longest match of a row's last 16, 8, 4, 3, 2 tokens or 1 those are drafted that followed it most of the last
     times: every occurrence votes for what came after it, and the latest that agrees stands for all. Which n-grams came
     is kept for the rows' own texts, and for recent answers by owner.
 

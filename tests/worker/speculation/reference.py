@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-LENGTHS = (16, 8, 4, 3, 2)
+LENGTHS = (16, 8, 4, 3, 2, 1)
 # Of ten drafts so many are expected to hold, by the kind of match and its length.
 EXPECTED = {
-    ("own", 2): 3, ("own", 3): 5, ("own", 4): 6, ("own", 8): 7.5, ("own", 16): 8, ("kept", 0): 9, ("resumed", 0): 2,
-    ("answer", 2): 2, ("answer", 3): 3.5, ("answer", 4): 5, ("answer", 8): 7, ("answer", 16): 8, ("answer kept", 0): 9,
-}  # fmt: skip
+    **{("own", size): most for size, most in zip(LENGTHS, (8, 7.5, 6, 5, 3, 1), strict=True)},
+    **{("answer", size): most for size, most in zip(LENGTHS, (8, 7, 5, 3.5, 2, 0.7), strict=True)},
+    ("kept", 0): 9,
+    ("resumed", 0): 2,
+    ("answer kept", 0): 9,
+}
 Kind = tuple[str, int]
 
 
