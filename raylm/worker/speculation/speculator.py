@@ -20,6 +20,8 @@ _LIFETIME = 512
 _LONGEST_PAUSE = 15
 # Steps without drafts of a size that must have been seen before others are tried.
 _STEPS_TO_COMPARE_WITH = 2
+# So many steps after one with drafts what was planned is where the rows really are: at most two are in flight.
+_STEPS_TO_SETTLE = 4
 # How many times the largest size known the next may be.
 _GROWTH = 2
 
@@ -50,8 +52,7 @@ class NGramSpeculator(Speculator):
         self._limits, self._shared, self._ranks = limits, shared, ranks
         self._drafts = Drafts(limits.max_num_seqs, most, limits.block_size)
         self._cost = StepCost(_LIFETIME)
-        self._pause = 0
-        self._steps_to_skip = 0
+        self._pause = self._steps_to_skip = self._settled = 0
 
     def add(self, row: int, new: NewSequence) -> None:
         tenant, _, salt = new.owner.partition("\0")
@@ -67,13 +68,20 @@ class NGramSpeculator(Speculator):
 
     def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """Rows that decode go on where they really are, and leave at their limit."""
+        self._settled += 1
+        if self._steps_to_skip > 0 and self._settled > _STEPS_TO_SETTLE and self._ranks.world_size == 1:
+            self._steps_to_skip -= 1
+            return step
         step = self._drafts.begin(step, batch)
         if not step.seq_ids:
             return step
         drafted = self._ranks.rank == 0 and self._is_worth_a_look(step) and self._write(step, batch)
         if self._ranks.world_size > 1:
             drafted = self._agree(step, batch)
-        return self._drafts.grown(step) if drafted else step
+        if not drafted:
+            return step
+        self._settled = 0
+        return self._drafts.grown(step)
 
     def _is_worth_a_look(self, step: StepBatch) -> bool:
         self._steps_to_skip -= 1

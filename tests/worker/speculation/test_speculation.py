@@ -45,6 +45,7 @@ class Guesses:
     texts: list[list[int]]
     spoilt: float
     seed: int
+    lapses: float = 0.0  # how many of the steps that are looked at have none
 
 
 class KnownDrafts(Drafts):
@@ -56,6 +57,8 @@ class KnownDrafts(Drafts):
 
     def renew(self, count: int) -> bool:
         assert self._batch is not None
+        if self._rng.random() < self._guesses.lapses:
+            return False
         for row in self._rows[:count][self.may[:count] > 0].tolist():
             known = int(self._batch.num_tokens[row])
             begun = self._batch.token_ids[row, :known].tolist()
@@ -133,9 +136,11 @@ def some(count: int = 6, sharing: int = 0, eos: tuple[int, ...] = (), **params: 
     ]
 
 
-def known(requests: list[EngineCoreRequest], answers: Answers, spoilt: float = 0.3, seed: int = 0) -> Guesses:
+def known(
+    requests: list[EngineCoreRequest], answers: Answers, spoilt: float = 0.3, seed: int = 0, lapses: float = 0.0
+) -> Guesses:
     texts = [requests[key].prompt_token_ids + tokens for (key, _), tokens in answers.tokens.items()]
-    return Guesses(texts, spoilt, seed)
+    return Guesses(texts, spoilt, seed, lapses)
 
 
 @pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
@@ -175,6 +180,16 @@ def test_tokens_are_the_same_under_pressure(
     assert answers.core.counters.accepted_tokens > 20
     assert (answers.core.counters.preemptions > 0) == (cache.get("num_blocks") == 12)
     assert (answers.core.counters.prefix_hits > 0) == (sharing > 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_the_same_where_steps_are_not_looked_at(path: Path, seed: int) -> None:
+    requests = some(4, temperature=1.0, max_tokens=60)
+    plain = serve(path, requests)
+    answers = serve(path, requests, known(requests, plain, 0.1, seed, lapses=0.6))
+    assert answers.tokens == plain.tokens
+    assert answers.finish == plain.finish
+    assert answers.core.counters.accepted_tokens > 20
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
