@@ -52,21 +52,26 @@ class World:
         self.speculator = speculator
         self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000)
         self.seconds = self.drafted = self.accepted = 0.0
+        self.planned_by = np.zeros(len(texts))  # how long the texts were when the next step was planned: two in flight
         for seq_id, text in enumerate(texts):
             table = list(range(blocks))
             new = NewSequence(seq_id, text[:prompt], prompt, table, SamplingParams(), seed=0, limit=len(text))
             self.speculator.add(self.batch.add(new), new)
         self.speculator.observe(self.plan([prompt] * len(texts)), cost(prompt * len(texts)))
 
-    def plan(self, counts: list[int]) -> StepBatch:
-        rows = self.batch.rows(list(range(len(counts))))
+    def plan(self, counts: list[int], seq_ids: list[int] | None = None) -> StepBatch:
+        seq_ids = list(range(len(counts))) if seq_ids is None else seq_ids
+        rows = self.batch.rows(seq_ids)
         known = self.batch.num_tokens[rows].astype(np.int64)
         ones = np.ones(len(rows), np.int64)
-        return StepBatch(list(range(len(rows))), rows, known - 1, np.array(counts), ones)
+        return StepBatch(seq_ids, rows, known - 1, np.array(counts, np.int64), ones)
 
     def step(self) -> bool:
-        """Run a step of all sequences; False when all have ended."""
-        step = self.speculator.propose(self.plan([1] * len(self.texts)), self.batch)
+        """Run a step of all sequences that are not known to have ended; False when all have."""
+        rows = self.batch.rows(list(range(len(self.texts))))
+        live = np.flatnonzero(self.planned_by + 1 < self.batch.limits[rows]).tolist()  # the step in flight draws one
+        self.planned_by = self.batch.num_tokens[rows].copy()
+        step = self.speculator.propose(self.plan([1] * len(live), live), self.batch)
         if not step.seq_ids:
             return False
         taken = self.cost(int(step.counts.sum()))
@@ -186,9 +191,12 @@ def test_rows_are_told_where_they_really_are_and_end_at_their_limit() -> None:
     step = world.speculator.propose(behind, world.batch)
     assert step.seq_ids == [1]
     assert step.computed.tolist() == [world.batch.num_tokens[1] - 1]
-    while world.step():
-        pass
-    assert world.speculator.propose(behind, world.batch).seq_ids == []
+    alone = World([[5, 6, 7, 8] * 20], 70, NGramSpeculator(limits(1), 15), memory_bound)
+    behind = alone.plan([1])
+    while alone.batch.num_tokens[0] < 80:
+        alone.step()
+    assert alone.accepted > 0
+    assert alone.speculator.propose(behind, alone.batch).seq_ids == []
 
 
 def test_rows_of_one_token_come_first() -> None:
