@@ -52,7 +52,7 @@ class StepCost:
         if (steps := self._steps.get(size)) is None:
             steps = self._steps[size] = deque(maxlen=_STEPS_A_KNOT)
         steps.append((seconds, tokens))
-        self._knots[size] = median_low(steps)[::-1]
+        self._knots.pop(size, None)
         self._last[size] = self._seen
         self._curve = None
 
@@ -60,6 +60,8 @@ class StepCost:
         """(tokens, seconds) of points between which the cost is linear, from 1 token to 2 million; needs a step."""
         self._forget()
         if self._curve is None:
+            fresh = {size: median_low(steps)[::-1] for size, steps in self._steps.items() if size not in self._knots}
+            self._knots |= fresh
             knots = sorted(self._knots.values())
             sizes = [tokens for tokens, _ in knots]
             times = list(accumulate((seconds for _, seconds in knots), max))
@@ -95,7 +97,8 @@ class StepCost:
             return
         times = {size: len(steps) + 1 for size, steps in self._steps.items()}
         for size in [size for size, last in self._last.items() if self._seen - last > share * times[size]]:
-            del self._steps[size], self._knots[size], self._last[size]
+            del self._steps[size], self._last[size]
+            self._knots.pop(size, None)
             self._curve = None
 
 
