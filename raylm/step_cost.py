@@ -26,8 +26,9 @@ class StepCost:
     def __init__(self, lifetime: int | None = None) -> None:
         self._lifetime = lifetime
         self._steps: dict[int, deque[tuple[float, int]]] = {}
+        self._knots: dict[int, tuple[int, float]] = {}
         self._last: dict[int, int] = {}
-        self._seen = 0
+        self._seen = self._forgot_at = 0
         self._curve: tuple[list[int], list[float]] | None = None
 
     @property
@@ -51,6 +52,7 @@ class StepCost:
         if (steps := self._steps.get(size)) is None:
             steps = self._steps[size] = deque(maxlen=_STEPS_A_KNOT)
         steps.append((seconds, tokens))
+        self._knots.pop(size, None)
         self._last[size] = self._seen
         self._curve = None
 
@@ -58,7 +60,9 @@ class StepCost:
         """(tokens, seconds) of points between which the cost is linear, from 1 token to 2 million; needs a step."""
         self._forget()
         if self._curve is None:
-            knots = sorted(median_low(steps)[::-1] for steps in self._steps.values())
+            fresh = {size: median_low(steps)[::-1] for size, steps in self._steps.items() if size not in self._knots}
+            self._knots |= fresh
+            knots = sorted(self._knots.values())
             sizes = [tokens for tokens, _ in knots]
             times = list(accumulate((seconds for _, seconds in knots), max))
             least, most = times[0] / max(sizes[0], _FLAT), times[-1] / max(sizes[-1], _FLAT)
@@ -85,12 +89,16 @@ class StepCost:
         return int(sizes[right - 1] + share * (sizes[right] - sizes[right - 1]))
 
     def _forget(self) -> None:
-        if self._lifetime is None:
+        if self._lifetime is None or self._forgot_at == self._seen:
             return
+        self._forgot_at = self._seen
         share = self._lifetime / (_STEPS_A_KNOT + 1)
+        if not self._last or self._seen - min(self._last.values()) <= share:
+            return
         times = {size: len(steps) + 1 for size, steps in self._steps.items()}
         for size in [size for size, last in self._last.items() if self._seen - last > share * times[size]]:
             del self._steps[size], self._last[size]
+            self._knots.pop(size, None)
             self._curve = None
 
 

@@ -67,7 +67,7 @@ BESIDE_THE_CORE = {
         "engine/grammar_preparation.py", "grammar.py", "grammar_server.py", "finite_schema.py",
         "ingress/openai/structured_outputs.py",
     ),
-    "speculation": ("worker/speculation/",),
+    "speculation": ("worker/speculation/", "native/drafts.py"),
     "GPU": ("worker/gpu/", "models/gpu/", "models/kv_scales.py"),
     "tensor parallelism": (
         "engine/tensor_parallel_executor.py", "worker/distributed/", "models/tensor_parallel.py", "models/ranks.py",

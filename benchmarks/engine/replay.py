@@ -7,7 +7,8 @@ The model is the embedded one with its MLPs widened to --inner by channels witho
 full, and then the recorded answer's token is drawn in place of its own: answers do not depend on the model, and drafts
 are right exactly where they are the recorded text. Agents: the turns of benchmarks/engine/agents.py, --streams
 conversations side by side. Random: answers of tokens drawn evenly. Both settings answer in turns; printed are tokens
-per second of both, and the median ratio with the lowest and highest of a round.
+per second of both, the median ratio with the lowest and highest of a round, and what guessing takes for each token of
+an answer: finding, choosing and keeping drafts, the steps themselves apart.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from benchmarks.engine.agents import conversations
 from benchmarks.engine.speculation import EMBEDDED, UNITS, widened
 from benchmarks.rows import Report, parser
 from raylm import LLM, SamplingParams
+from raylm.messages import NewSequence
 from raylm.worker.arrays import IntArray
+from raylm.worker.features import Speculator
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampling.sampler import Sampler, SamplerOutput
+from raylm.worker.step_batch import StepBatch
 
 Turn = tuple[list[int], list[int]]  # tokens of the prompt and of the answer
 
@@ -55,8 +59,38 @@ class Replay(Sampler):
         return drawn
 
 
-def serve(llm: LLM, replay: Replay, rounds: list[list[Turn]]) -> float:
-    """Tokens a second: the turns of a round side by side, one round after the other."""
+class Timed(Speculator):
+    """A speculator, and the ``seconds`` that it has taken."""
+
+    def __init__(self, timed: Speculator) -> None:
+        self._timed, self.seconds = timed, 0.0
+
+    def add(self, row: int, new: NewSequence) -> None:
+        with self:
+            self._timed.add(row, new)
+
+    def remove(self, row: int, batch: InputBatch) -> None:
+        with self:
+            self._timed.remove(row, batch)
+
+    def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
+        with self:
+            return self._timed.propose(step, batch)
+
+    def observe(self, step: StepBatch, seconds: float) -> None:
+        with self:
+            self._timed.observe(step, seconds)
+
+    def __enter__(self) -> None:
+        self.seconds -= time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter()
+
+
+def serve(llm: LLM, replay: Replay, timed: Timed, rounds: list[list[Turn]]) -> tuple[float, float]:
+    """Tokens a second, seconds of guessing a token: the turns of a round side by side, one round after the other."""
+    timed.seconds = 0.0
     tokens, started = 0, time.perf_counter()
     for turns in rounds:
         replay.record(turns)
@@ -64,7 +98,7 @@ def serve(llm: LLM, replay: Replay, rounds: list[list[Turn]]) -> float:
         found = llm.generate([prompt for prompt, _ in turns], params, progress=False)
         assert [result.token_ids for result in found] == [answer for _, answer in turns]
         tokens += sum(len(answer) for _, answer in turns)
-    return tokens / (time.perf_counter() - started)
+    return tokens / (time.perf_counter() - started), timed.seconds / tokens
 
 
 def agents(streams: int, count: int, seed: int, tokenizer: Tokenizer) -> list[list[Turn]]:
@@ -106,31 +140,32 @@ def main() -> None:
             LLM(str(model), **settings),
             LLM(str(model), **settings, scheduler={"speculative_tokens": args.guesses}),
         )
-        report = Report("replay", UNITS, args.out)
+        report = Report("replay", UNITS | {"guessing": "us/tok"}, args.out)
         with plain, guessing:
-            samplers = [_replaying(llm) for llm in (plain, guessing)]
+            watched = [_watched(llm) for llm in (plain, guessing)]
             for name in args.loads:
                 for streams in args.streams:
-                    rates = []
+                    rounds_of = []
                     for at in range(args.repeats + 1):
                         rounds = LOADS[name](streams, args.conversations, at, tokenizer)
-                        rates.append(
-                            [serve(llm, s, rounds) for llm, s in zip((plain, guessing), samplers, strict=True)]
+                        rounds_of.append(
+                            [serve(llm, *its, rounds) for llm, its in zip((plain, guessing), watched, strict=True)]
                         )
-                    _report(report, f"{name}, {streams} streams", rates[1:])
+                    _report(report, f"{name}, {streams} streams", rounds_of[1:])
 
 
-def _replaying(llm: LLM) -> Replay:
+def _watched(llm: LLM) -> tuple[Replay, Timed]:
     runner = llm._engine._core._executor._worker._runner  # type: ignore[attr-defined]
-    runner.sampler = replay = Replay()
-    return replay
+    runner.sampler, runner.speculator = replay, timed = Replay(), Timed(runner.speculator)
+    return replay, timed
 
 
-def _report(report: Report, case: str, rates: list[list[float]]) -> None:
-    ratios = [fast / slow for slow, fast in rates]
-    slow, fast = (statistics.median(column) for column in zip(*rates, strict=True))
-    figures = {"without": slow, "with": fast, "ratio": statistics.median(ratios)}
-    report.add(case, figures | {"lowest": min(ratios), "highest": max(ratios)})
+def _report(report: Report, case: str, rounds: list[list[tuple[float, float]]]) -> None:
+    slow, fast = ([rate for rate, _ in column] for column in zip(*rounds, strict=True))
+    ratios = [faster / slower for slower, faster in zip(slow, fast, strict=True)]
+    figures = {"without": statistics.median(slow), "with": statistics.median(fast), "ratio": statistics.median(ratios)}
+    taken = 1e6 * statistics.median(seconds for _, (_, seconds) in rounds)
+    report.add(case, figures | {"lowest": min(ratios), "highest": max(ratios), "guessing": taken})
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
     try:
         compiler, built = find_compiler(), is_built(instruction_set())
     except NativeError as error:
-        cure = "install one, as with `apt install g++`; without it torch computes, slower"
+        cure = "install one, as with `apt install g++`; without it torch computes, slower, and nothing is speculated"
         yield Finding("kernels", "note", str(error), cure)
         return
     state = "compiled" if built else "compiled at the first start, about 10 s"

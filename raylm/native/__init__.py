@@ -1,4 +1,4 @@
-"""The native CPU kernels: linear layers, paged attention and the decoder of the Llama families, in C++."""
+"""The native CPU kernels: linear layers, paged attention and the decoder of the Llama families, in C++; and drafts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from raylm.native.decoder import NativeDecoder as NativeDecoder
     from raylm.native.decoder import batch_struct as batch_struct
     from raylm.native.decoder import paged_attention as paged_attention
+    from raylm.native.drafts import BatchColumns as BatchColumns
+    from raylm.native.drafts import DraftColumns as DraftColumns
+    from raylm.native.drafts import drafts_library as drafts_library
     from raylm.native.linear import Int4Weight as Int4Weight
     from raylm.native.linear import Int8Weight as Int8Weight
     from raylm.native.linear import NativeLinear as NativeLinear
@@ -35,6 +38,7 @@ _MODULES = {
         "missing_features",
     ),
     "decoder": ("NativeDecoder", "batch_struct", "paged_attention"),
+    "drafts": ("BatchColumns", "DraftColumns", "drafts_library"),
     "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
     "memory": ("huge_empty",),
     "packed_adapter": ("AdapterRun", "PackedAdapter"),

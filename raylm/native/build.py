@@ -21,6 +21,7 @@ from typing import IO
 from raylm.stages import report
 
 SOURCES = Path(__file__).parent / "src"
+KERNELS, DRAFTS = "api", "drafts"  # what is compiled of it, each a library
 _DRIVER = Path("/proc/driver/nvidia")
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
@@ -58,17 +59,18 @@ def missing_features(instructions: str, cpuinfo: Path = Path("/proc/cpuinfo")) -
     return sorted(INSTRUCTION_SETS[instructions][0] - _cpu_flags(cpuinfo))
 
 
-def build(instructions: str) -> Path:
-    """The library for one of INSTRUCTION_SETS, compiled in some seconds unless it is in the cache, or NativeError."""
-    compiler, library = _library(instructions)
+def build(instructions: str, name: str = KERNELS) -> Path:
+    """A library for one of INSTRUCTION_SETS, compiled in some seconds unless it is in the cache, or NativeError."""
+    compiler, library = _library(instructions, name)
     if library.exists():
         return library
     with _locked(library.parent) as lock:
         if not library.exists():
             started = time.perf_counter()
-            report("stage", "native", f"compiling the CPU kernels for {instructions}, once, some 10 s")
+            what = f"the CPU kernels for {instructions}, once, some 10 s" if name == KERNELS else f"{name}, once"
+            report("stage", "native", f"compiling {what}")
             fresh = library.with_suffix(".new")
-            _compile(compiler, instructions, fresh, lock)
+            _compile(compiler, instructions, fresh, lock, name)
             fresh.replace(library)
             report("stage", "native", f"compiled in {time.perf_counter() - started:.1f} s")
     return library
@@ -79,11 +81,12 @@ def is_built(instructions: str) -> bool:
     return _library(instructions)[1].exists()
 
 
-def _library(instructions: str) -> tuple[str, Path]:
+def _library(instructions: str, name: str = KERNELS) -> tuple[str, Path]:
     """The compiler, and what it makes."""
     compiler = find_compiler()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raylm"
-    return compiler, cache / f"raylm-{instructions}-{_key(compiler, instructions)}.so"
+    stem = "raylm" if name == KERNELS else f"raylm-{name}"
+    return compiler, cache / f"{stem}-{instructions}-{_key(compiler, instructions, name)}.so"
 
 
 def build_beside() -> None:
@@ -114,13 +117,15 @@ def _locked(cache: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def _compile(compiler: str, instructions: str, target: Path, lock: IO[str]) -> None:
+def _compile(compiler: str, instructions: str, target: Path, lock: IO[str], name: str = KERNELS) -> None:
     """The compiler holds ``lock`` too: where this process is killed, it may still be writing ``target``."""
-    command = [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / "api.cpp"), "-o", str(target)]
+    command = [compiler, *_FLAGS, *INSTRUCTION_SETS[instructions][1], str(SOURCES / f"{name}.cpp"), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock.fileno()])
     if result.returncode:
         first = (result.stderr.strip() or "no message").splitlines()[0]
-        raise NativeError(f"{compiler} cannot compile the native kernels: {first[:300]}")
+        raise NativeError(
+            f"{compiler} cannot compile the native {'kernels' if name == KERNELS else name}: {first[:300]}"
+        )
 
 
 def find_compiler() -> str:
@@ -129,11 +134,12 @@ def find_compiler() -> str:
     raise NativeError(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
 
 
-def _key(compiler: str, instructions: str) -> str:
+def _key(compiler: str, instructions: str, name: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     flags = (*_FLAGS, *INSTRUCTION_SETS[instructions][1])
     digest = hashlib.sha256(f"{version} {platform.machine()} {flags}".encode())
-    for source in sorted(SOURCES.iterdir()):
+    own = [SOURCES / f"{name}.cpp"]
+    for source in sorted([*SOURCES.glob("*.h"), *own] if name == KERNELS else own):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -68,7 +68,9 @@ class AdapterRun(Structure):
     _fields_ = (("sites", POINTER(LowRank)), *_fields(c_int32, "start", "count"))
 
 
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+Functions = dict[str, tuple[Any, list[Any]]]  # what each returns, and takes
+
+_KERNELS: Functions = {
     "raylm_team_new": (c_void_p, [c_int]),
     "raylm_team_use": (None, [c_void_p, c_int]),
     "raylm_team_free": (None, [c_void_p]),
@@ -90,11 +92,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def open_library(path: Path) -> ctypes.CDLL:
-    """The compiled kernels; NativeError where the file is no such library."""
+def open_library(path: Path, functions: Functions = _KERNELS) -> ctypes.CDLL:
+    """The compiled kernels, or what else has these ``functions``; NativeError where the file is no such library."""
     try:
         library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
+        for name, (result, arguments) in functions.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:

@@ -18,7 +18,7 @@ from raylm.errors import ConfigError
 from raylm.lazy import Family
 from raylm.messages import WorkerInfo
 from raylm.models import SINGLE_RANK, CausalLM, Ranks, load_model, outline, resolve_dtype, with_kv_scales
-from raylm.native import use_threads
+from raylm.native import NativeError, use_threads
 from raylm.stages import about
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores, available_memory
@@ -39,7 +39,7 @@ from raylm.worker.sampling.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 # What can be taken out, by method or by device; without its line it is refused, or done without and the log says so.
-SPECULATORS = Family[Callable[[StepLimits, int, int, bool, Ranks], Speculator]]({
+SPECULATORS = Family[Callable[[StepLimits, int, bool, Ranks], Speculator]]({
     "ngram": "raylm.worker.speculation.speculator:NGramSpeculator",
 })  # fmt: skip
 GRAPH_FORWARDS = Family[Callable[[ModuleForward, StepLimits, int, torch.device, Ranks], Forward]]({
@@ -183,18 +183,22 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
         forward,
         batch,
         InputBuffers(limits, device),
-        create_speculator(config.scheduler, limits, longest, loaded.ranks),
+        create_speculator(config.scheduler, limits, loaded.ranks),
         loaded.sampler,
         create_async_decode(limits, device, alone=loaded.ranks.world_size == 1 and not drafts),
         create_adapters(config.lora, model, forward, limits),
     )
 
 
-def create_speculator(
-    config: SchedulerConfig, limits: StepLimits, max_model_len: int, ranks: Ranks = SINGLE_RANK
-) -> Speculator:
-    most, shared = config.speculative_tokens, config.share_drafts
-    return SPECULATORS["ngram"](limits, max_model_len, most, shared, ranks) if most else Speculator()
+def create_speculator(config: SchedulerConfig, limits: StepLimits, ranks: Ranks = SINGLE_RANK) -> Speculator:
+    if not config.speculative_tokens:
+        return Speculator()
+    try:
+        return SPECULATORS["ngram"](limits, config.speculative_tokens, config.share_drafts, ranks)
+    except NativeError as error:
+        raise ConfigError(
+            f"scheduler.speculative_tokens: native code finds drafts, and there is none: {error}"
+        ) from error
 
 
 def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool) -> AsyncDecode:

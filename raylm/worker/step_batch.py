@@ -31,6 +31,10 @@ class StepBatch:
         return cls(plan.seq_ids, rows, *(np.array(column, np.int64) for column in columns))
 
     @property
+    def num_tokens(self) -> int:
+        return sum(self.counts.tolist())
+
+    @property
     def drafts(self) -> Ints:
         return np.maximum(self.draws - 1, 0)
 

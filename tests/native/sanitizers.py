@@ -21,7 +21,10 @@ from pathlib import Path
 from raylm.native.build import SOURCES, find_compiler
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("tests/native/test_linear.py", "tests/worker/test_attention.py", "tests/worker/test_same_numbers.py")
+TESTS = (
+    "tests/native/test_linear.py", "tests/worker/test_attention.py", "tests/worker/test_same_numbers.py",
+    "tests/worker/speculation/test_drafts.py",
+)  # fmt: skip
 # Lines without variables: tracking these through what is inlined takes a third of the compiler's time.
 WATCHED = ("-g1", "-O1", "-fno-var-tracking", "-fno-omit-frame-pointer")
 UNDEFINED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")

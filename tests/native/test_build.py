@@ -49,6 +49,21 @@ def test_compiled_once_and_again_when_the_source_changes(
         open_library(first)
 
 
+def test_drafts_are_a_library_of_their_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("api.cpp", "drafts.cpp", "kernel.h"):
+        (tmp_path / name).write_text('extern "C" int answer() { return 1; }')
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    drafts, kernels = build.build("plain", build.DRAFTS), build.build("plain")
+    assert drafts != kernels
+    (tmp_path / "kernel.h").write_text("// other kernels")
+    assert build.build("plain", build.DRAFTS) == drafts
+    assert build.build("plain") != kernels
+    (tmp_path / "drafts.cpp").write_text("this is no program")
+    with pytest.raises(NativeError, match=r"cannot compile the native drafts: .*drafts.cpp"):
+        build.build("plain", build.DRAFTS)
+
+
 ASK = """
 import sys, time
 from pathlib import Path
@@ -92,7 +107,7 @@ def test_the_child_of_the_server_compiles_without_torch_while_others_wait(
 ) -> None:
     began = threading.Event()
 
-    def compile_it(compiler: str, instructions: str, target: Path, lock: object) -> None:
+    def compile_it(compiler: str, instructions: str, target: Path, lock: object, name: str) -> None:
         target.write_bytes(b"")
         began.set()
 

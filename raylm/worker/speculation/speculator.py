@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
 from raylm.messages import NewSequence
 from raylm.models import SINGLE_RANK, Ranks
 from raylm.step_cost import StepCost
-from raylm.worker.arrays import Floats, Ints, ragged
+from raylm.worker.arrays import ragged
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import Speculator
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.speculation.drafts import Drafts
-from raylm.worker.speculation.ngram import AnswerHistory, NGramIndex
 from raylm.worker.step_batch import StepBatch
 
 # A size of step is measured anew after so many others: other processes may have slowed down what was slow once.
 _LIFETIME = 512
 _LONGEST_PAUSE = 15
-# No draft is sure, and below one in fifty none is worth a try.
-_MOST_CHANCE = 0.98
-_LEAST_CHANCE = 0.02
 # Steps without drafts of a size that must have been seen before others are tried.
 _STEPS_TO_COMPARE_WITH = 2
+# So many steps after one with drafts what was planned is where the rows really are: at most two are in flight.
+_STEPS_TO_SETTLE = 4
 # How many times the largest size known the next may be.
 _GROWTH = 2
-# What a step with drafts must promise over one without.
-_WORTHWHILE = 1.03
 
 
 class NGramSpeculator(Speculator):
@@ -51,17 +45,14 @@ class NGramSpeculator(Speculator):
     def __init__(
         self,
         limits: StepLimits,
-        max_model_len: int,
         most: int,
         shared: bool = False,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
-        self._limits, self._most, self._shared, self._ranks = limits, most, shared, ranks
-        index = NGramIndex(limits.max_num_seqs, max_model_len)
-        self._drafts = Drafts(index, AnswerHistory(), limits.max_num_seqs, most)
+        self._limits, self._shared, self._ranks = limits, shared, ranks
+        self._drafts = Drafts(limits.max_num_seqs, most, limits.block_size)
         self._cost = StepCost(_LIFETIME)
-        self._pause = 0
-        self._steps_to_skip = 0
+        self._pause = self._steps_to_skip = self._settled = 0
 
     def add(self, row: int, new: NewSequence) -> None:
         tenant, _, salt = new.owner.partition("\0")
@@ -69,95 +60,70 @@ class NGramSpeculator(Speculator):
         self._pause = self._steps_to_skip = 0
 
     def remove(self, row: int, batch: InputBatch) -> None:
-        known = batch.token_ids[row, : batch.num_tokens[row]]
         if self._ranks.rank == 0:
-            self._drafts.keep(row, known, int(batch.num_prompt_tokens[row]))
+            self._drafts.keep(row, batch)
 
     def observe(self, step: StepBatch, seconds: float) -> None:
-        self._cost.observe(int(step.counts.sum()), seconds)
+        self._cost.observe(step.num_tokens, seconds)
 
     def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """Rows that decode go on where they really are, and leave at their limit."""
-        decoding = (step.counts == 1) & (step.draws == 1)
-        known = batch.num_tokens[step.rows].astype(np.int64)
-        step = replace(step, computed=np.where(decoding, known - 1, step.computed))
-        ended = decoding & (known >= batch.limits[step.rows])
-        if ended.any():
-            step, decoding = step.take(np.flatnonzero(~ended)), decoding[~ended]
-        if not decoding.any():
+        self._settled += 1
+        if self._steps_to_skip > 0 and self._settled > _STEPS_TO_SETTLE and self._ranks.world_size == 1:
+            self._steps_to_skip -= 1
             return step
-        counts = np.zeros_like(step.counts)
-        if self._ranks.rank == 0 and self._is_worth_a_look(step):
-            counts = self._write(step, np.flatnonzero(decoding & batch.may_be_drawn_ahead(step.rows)), batch)
-        counts = self._agree(step, counts, batch)
-        if not counts.any():
+        step = self._drafts.begin(step, batch)
+        if not step.seq_ids:
             return step
-        grown = replace(step, counts=step.counts + counts, draws=step.draws + counts)
-        return grown.take(np.argsort(grown.counts > 1, kind="stable"))
+        drafted = self._ranks.rank == 0 and self._is_worth_a_look(step) and self._write(step, batch)
+        if self._ranks.world_size > 1:
+            drafted = self._agree(step, batch)
+        if not drafted:
+            return step
+        self._settled = 0
+        return self._drafts.grown(step)
 
     def _is_worth_a_look(self, step: StepBatch) -> bool:
         self._steps_to_skip -= 1
-        return self._steps_to_skip < 0 and self._cost.times_seen(int(step.counts.sum())) >= _STEPS_TO_COMPARE_WITH
+        return self._steps_to_skip < 0 and self._cost.times_seen(step.num_tokens) >= _STEPS_TO_COMPARE_WITH
 
-    def _write(self, step: StepBatch, at: Ints, batch: InputBatch) -> Ints:
-        """Write drafts behind the known tokens of the sequences ``at`` places of the step; how many each has, [S]."""
-        added = np.zeros_like(step.counts)
-        if not len(at):
-            return added
-        rows = step.rows[at]
-        known = batch.num_tokens[rows].astype(np.int64)
-        self._drafts.renew(batch.token_ids, rows, known)
-        self._follow_forms(rows, batch)
-        held = batch.num_blocks[rows].astype(np.int64) * self._limits.block_size
-        available = np.minimum(np.minimum(batch.limits[rows] - 1, held) - known, self._drafts.counts[rows])
-        chances = self._drafts.chances(rows)
-        counts = self._choose(chances, available, int(step.counts.sum()), int(np.count_nonzero(step.draws)))
-        if not counts.any():
-            self._pause = self._steps_to_skip = min(2 * self._pause + 1, _LONGEST_PAUSE)
-            return added
-        self._pause = 0
-        places, offsets = ragged(counts)
-        batch.token_ids[rows[places], known[places] + offsets] = self._drafts.tokens[rows[places], offsets]
-        added[at] = counts
-        return added
+    def _write(self, step: StepBatch, batch: InputBatch) -> bool:
+        """Write drafts behind the known tokens of the step's sequences; whether there are any."""
+        count, tokens = len(step.seq_ids), step.num_tokens
+        self._drafts.may[:count] &= batch.may_be_drawn_ahead(step.rows)
+        if not self._drafts.may[:count].any():
+            return False
+        any_chance = self._drafts.renew(count)
+        if batch.structured.states:
+            any_chance |= self._follow_forms(step, batch)
+        unknown = max(_GROWTH * self._cost.largest - tokens, _GROWTH)
+        most = min(self._limits.max_num_tokens - tokens, unknown)
+        if any_chance and self._drafts.choose(count, most, self._cost):
+            self._pause = 0
+            return True
+        self._pause = self._steps_to_skip = min(2 * self._pause + 1, _LONGEST_PAUSE)
+        return False
 
-    def _follow_forms(self, rows: Ints, batch: InputBatch) -> None:
-        """Of rows with a form: what alone it leaves, or as many drafts as fit it."""
-        for row in rows[batch.structured.owned(rows)].tolist():
+    def _follow_forms(self, step: StepBatch, batch: InputBatch) -> bool:
+        """Of rows with a form: what alone it leaves, or as many drafts as fit it; whether there is such a row."""
+        rows = step.rows[self._drafts.may[: len(step.seq_ids)] > 0]
+        owned = rows[batch.structured.owned(rows)].tolist()
+        for row in owned:
             if forced := batch.structured.forced(row):
                 self._drafts.force(row, forced)
             elif count := int(self._drafts.counts[row]):
                 drafts = self._drafts.tokens[row, :count].tolist()
                 self._drafts.cut(row, batch.structured.num_fitting(row, drafts))
+        return len(owned) > 0
 
-    def _agree(self, step: StepBatch, counts: Ints, batch: InputBatch) -> Ints:
-        """The counts [S] of rank 0, whose drafts every rank has then."""
-        if self._ranks.world_size == 1:
-            return counts
-        counts = self._ranks.broadcast(torch.from_numpy(counts)).numpy()
-        if counts.any():
-            places, offsets = ragged(counts)
-            where = step.rows[places], batch.num_tokens[step.rows[places]] + offsets
-            drafts = torch.from_numpy(batch.token_ids[where].astype(np.int64))
-            batch.token_ids[where] = self._ranks.broadcast(drafts).numpy()
-        return counts
-
-    def _choose(self, chances: Floats, available: Ints, tokens: int, draws: int) -> Ints:
-        """How many drafts each row makes, [R], in a step of so many tokens and draws without them.
-
-        The j-th draft of a row brings a token with the probability ``chance ** j``. Taken in falling order of that,
-        each adds a token to the step; the best number of them is where expected draws over predicted time is highest.
-        """
-        ahead = np.arange(1, self._most + 1)
-        gains = np.where(ahead <= available[:, None], np.minimum(chances, _MOST_CHANCE)[:, None] ** ahead, 0.0).ravel()
-        unknown = max(_GROWTH * self._cost.largest - tokens, _GROWTH)
-        most = min(int((gains > _LEAST_CHANCE).sum()), self._limits.max_num_tokens - tokens, unknown)
-        if most <= 0:
-            return np.zeros_like(available)
-        order = np.argsort(-gains, kind="stable")[:most]
-        seconds = np.interp(np.arange(tokens, tokens + most + 1), *self._cost.curve())
-        rates = (draws + np.cumsum(gains[order])) / seconds[1:]
-        best = int(rates.argmax())
-        if rates[best] * seconds[0] < draws * _WORTHWHILE:
-            return np.zeros_like(available)
-        return np.bincount(order[: best + 1] // self._most, minlength=len(available))
+    def _agree(self, step: StepBatch, batch: InputBatch) -> bool:
+        """Every rank has the drafts of rank 0 then; whether there are any."""
+        added = self._drafts.added[: len(step.seq_ids)]
+        added[:] = self._ranks.broadcast(torch.from_numpy(added.copy())).numpy()
+        if not added.any():
+            return False
+        places, offsets = ragged(added)
+        where = step.rows[places], batch.num_tokens[step.rows[places]] + offsets
+        drafts = torch.from_numpy(batch.token_ids[where].astype(np.int64))
+        batch.token_ids[where] = self._ranks.broadcast(drafts).numpy()
+        return True

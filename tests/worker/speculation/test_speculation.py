@@ -15,8 +15,10 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
 from raylm.messages import EngineCoreRequest, Logprobs
 from raylm.params import SamplingParams
+from raylm.step_cost import StepCost
 from raylm.worker import Worker
-from raylm.worker.arrays import Floats, IntArray, Ints
+from raylm.worker.attention import StepLimits
+from raylm.worker.speculation.drafts import Drafts
 from raylm.worker.speculation.speculator import NGramSpeculator
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import random_prompt
@@ -36,38 +38,53 @@ class Answers:
     core: Any = None
 
 
-class KnownGuesses:
-    """Guesses taken from what the same requests drew without speculation, each spoilt with a certain probability."""
+@dataclass(frozen=True)
+class Guesses:
+    """What the same requests drew without speculation, each token spoilt with a certain probability."""
 
-    def __init__(self, texts: list[list[int]], spoilt: float, seed: int) -> None:
-        self.tokens = np.zeros((64, MOST), np.int32)
-        self.counts = np.full(64, MOST)
-        self._texts = texts
-        self._spoilt = spoilt
-        self._rng = np.random.default_rng(seed)
+    texts: list[list[int]]
+    spoilt: float
+    seed: int
+    lapses: float = 0.0  # how many of the steps that are looked at have none
 
-    def forget(self, row: int, owner: int) -> None:
-        """Rows are recognized by their tokens."""
 
-    def keep(self, row: int, tokens: IntArray, num_prompt_tokens: int) -> None:
-        """Nothing more is learned."""
+class KnownDrafts(Drafts):
+    """Drafts that are Guesses, as many as fit into a step."""
 
-    def chances(self, rows: Ints) -> Floats:
-        return np.full(len(rows), 0.9)
+    def __init__(self, guesses: Guesses, limits: StepLimits) -> None:
+        super().__init__(limits.max_num_seqs, MOST, limits.block_size)
+        self._guesses, self._rng = guesses, np.random.default_rng(guesses.seed)
 
-    def renew(self, token_ids: IntArray, rows: Ints, num_tokens: Ints) -> None:
-        for row, known in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-            begun = token_ids[row, :known].tolist()
-            coming = next((text[known:] for text in self._texts if text[:known] == begun), [])
-            guesses = (coming + [7] * MOST)[:MOST]
-            wrong = self._rng.random(MOST) < self._spoilt
-            self.tokens[row] = np.where(wrong, 9, guesses)
+    def renew(self, count: int) -> bool:
+        assert self._batch is not None
+        if self._rng.random() < self._guesses.lapses:
+            return False
+        for row in self._rows[:count][self.may[:count] > 0].tolist():
+            known = int(self._batch.num_tokens[row])
+            begun = self._batch.token_ids[row, :known].tolist()
+            coming = next((text[known:] for text in self._guesses.texts if text[:known] == begun), [])
+            wrong = self._rng.random(MOST) < self._guesses.spoilt
+            self.tokens[row] = np.where(wrong, 9, (coming + [7] * MOST)[:MOST])
+            self.counts[row], self.chances[row] = MOST, 0.9
+        return True
+
+
+class NoCost(StepCost):
+    """Every step takes as long as any other."""
+
+    largest = 1 << 20
+
+    def times_seen(self, tokens: int) -> int:
+        return 9
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        return [1, self.largest], [1.0, 1.0]
 
 
 def serve(
     path: Path,
     requests: list[EngineCoreRequest],
-    guesses: KnownGuesses | None = None,
+    guesses: Guesses | None = None,
     cache: dict[str, Any] | None = None,
     **scheduler: Any,
 ) -> Answers:
@@ -85,9 +102,7 @@ def serve(
     if guesses is not None:
         speculator = worker._runner.speculator  # type: ignore[union-attr]
         assert isinstance(speculator, NGramSpeculator)
-        speculator._drafts = guesses  # type: ignore[assignment]
-        speculator._cost.times_seen = lambda tokens: 9  # type: ignore[method-assign]
-        speculator._choose = as_many_as_fit(config.scheduler.max_num_batched_tokens)  # type: ignore[method-assign]
+        speculator._drafts, speculator._cost = KnownDrafts(guesses, speculator._limits), NoCost()
     core = Scheduler(config.scheduler, KVCacheManager(info.num_blocks, info.block_size), info.max_model_len)
     answers = Answers(core=core)
     for request in requests:
@@ -95,14 +110,6 @@ def serve(
     for news in play(core, worker):
         take(answers, news)
     return answers
-
-
-def as_many_as_fit(max_num_batched_tokens: int) -> Any:
-    def choose(chances: Floats, room: Ints, tokens: int, draws: int) -> Ints:
-        counts = np.maximum(room, 0)
-        return np.clip(max_num_batched_tokens - tokens - (np.cumsum(counts) - counts), 0, counts)
-
-    return choose
 
 
 def take(answers: Answers, news: Any) -> None:
@@ -129,9 +136,11 @@ def some(count: int = 6, sharing: int = 0, eos: tuple[int, ...] = (), **params: 
     ]
 
 
-def known(requests: list[EngineCoreRequest], answers: Answers, spoilt: float = 0.3, seed: int = 0) -> KnownGuesses:
+def known(
+    requests: list[EngineCoreRequest], answers: Answers, spoilt: float = 0.3, seed: int = 0, lapses: float = 0.0
+) -> Guesses:
     texts = [requests[key].prompt_token_ids + tokens for (key, _), tokens in answers.tokens.items()]
-    return KnownGuesses(texts, spoilt, seed)
+    return Guesses(texts, spoilt, seed, lapses)
 
 
 @pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
@@ -171,6 +180,16 @@ def test_tokens_are_the_same_under_pressure(
     assert answers.core.counters.accepted_tokens > 20
     assert (answers.core.counters.preemptions > 0) == (cache.get("num_blocks") == 12)
     assert (answers.core.counters.prefix_hits > 0) == (sharing > 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_the_same_where_steps_are_not_looked_at(path: Path, seed: int) -> None:
+    requests = some(4, temperature=1.0, max_tokens=60)
+    plain = serve(path, requests)
+    answers = serve(path, requests, known(requests, plain, 0.1, seed, lapses=0.6))
+    assert answers.tokens == plain.tokens
+    assert answers.finish == plain.finish
+    assert answers.core.counters.accepted_tokens > 20
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))

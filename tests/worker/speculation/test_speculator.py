@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from raylm.config import SchedulerConfig
+from raylm.errors import ConfigError
 from raylm.messages import NewSequence
 from raylm.models import Ranks
+from raylm.native import drafts_library
 from raylm.params import SamplingParams
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import Speculator
@@ -49,21 +52,26 @@ class World:
         self.speculator = speculator
         self.batch = InputBatch(len(texts), LENGTH, BLOCK, 50_000)
         self.seconds = self.drafted = self.accepted = 0.0
+        self.planned_by = np.zeros(len(texts))  # how long the texts were when the next step was planned: two in flight
         for seq_id, text in enumerate(texts):
             table = list(range(blocks))
             new = NewSequence(seq_id, text[:prompt], prompt, table, SamplingParams(), seed=0, limit=len(text))
             self.speculator.add(self.batch.add(new), new)
         self.speculator.observe(self.plan([prompt] * len(texts)), cost(prompt * len(texts)))
 
-    def plan(self, counts: list[int]) -> StepBatch:
-        rows = self.batch.rows(list(range(len(counts))))
+    def plan(self, counts: list[int], seq_ids: list[int] | None = None) -> StepBatch:
+        seq_ids = list(range(len(counts))) if seq_ids is None else seq_ids
+        rows = self.batch.rows(seq_ids)
         known = self.batch.num_tokens[rows].astype(np.int64)
         ones = np.ones(len(rows), np.int64)
-        return StepBatch(list(range(len(rows))), rows, known - 1, np.array(counts), ones)
+        return StepBatch(seq_ids, rows, known - 1, np.array(counts, np.int64), ones)
 
     def step(self) -> bool:
-        """Run a step of all sequences; False when all have ended."""
-        step = self.speculator.propose(self.plan([1] * len(self.texts)), self.batch)
+        """Run a step of all sequences that are not known to have ended; False when all have."""
+        rows = self.batch.rows(list(range(len(self.texts))))
+        live = np.flatnonzero(self.planned_by + 1 < self.batch.limits[rows]).tolist()  # the step in flight draws one
+        self.planned_by = self.batch.num_tokens[rows].copy()
+        step = self.speculator.propose(self.plan([1] * len(live), live), self.batch)
         if not step.seq_ids:
             return False
         taken = self.cost(int(step.counts.sum()))
@@ -94,7 +102,7 @@ def gain(texts: list[list[int]], prompt: int, cost: Cost) -> float:
     """How much faster the texts come with speculation."""
     plain = World(texts, prompt, Speculator(), cost)
     plain.batch.limits[:] = len(texts[0])
-    return plain.run() / World(texts, prompt, NGramSpeculator(limits(len(texts)), LENGTH, 15), cost).run()
+    return plain.run() / World(texts, prompt, NGramSpeculator(limits(len(texts)), 15), cost).run()
 
 
 def random_text(rng: np.random.Generator, length: int, vocabulary: int = 30) -> list[int]:
@@ -134,7 +142,7 @@ def test_where_tokens_cost_all_the_same_no_guess_pays_and_few_are_made(rows: int
 def test_one_that_copies_among_those_that_do_not() -> None:
     rng = np.random.default_rng(0)
     texts = [random_text(rng, 600, 1000) for _ in range(7)] + [copied(rng, 200, 400)]
-    world = World(texts, 200, NGramSpeculator(limits(8), LENGTH, 15), memory_bound)
+    world = World(texts, 200, NGramSpeculator(limits(8), 15), memory_bound)
     for _ in range(80):
         world.step()
     lengths = world.batch.num_tokens[world.batch.rows(list(range(8)))]
@@ -146,7 +154,7 @@ def test_a_row_that_begins_to_copy_late_is_noticed() -> None:
     rng = np.random.default_rng(1)
     text = rng.integers(0, 50_000, 400).tolist()
     text += text[100:350]
-    world = World([text], 200, NGramSpeculator(limits(1), LENGTH, 15), memory_bound)
+    world = World([text], 200, NGramSpeculator(limits(1), 15), memory_bound)
     steps = 0
     while world.batch.num_tokens[0] < len(text):
         steps += world.step()
@@ -156,7 +164,7 @@ def test_a_row_that_begins_to_copy_late_is_noticed() -> None:
 @pytest.mark.parametrize("blocks", [9, 10, 64])
 def test_no_guess_lacks_a_block(blocks: int) -> None:
     text = [1, 2, 3, 4] * 100
-    world = World([text], 140, NGramSpeculator(limits(1), LENGTH, 15), memory_bound, blocks)
+    world = World([text], 140, NGramSpeculator(limits(1), 15), memory_bound, blocks)
     world.step(), world.step()
     for _ in range(10):
         known, row = int(world.batch.num_tokens[0]), 0
@@ -168,7 +176,7 @@ def test_no_guess_lacks_a_block(blocks: int) -> None:
 
 
 def test_a_step_stays_within_its_limits() -> None:
-    speculator = NGramSpeculator(StepLimits(20, 4, LENGTH // BLOCK, BLOCK), LENGTH, 15)
+    speculator = NGramSpeculator(StepLimits(20, 4, LENGTH // BLOCK, BLOCK), 15)
     world = World([[1, 2, 3, 4] * 100] * 4, 100, speculator, memory_bound)
     world.step(), world.step()
     sizes = [int(world.speculator.propose(world.plan([1] * 4), world.batch).counts.sum()) for _ in range(3)]
@@ -176,22 +184,25 @@ def test_a_step_stays_within_its_limits() -> None:
 
 
 def test_rows_are_told_where_they_really_are_and_end_at_their_limit() -> None:
-    world = World([[5, 6, 7, 8] * 20, list(range(80))], 70, NGramSpeculator(limits(2), LENGTH, 15), memory_bound)
+    world = World([[5, 6, 7, 8] * 20, list(range(80))], 70, NGramSpeculator(limits(2), 15), memory_bound)
     behind = world.plan([1, 1])
     while world.batch.num_tokens[0] < 80:
         world.step()
     step = world.speculator.propose(behind, world.batch)
     assert step.seq_ids == [1]
     assert step.computed.tolist() == [world.batch.num_tokens[1] - 1]
-    while world.step():
-        pass
-    assert world.speculator.propose(behind, world.batch).seq_ids == []
+    alone = World([[5, 6, 7, 8] * 20], 70, NGramSpeculator(limits(1), 15), memory_bound)
+    behind = alone.plan([1])
+    while alone.batch.num_tokens[0] < 80:
+        alone.step()
+    assert alone.accepted > 0
+    assert alone.speculator.propose(behind, alone.batch).seq_ids == []
 
 
 def test_rows_of_one_token_come_first() -> None:
     rng = np.random.default_rng(0)
     texts = [[5, 6, 7, 8] * 20, random_text(rng, 80, 9999), [1, 2, 3] * 30, random_text(rng, 80, 9999)]
-    world = World([text[:80] for text in texts], 60, NGramSpeculator(limits(4), LENGTH, 3), memory_bound)
+    world = World([text[:80] for text in texts], 60, NGramSpeculator(limits(4), 3), memory_bound)
     world.step(), world.step()
     step = world.speculator.propose(world.plan([1] * 4), world.batch)
     assert step.seq_ids == [1, 3, 0, 2]
@@ -200,8 +211,15 @@ def test_rows_of_one_token_come_first() -> None:
 
 
 def test_who_speculates_is_a_matter_of_configuration() -> None:
-    assert type(create_speculator(SchedulerConfig(), limits(1), LENGTH)) is Speculator
-    assert isinstance(create_speculator(SchedulerConfig(speculative_tokens=3), limits(1), LENGTH), NGramSpeculator)
+    assert type(create_speculator(SchedulerConfig(), limits(1))) is Speculator
+    assert isinstance(create_speculator(SchedulerConfig(speculative_tokens=3), limits(1)), NGramSpeculator)
+
+
+def test_without_a_compiler_speculation_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    drafts_library.cache_clear()
+    with pytest.raises(ConfigError, match=r"^scheduler\.speculative_tokens: .* there is no C\+\+ compiler"):
+        create_speculator(SchedulerConfig(speculative_tokens=3), limits(1))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -212,7 +230,7 @@ def test_disturbed_steps_do_not_end_it(seed: int) -> None:
     def disturbed(tokens: int) -> float:
         return memory_bound(tokens) * (1 if luck.random() > 1 / 8 else luck.uniform(2, 20))
 
-    world = World([copied(rng, 200, 800)], 200, NGramSpeculator(limits(1), LENGTH, 15), disturbed)
+    world = World([copied(rng, 200, 800)], 200, NGramSpeculator(limits(1), 15), disturbed)
     steps = 0
     while world.step():
         steps += 1
@@ -225,7 +243,7 @@ def test_ranks_draft_the_same_though_their_steps_take_different_times() -> None:
 
     def run(ranks: Ranks) -> tuple[list[list[int]], float]:
         slower = memory_bound if ranks.rank == 0 else compute_bound
-        world = World(texts, 200, NGramSpeculator(limits(3), LENGTH, 7, ranks=ranks), slower)
+        world = World(texts, 200, NGramSpeculator(limits(3), 7, ranks=ranks), slower)
         counts = []
         while (world.batch.num_tokens < world.batch.limits).any():
             behind = world.batch.num_tokens.sum()
@@ -243,7 +261,7 @@ def test_an_answer_of_before_is_drafted_for_its_owner_alone() -> None:
     text = rng.integers(0, 50_000, 300).tolist()
 
     def steps(owner: str, *, shared: bool) -> int:
-        world = World([text], 40, NGramSpeculator(limits(1), LENGTH, 15, shared), memory_bound)
+        world = World([text], 40, NGramSpeculator(limits(1), 15, shared), memory_bound)
         while world.step():
             pass
         world.speculator.remove(0, world.batch)
