@@ -19,6 +19,7 @@ import cProfile
 import gc
 import pstats
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -52,7 +53,7 @@ class Bench:
     def request(self, prompt: Iterable[int]) -> EngineCoreRequest:
         """One more, its prompt unlike all others from the first token on."""
         key, self.keys = self.keys, self.keys + 1
-        return EngineCoreRequest(key, str(key), [key, *prompt], self._params[key % 97], eos_token_ids=(2,))
+        return EngineCoreRequest(key, str(key), array("I", [key, *prompt]), self._params[key % 97], eos_token_ids=(2,))
 
     def add(self) -> None:
         request = self.request(range(self.args.prompt - 1))
