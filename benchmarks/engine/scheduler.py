@@ -107,10 +107,10 @@ def queues(args: argparse.Namespace) -> None:
     """What steps and adds cost, by how many wait."""
     units = {"step p50": "µs", "step p99": "µs", "longest": "µs", "an add p50": "µs", "an add, mean": "µs"}
     report = Report("scheduler_queue", units, args.out)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(2_000, 5, 1_000_000)  # as in the engine's actor
     benches = {waiting: Bench(args) for waiting in args.waiting}
+    gc.collect()  # as in the engine's actor once it has started
+    gc.freeze()
+    gc.set_threshold(2_000, 5, 1_000_000)
     adds = {waiting: bench.fill(waiting + args.sequences) for waiting, bench in benches.items()}
     steps: dict[int, list[float]] = {waiting: [] for waiting in benches}
     for bench in benches.values():
