@@ -12,13 +12,16 @@ Hot messages hold one list per field instead of one object per row: 256 rows pic
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from raylm.errors import RayLMError
 from raylm.metrics import STEP_TOKENS_BUCKETS
 from raylm.params import PoolingParams, SamplingParams
 
+TokenIds: TypeAlias = "list[int] | array[int]"
+"""A prompt comes as an ``array("I")``: small, and the garbage collector does not walk through it."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 SequenceEventKind = Literal["taken_in", "compiled", "scheduled", "token", "preempted", "ended"]
 SequenceEvent = tuple[int, int, SequenceEventKind, float, int, int, str]
@@ -92,7 +95,7 @@ class EngineCoreRequest:
 
     key: int
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -151,7 +154,7 @@ class NewSequence:
     """
 
     seq_id: int
-    token_ids: list[int]
+    token_ids: TokenIds
     num_prompt_tokens: int
     block_ids: list[int]
     params: SamplingParams

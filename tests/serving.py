@@ -80,7 +80,11 @@ class Server:
             )
 
     def __enter__(self) -> Server:
-        self.wait_until(lambda: self._ready in self.log.read_text(), "is not ready")
+        try:
+            self.wait_until(lambda: self._ready in self.log.read_text(), "is not ready")
+        except BaseException:  # nobody leaves a context that was not entered
+            self.stop(signal.SIGTERM)
+            raise
         self._session = self._child()
         return self
 

@@ -19,6 +19,7 @@ import cProfile
 import gc
 import pstats
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -52,7 +53,7 @@ class Bench:
     def request(self, prompt: Iterable[int]) -> EngineCoreRequest:
         """One more, its prompt unlike all others from the first token on."""
         key, self.keys = self.keys, self.keys + 1
-        return EngineCoreRequest(key, str(key), [key, *prompt], self._params[key % 97], eos_token_ids=(2,))
+        return EngineCoreRequest(key, str(key), array("I", [key, *prompt]), self._params[key % 97], eos_token_ids=(2,))
 
     def add(self) -> None:
         request = self.request(range(self.args.prompt - 1))
@@ -106,10 +107,10 @@ def queues(args: argparse.Namespace) -> None:
     """What steps and adds cost, by how many wait."""
     units = {"step p50": "µs", "step p99": "µs", "longest": "µs", "an add p50": "µs", "an add, mean": "µs"}
     report = Report("scheduler_queue", units, args.out)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(2_000, 5, 1_000_000)  # as in the engine's actor
     benches = {waiting: Bench(args) for waiting in args.waiting}
+    gc.collect()  # as in the engine's actor once it has started
+    gc.freeze()
+    gc.set_threshold(2_000, 5, 1_000_000)
     adds = {waiting: bench.fill(waiting + args.sequences) for waiting, bench in benches.items()}
     steps: dict[int, list[float]] = {waiting: [] for waiting in benches}
     for bench in benches.values():

@@ -4,8 +4,10 @@
 
 Of a fleet of two equal engines the share of one of two keys is one engine. So its share alone is `raylm serve` with one
 engine and nobody else; beside a flooder there are two engines, and the other key keeps ``--flood`` requests open, more
-than both engines run at once. With --fcfs the same again by first come, first served. Each engine has one thread. Where
-there are fewer cores than processes at work, what the flooder costs beyond its share is also theirs.
+than both engines run at once, --batch prompts in each. With --fcfs the same again by first come, first served. Each
+engine has one thread. Where there are fewer cores than processes at work, what the flooder costs beyond its share is
+also theirs. So what the requests of either key waited in the engines' queues is told as well, by the ingress's
+timelines.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from tests.serving import Server, free_port, serve_file
 
 KEYS = {"quiet": "sk-quiet-0123456789abcdef", "flood": "sk-flood-0123456789abcdef"}
 UNITS = {
-    "requests": "", "errors": "", "TTFT p50": "ms", "TTFT p99": "ms", "of its share p99": "x", "flooder's answers": "",
+    "requests": "", "errors": "", "TTFT p50": "ms", "TTFT p99": "ms", "of its share p99": "x", "queue p50": "ms",
+    "queue p99": "ms", "flooder's queue p50": "ms", "flooder's answers": "",
 }  # fmt: skip
+_SAMPLE = 100  # timelines of a key that are looked at
 
 
 def bodies(rng: random.Random, max_tokens: int, *, stream: bool) -> Iterator[dict[str, Any]]:
@@ -43,30 +47,46 @@ def bodies(rng: random.Random, max_tokens: int, *, stream: bool) -> Iterator[dic
         yield {"model": "embedded", "prompt": prompt, "stream": stream} | limits | options
 
 
-async def flood(url: str, concurrency: int, max_tokens: int, answered: list[int]) -> None:
-    """Keep so many requests open until cancelled; their statuses go to ``answered``."""
-    asked = bodies(random.Random(2), max_tokens, stream=False)
+async def flood(url: str, args: argparse.Namespace, answered: list[int]) -> None:
+    """Keep requests open until cancelled; the statuses of their answers go to ``answered``."""
+    asked = bodies(random.Random(2), args.max_tokens, stream=False)
     headers = {"Authorization": f"Bearer {KEYS['flood']}"}
 
     async def one_after_another(session: aiohttp.ClientSession) -> None:
-        for body in asked:
+        while True:
+            some = list(itertools.islice(asked, args.batch))
+            body = some[0] | {"prompt": [one["prompt"] for one in some]}
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 await response.read()
                 answered.append(response.status)
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session, asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
+        for _ in range(args.flood):
             group.create_task(one_after_another(session))
 
 
-async def measure(url: str, args: argparse.Namespace, *, floods: bool) -> tuple[list[Answer], int]:
-    """The quiet key's answers, and how many the flooder got meanwhile."""
+async def queued_ms(url: str, name: str) -> list[float]:
+    """What the newest requests of a key waited in engines' queues."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEYS[name]}"}) as session:
+
+        async def get(path: str) -> Any:
+            async with session.get(url + path) as response:
+                response.raise_for_status()
+                return await response.json()
+
+        listed = await get(f"/v1/requests?state=recent&key={name}&limit={_SAMPLE}")
+        timelines = [await get(f"/v1/requests/{line['id']}") for line in listed["data"]]
+    return [1e3 * sum(one["seconds"] for one in line["phases"] if one["phase"] == "queue") for line in timelines]
+
+
+async def measure(url: str, args: argparse.Namespace, *, floods: bool) -> tuple[list[Answer], dict[str, float]]:
+    """The quiet key's answers, and figures of queues and of the flooder."""
     asked, answered = bodies(random.Random(1), args.max_tokens, stream=True), list[int]()
     async with Connection(url, KEYS["quiet"], timeout_s=120) as connection:
         for _ in range(8):  # it learns how fast it is
             await ask(connection, "/v1/completions", next(asked))
-        flooding = asyncio.create_task(flood(url, args.flood, args.max_tokens, answered)) if floods else None
+        flooding = asyncio.create_task(flood(url, args, answered)) if floods else None
         if flooding is not None:
             await asyncio.sleep(args.settle)
         before = len(answered)
@@ -79,10 +99,17 @@ async def measure(url: str, args: argparse.Namespace, *, floods: bool) -> tuple[
             await asyncio.gather(flooding, return_exceptions=True)
     if refused := [status for status in answered if status != 200]:
         print(f"the flooder was answered {sorted(set(refused))} {len(refused)} times")
-    return answers, answered[before:].count(200)
+    times = await queued_ms(url, "quiet")
+    figures = {"queue p50": quantile(times, 0.5), "queue p99": quantile(times, 0.99)}
+    if floods:
+        figures["flooder's queue p50"] = quantile(await queued_ms(url, "flood"), 0.5)
+        figures["flooder's answers"] = answered[before:].count(200) * args.batch
+    return answers, figures
 
 
-def serve(engines: int, policy: str, args: argparse.Namespace, *, floods: bool) -> tuple[list[Answer], int]:
+def serve(
+    engines: int, policy: str, args: argparse.Namespace, *, floods: bool
+) -> tuple[list[Answer], dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         keys = folder / "keys"
@@ -103,7 +130,8 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--requests", type=int, default=120, help="of the quiet key")
     options.add_argument("--rate", type=float, default=3.0, help="of them a second")
-    options.add_argument("--flood", type=int, default=160, help="requests that the other key keeps open")
+    options.add_argument("--flood", type=int, default=10, help="requests that the other key keeps open")
+    options.add_argument("--batch", type=int, default=16, help="prompts in each of them")
     options.add_argument("--sequences", type=int, default=32, help="that run at once in an engine")
     options.add_argument("--max-tokens", type=int, default=48)
     options.add_argument("--settle", type=float, default=5.0, help="seconds of flood before anything is measured")
@@ -114,15 +142,15 @@ def main() -> None:
         cases["beside a flooder, fcfs"] = (2, "fcfs", True)
     report, share = Report("shares_http", UNITS, args.out), 0.0
     for name, (engines, policy, floods) in cases.items():
-        answers, other = serve(engines, policy, args, floods=floods)
+        answers, others = serve(engines, policy, args, floods=floods)
         times = [1e3 * answer.ttft for answer in answers if answer.error is None]
         p99 = quantile(times, 0.99) if times else float("nan")
         share = share or p99
         figures = {
             "requests": len(answers), "errors": len(answers) - len(times), "TTFT p50": quantile(times, 0.5),
-            "TTFT p99": p99, "of its share p99": p99 / share, "flooder's answers": other,
+            "TTFT p99": p99, "of its share p99": p99 / share,
         }  # fmt: skip
-        report.add(name, figures)
+        report.add(name, figures | others)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import sys
 from array import array
 from collections.abc import Iterable
 from hashlib import sha256
-from struct import pack, unpack
+from struct import unpack
+
+from raylm.messages import TokenIds
 
 _HASH_BYTES, _KEY_BYTES, _TOKEN_BYTES = 32, 8, 4
 
@@ -24,13 +26,13 @@ class ChainedHasher:
     def root(self, adapter_digest: str, cache_salt: str | None) -> bytes:
         return sha256(repr((adapter_digest, cache_salt)).encode()).digest()
 
-    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
+    def extend(self, hashes: list[bytes], root: bytes, token_ids: TokenIds, num_blocks: int) -> None:
         """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``token_ids``."""
         size, first = self._block_size, len(hashes)
         if num_blocks <= first:
             return
         parent = hashes[-1] if hashes else root
-        packed = pack(f"{(num_blocks - first) * size}I", *token_ids[first * size : num_blocks * size])
+        packed = array("I", token_ids[first * size : num_blocks * size]).tobytes()
         for start in range(0, len(packed), _TOKEN_BYTES * size):
             parent = sha256(parent + packed[start : start + _TOKEN_BYTES * size]).digest()
             hashes.append(parent)
@@ -39,7 +41,7 @@ class ChainedHasher:
 class NoHasher(ChainedHasher):
     """Prefix caching off: no block has a hash, so none is ever found."""
 
-    def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
+    def extend(self, hashes: list[bytes], root: bytes, token_ids: TokenIds, num_blocks: int) -> None:
         pass
 
 

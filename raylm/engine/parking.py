@@ -119,7 +119,7 @@ class Parking:
 
 def _drawn_by(seq: Sequence) -> _Drawn:
     reason, stop_reason = seq.ended_by or (None, None)
-    return seq.token_ids[seq.num_prompt_tokens :], reason, stop_reason
+    return list(seq.token_ids[seq.num_prompt_tokens :]), reason, stop_reason
 
 
 def _asked(request: EngineCoreRequest) -> EngineCoreRequest:

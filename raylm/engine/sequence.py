@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 
 from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
-from raylm.messages import EngineCoreRequest, FinishReason, Logprobs, NewSequence
+from raylm.messages import EngineCoreRequest, FinishReason, Logprobs, NewSequence, TokenIds
 
 _stop_ids = lru_cache(1024)(frozenset[int])  # many requests have the same ones
 _U64 = 2**64
@@ -85,7 +86,7 @@ class RequestState:
         request = self.request
         token_ids = request.prompt_token_ids
         if drawn := (request.drawn[index] if request.drawn else None) or ():
-            token_ids = [*token_ids, *drawn]
+            token_ids = array("I", [*token_ids, *drawn])
         length, wants_logprobs = len(token_ids), request.params.prompt_logprobs is not None
         seq = Sequence(
             seq_id, self, self.client_id, request.key, index, token_ids, length, self.limit, length + 1,
@@ -119,7 +120,7 @@ class Sequence:
     client_id: str
     key: int
     index: int
-    token_ids: list[int]
+    token_ids: TokenIds
     num_tokens: int
     limit: int
     next_check: int
@@ -162,7 +163,7 @@ class Sequence:
     def start(self, cached: int) -> None:
         """It runs from now on, with ``cached`` of its tokens computed. Only now is a prompt copied, to append to."""
         if self.status is Status.WAITING:
-            self.token_ids = self.token_ids.copy()
+            self.token_ids = self.token_ids[:]
             self.num_cached = cached
         else:
             self.next_check = len(self.token_ids) + 1  # that it has caught up is told
@@ -190,7 +191,7 @@ class Sequence:
             params = replace(params, prompt_logprobs=None)
         return NewSequence(
             seq_id=self.id,
-            token_ids=list(self.token_ids) if self.num_generated else request.prompt_token_ids,
+            token_ids=self.token_ids[:] if self.num_generated else request.prompt_token_ids,
             num_prompt_tokens=self.num_prompt_tokens,
             block_ids=list(block_ids),
             params=params,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -98,7 +99,7 @@ class InputProcessor:
         return EngineCoreRequest(
             key=next(self._keys),
             request_id=head.request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=array("I", prompt_token_ids),
             params=params,
             priority=head.priority,
             cache_salt=head.cache_salt,

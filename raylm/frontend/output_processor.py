@@ -46,6 +46,7 @@ class OpenRequest:
         part: Part | None = None,
     ) -> None:
         self.request = request
+        self._prompt_token_ids = list(request.prompt_token_ids)
         self.part = part or Part(request.request_id)
         self._reservation = reservation
         self.texts = [SequenceText(tokenizer, request.params) for _ in range(request.params.n)]
@@ -121,7 +122,7 @@ class OpenRequest:
         deltas, self._deltas = list(self._deltas.values()), {}
         return RequestOutput(
             request_id=self.request.request_id,
-            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             deltas=deltas,
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from raylm.config import SchedulerConfig
@@ -21,7 +22,7 @@ def request(prompt: list[int], key: int = 0, *, priority: int = 0, salt: str | N
     return EngineCoreRequest(
         key=key,
         request_id=str(key),
-        prompt_token_ids=prompt,
+        prompt_token_ids=array("I", prompt),
         params=SamplingParams(**{"seed": 7, **params}),
         eos_token_ids=(EOS,),
         priority=priority,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -86,7 +87,7 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
     return EngineCoreRequest(
         key=key,
         request_id=str(key),
-        prompt_token_ids=prompt,
+        prompt_token_ids=array("I", prompt),
         params=params,
         eos_token_ids=(MODEL.eos_token_id,),
         priority=rng.randint(0, 2),
@@ -269,8 +270,8 @@ class Run:
             )
             assert computed <= longest, f"{computed} tokens from the cache, {longest} can be there"
             assert computed == 0 or self.setup.prefix_caching
-            whole = MODEL.continuation(request.prompt_token_ids, new.seed, self.max_model_len)
-            self.started.append((request.cache_salt, request.prompt_token_ids + whole))
+            whole = MODEL.continuation(list(request.prompt_token_ids), new.seed, self.max_model_len)
+            self.started.append((request.cache_salt, [*request.prompt_token_ids, *whole]))
 
     def _take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         start = entry = 0
@@ -341,14 +342,14 @@ class Run:
         """One entry for each prompt token; the token itself comes first in all but the first, which is empty."""
         logprobs = self.prompt_logprobs[request.key]
         count = 1 + (request.params.prompt_logprobs or 0)
-        prompt = request.prompt_token_ids
+        prompt = list(request.prompt_token_ids)
         assert logprobs.counts == [0] + [count] * (len(prompt) - 1)
         assert logprobs.token_ids[::count] == prompt[1:]
 
 
 def expected(request: EngineCoreRequest, index: int, max_model_len: int) -> tuple[list[int], tuple[str, int | None]]:
     """Tokens and (finish reason, stop reason) of one sequence alone: the rules of the API, token after token."""
-    params, prompt = request.params, request.prompt_token_ids
+    params, prompt = request.params, list(request.prompt_token_ids)
     assert params.seed is not None
     room = min(max_model_len - len(prompt), params.max_tokens or max_model_len)
     tokens = MODEL.continuation(prompt, sequence_seed(params.seed, index), room)

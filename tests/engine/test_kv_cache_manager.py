@@ -135,7 +135,7 @@ def test_reset_forgets_what_is_cached_now_and_what_running_sequences_publish_lat
     running, waiting = computed(kv, sequence([1] * 9, 0)), sequence([1] * 21, 1)
     assert kv.admit(waiting, spare=100) is None  # its hashes are known from now on
     kv.reset()
-    running.token_ids += [1] * 8
+    running.token_ids.extend([1] * 8)
     kv.publish(running, 17)
     assert kv.admit(waiting, spare=0) == 0
     check_kv(kv)
@@ -149,7 +149,7 @@ def test_reset_reaches_who_waits_and_who_has_no_full_block_yet() -> None:
     running, waiting = computed(kv, sequence([1] * 3, 0)), sequence([1] * 9, 1)
     assert kv.admit(waiting, spare=100) is None
     kv.reset()
-    running.token_ids += [1, 1]
+    running.token_ids.extend([1, 1])
     kv.publish(running, 5)
     assert kv.admit(waiting, spare=0) == 0
 

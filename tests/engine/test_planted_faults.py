@@ -42,10 +42,11 @@ def a_block_is_published_before_it_is_computed(patch: Patch) -> None:
 
 def unknown_tokens_are_published(patch: Patch) -> None:
     def publish(original: Any, self: Any, seq: Sequence, num_computed: int) -> None:
-        known = list(seq.token_ids)
-        seq.token_ids += [1] * max(0, num_computed - len(known))
+        known = seq.token_ids
+        seq.token_ids = known[:]
+        seq.token_ids.extend([1] * max(0, num_computed - len(known)))
         original(self, seq, num_computed)
-        seq.token_ids[:] = known
+        seq.token_ids = known
 
     wrap(patch, KVCacheManager, "publish", publish)
 

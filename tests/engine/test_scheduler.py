@@ -22,7 +22,7 @@ def test_a_prompt_then_one_token_a_step() -> None:
     first = engine.schedule()
     assert first.step == 1
     assert rows(first) == [(0, 0, 6, True)]
-    assert first.new[0].token_ids == [1] * 6
+    assert list(first.new[0].token_ids) == [1] * 6
     assert first.new[0].block_ids == [0, 1]
     assert (first.new_block_counts, first.new_block_ids) == ([0], [])
     engine.update(first)
@@ -138,7 +138,7 @@ def test_the_second_step_counts_on_a_token_that_nobody_has_seen() -> None:
     assert rows(second) == [(0, 5, 1, True)]
     engine.update(first, 3)
     engine.update(second, 4)
-    assert engine.scheduler.running[0].token_ids == [1] * 5 + [3, 4]
+    assert list(engine.scheduler.running[0].token_ids) == [1] * 5 + [3, 4]
 
 
 def test_nothing_is_scheduled_beyond_the_last_token() -> None:
@@ -181,11 +181,11 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight_and_comes_back_with_
     assert in_flight[1].finished == [1]
     assert victim.num_tokens == len(known) + 1
     engine.update(in_flight[0], 5, 9)
-    assert victim.token_ids == [*known, 9]
+    assert list(victim.token_ids) == [*known, 9]
     engine.update(in_flight[1])
     while not (plan := engine.schedule()).new:
         engine.update(plan)
-    assert plan.new[0].token_ids == [*known, 9]
+    assert list(plan.new[0].token_ids) == [*known, 9]
     assert plan.new[0].num_prompt_tokens == 5
 
 

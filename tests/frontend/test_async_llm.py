@@ -258,7 +258,7 @@ async def test_logprobs_are_taken_apart(llm: AsyncLLM, engine: PlayedEngine) -> 
     asked, not_asked = begin(llm, logprobs=1, prompt_logprobs=0), begin(llm)
     await settle()
     first, second = (request.key for request in engine.added)
-    prompt = engine.added[0].prompt_token_ids
+    prompt = list(engine.added[0].prompt_token_ids)
     columns = Logprobs([2, 0, 2], [7, 9, 8, 8], [-1.0, -0.5, -0.2, -0.2], [2, 0, 1])
     described = Logprobs([0] + [1] * (len(prompt) - 1), prompt[1:], [-3.0] * (len(prompt) - 1), [4] * len(prompt))
     engine.say(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from itertools import pairwise
@@ -120,7 +121,7 @@ async def test_tokens_go_on_where_they_are_the_same_and_nowhere_else(lasting: As
     lasting.add_engine(other)
     first.die()
     await until(lambda: bool(other.added))
-    assert [request.prompt_token_ids for request in other.added] == [[6]], "it had no token yet"
+    assert [list(request.prompt_token_ids) for request in other.added] == [[6]], "it had no token yet"
     lasting.add_engine(same)
     await until(lambda: bool(same.added))
     assert same.added[0].drawn == ((7,),)
@@ -144,10 +145,10 @@ async def test_nobody_waits_longer_than_recovery_takes(checkpoint: Path) -> None
 
 async def test_a_request_that_brings_engines_down_is_given_up_and_its_neighbours_are_not(lasting: AsyncLLM) -> None:
     """Suspects run one at a time, so the innocent ones get their turn when the guilty one is known."""
-    guilty, innocent = [66], [[1], [2], [3]]
+    guilty, innocent = array("I", [66]), [[1], [2], [3]]
     deaths = 0
     lasting.add_engine(engine := PlayedEngine("e0"))
-    calls = [asyncio.create_task(read(lasting, prompt, SamplingParams(max_tokens=1))) for prompt in (guilty, *innocent)]
+    calls = [asyncio.create_task(read(lasting, prompt, SamplingParams(max_tokens=1))) for prompt in ([66], *innocent)]
     await until(lambda: len(engine.added) == 4)
     while not calls[0].done():
         deaths += any(request.prompt_token_ids == guilty for request in engine.added)

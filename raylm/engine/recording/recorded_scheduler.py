@@ -21,7 +21,7 @@ from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.timelines.observer import Observer
 from raylm.errors import ConfigError
-from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, TokenIds
 
 Write = Callable[[dict[str, Any]], None]
 _KEY_BYTES = 8
@@ -144,7 +144,7 @@ class RecordedScheduler(Scheduler):
             self._write(
                 {"kind": "request", "arrival": request.arrival_time or self.clock(), "priority": request.priority}
                 | {"prompt_tokens": len(request.prompt_token_ids), "output_tokens": len(drawn)}
-                | {"blocks": self._blocks(request, digest, request.prompt_token_ids + drawn)}
+                | {"blocks": self._blocks(request, digest, [*request.prompt_token_ids, *drawn])}
                 | {"block_size": self.kv.block_size, "sequence": f"{client_id}/{key}/{index}", "finish": reason}
                 | {"ttft_s": first_at - added_at, "duration_s": self._last_at - added_at, "cached_tokens": cached}
             )
@@ -155,7 +155,7 @@ class RecordedScheduler(Scheduler):
             self._asked.pop((client_id, key), None)
             self._added.pop((client_id, key), None)
 
-    def _blocks(self, request: EngineCoreRequest, adapter_digest: str, tokens: list[int]) -> list[str]:
+    def _blocks(self, request: EngineCoreRequest, adapter_digest: str, tokens: TokenIds) -> list[str]:
         hashes: list[bytes] = []
         root = self._hasher.root(adapter_digest, request.cache_salt)
         self._hasher.extend(hashes, root, tokens, len(tokens) // self.kv.block_size)

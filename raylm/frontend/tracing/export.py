@@ -226,7 +226,7 @@ def _content(parts: list[Part], text_of: TextOf) -> Attributes:
     for part in parts:
         if part.request is None:
             continue
-        asked.append(_message("user", text_of(part.request.prompt_token_ids)))
+        asked.append(_message("user", text_of(list(part.request.prompt_token_ids))))
         for index, drawn in enumerate(part.drawn):
             reason = part.finish_reasons.get(index, "")
             answered.append(_message("assistant", text_of(drawn)) | ({"finish_reason": reason} if reason else {}))
