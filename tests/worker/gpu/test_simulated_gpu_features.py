@@ -326,8 +326,10 @@ def test_4_bit_weights(machine: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyP
         return machine.kernel(product)(x, *tables, self._half)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(Int4Linear, "__call__", call)
-    quantized, _ = quantize(tmp_path, BY_NAME[name])
-    assert drawn(start(quantized), {}) == drawn(start(quantized, device="cpu"), {})
+    quantized, meant = quantize(tmp_path, BY_NAME[name])
+    assert drawn(start(quantized), {}) == drawn(
+        start(meant, device="cpu"), {}
+    )  # CPUs round the inputs of 4-bit weights
     assert machine.replays
 
 
