@@ -22,11 +22,10 @@ def rounded_by_group(x: Tensor, group: int) -> tuple[Tensor, float]:
     With it by how much the products of any row may differ with unit weights, where the kernel, which computes in
     float32, may round to another side.
     """
-    groups = x.unflatten(1, (-1, group))
-    most = groups.abs().amax(2, keepdim=True)
-    exact = groups.double() * (127 / most).double()
-    between = (exact - exact.floor() - 0.5).abs() < 1e-5
-    steps = most.double() / 127
+    groups = x.double().unflatten(1, (-1, group))
+    steps = groups.abs().amax(2, keepdim=True) / 127
+    exact = groups / steps
+    between = (exact - exact.floor() - 0.5).abs() < 3e-5
     return (exact.round() * steps).flatten(1), float((between * steps).sum((1, 2)).max())
 
 
