@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+import pytest
+
 from raylm.config import Config
 from raylm.frontend import AsyncLLM
 from raylm.ingress import build_asgi_app
@@ -21,13 +23,6 @@ MOST = 14
 # What every package stands on (data, errors, threads), and what the body has behind it when the way begins.
 FLOOR = {"raylm." + name for name in ("config", "params", "messages", "errors", "metrics", "lazy", "frontend.threads")}
 BEFORE = {"raylm.ingress.http.middleware"}
-# What lets the request in; of the body it sees the size alone.
-ADMISSION = {
-    "raylm.ingress.http.gate",
-    "raylm.frontend.admission.lifecycle",
-    "raylm.frontend.admission.place",
-    "raylm.frontend.admission.queue",
-}
 # The answer's side and the accounts, opened before the engine knows of the request; they see nothing of the body.
 ANSWER = {
     "raylm.ingress.openai.choices",
@@ -39,6 +34,7 @@ ANSWER = {
     "raylm.frontend.timelines.ring",
     "raylm.frontend.engines.routed_engine",
 }
+STREAM = {"raylm.ingress.http.event_stream", "raylm.ingress.http.sse"}
 BODY = {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 
 
@@ -66,20 +62,27 @@ class NotedEngine(PlayedEngine):
             self.passed.append(module)
 
 
-async def test_a_chat_body_passes_few_modules() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_body_passes_few_modules(stream: bool) -> None:
     llm, engine = AsyncLLM(Config()), NotedEngine()
     llm.add_engine(engine)
     await asyncio.sleep(0)  # the engine's stream is read from now on, which is no part of the way
     async with client_of(build_asgi_app(llm, Config())) as client:
         await client.get("/health")  # builds the app's middleware
         engine.listen()
-        answer = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
+        answer = asyncio.create_task(client.post("/v1/chat/completions", json=BODY | {"stream": stream}))
         await engine.arrived.wait()
         engine.say((engine.added[-1].key, 0, [300], "length"))
         assert (await answer).status_code == 200
     await llm.stop()
     page = PAGE.read_text()
-    way = [module for module in engine.passed if module not in FLOOR | BEFORE | ADMISSION | ANSWER]
-    assert way == re.findall(r"^\d+\. `(raylm\.[a-z_.]+)`: .", page, re.MULTILINE)
+    way = [module for module in engine.passed if module not in FLOOR | BEFORE | ANSWER | STREAM]
+    listed = re.findall(r"^\d+\. `(raylm\.[a-z_.]+)`: .", page, re.MULTILINE)
     assert len(way) <= MOST
-    assert (ADMISSION | ANSWER) & {*engine.passed} == {*re.findall(r"^- `(raylm\.[a-z_.]+)`: .", page, re.MULTILINE)}
+    assert {*re.findall(r"^- `(raylm\.[a-z_.]+)`: .", page, re.MULTILINE)} == ANSWER | STREAM
+    if stream:  # whose id is asked for first
+        assert sorted(way) == sorted(listed)
+        assert {*engine.passed} >= STREAM
+    else:
+        assert way == listed
+        assert {*engine.passed} >= ANSWER

@@ -7,30 +7,34 @@ from typing import TYPE_CHECKING
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.frontend.admission.lifecycle import ClientDisconnectedError as ClientDisconnectedError
-    from raylm.frontend.admission.lifecycle import Lifecycle as Lifecycle
-    from raylm.frontend.admission.lifecycle import OngoingRequest as OngoingRequest
-    from raylm.frontend.admission.lifecycle import Throttle as Throttle
-    from raylm.frontend.admission.place import ApiKey as ApiKey
-    from raylm.frontend.admission.place import Place as Place
-    from raylm.frontend.admission.queue import Admission as Admission
-    from raylm.frontend.admission.queue import FairShares as FairShares
-    from raylm.frontend.admission.queue import Reservation as Reservation
+    from raylm.frontend.admission import Admission as Admission
+    from raylm.frontend.admission import ClientDisconnectedError as ClientDisconnectedError
+    from raylm.frontend.admission import FairShares as FairShares
+    from raylm.frontend.admission import Lifecycle as Lifecycle
+    from raylm.frontend.admission import OngoingRequest as OngoingRequest
+    from raylm.frontend.admission import Reservation as Reservation
+    from raylm.frontend.admission import Throttle as Throttle
     from raylm.frontend.answers.chat_processor import ChatPrompt as ChatPrompt
     from raylm.frontend.async_llm import AsyncLLM as AsyncLLM
     from raylm.frontend.engines.discovery import Discovery as Discovery
     from raylm.frontend.engines.engine_client import LocalEngineClient as LocalEngineClient
     from raylm.frontend.engines.routed_engine import RoutedEngine as RoutedEngine
     from raylm.frontend.engines.router import Router as Router
+    from raylm.frontend.input_processor import RequestHead as RequestHead
     from raylm.frontend.outputs import CompletionDelta as CompletionDelta
     from raylm.frontend.outputs import RequestOutput as RequestOutput
     from raylm.frontend.outputs import TokenLogprob as TokenLogprob
     from raylm.frontend.outputs import ToolCallDelta as ToolCallDelta
+    from raylm.frontend.place import ApiKey as ApiKey
+    from raylm.frontend.place import Place as Place
     from raylm.frontend.state.actor import RemoteState as RemoteState
     from raylm.frontend.state.actor import end_state as end_state
     from raylm.frontend.state.client import Hold as Hold
     from raylm.frontend.state.client import StateClient as StateClient
     from raylm.frontend.state.messages import KeyLimits as KeyLimits
+    from raylm.frontend.text.chat_template import ChatRequest as ChatRequest
+    from raylm.frontend.text.chat_template import NamedTool as NamedTool
+    from raylm.frontend.text.chat_template import ToolChoice as ToolChoice
     from raylm.frontend.threads import LARGE as LARGE
     from raylm.frontend.threads import offload as offload
     from raylm.frontend.timelines.describe import timeline as timeline
@@ -44,31 +48,35 @@ if TYPE_CHECKING:
     from raylm.frontend.timelines.record import trace_of as trace_of
     from raylm.frontend.timelines.ring import Filter as Filter
     from raylm.frontend.timelines.ring import Timelines as Timelines
-    from raylm.frontend.types import ChatRequest as ChatRequest
-    from raylm.frontend.types import NamedTool as NamedTool
-    from raylm.frontend.types import RequestHead as RequestHead
-    from raylm.frontend.types import ToolChoice as ToolChoice
 
 _MODULES = {
-    "admission.lifecycle": ("ClientDisconnectedError", "Lifecycle", "OngoingRequest", "Throttle"),
-    "admission.place": ("ApiKey", "Place"),
-    "admission.queue": ("Admission", "FairShares", "Reservation"),
+    "admission": (
+        "Admission",
+        "ClientDisconnectedError",
+        "FairShares",
+        "Lifecycle",
+        "OngoingRequest",
+        "Reservation",
+        "Throttle",
+    ),
     "answers.chat_processor": ("ChatPrompt",),
     "async_llm": ("AsyncLLM",),
     "engines.discovery": ("Discovery",),
     "engines.engine_client": ("LocalEngineClient",),
     "engines.routed_engine": ("RoutedEngine",),
     "engines.router": ("Router",),
+    "input_processor": ("RequestHead",),
     "outputs": ("CompletionDelta", "RequestOutput", "TokenLogprob", "ToolCallDelta"),
+    "place": ("ApiKey", "Place"),
     "state.actor": ("RemoteState", "end_state"),
     "state.client": ("Hold", "StateClient"),
     "state.messages": ("KeyLimits",),
+    "text.chat_template": ("ChatRequest", "NamedTool", "ToolChoice"),
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),
     "timelines.observers": ("check_observers", "open_observers"),
     "timelines.record": ("Record", "current_id", "note_body", "note_call", "trace_of"),
     "timelines.ring": ("Filter", "Timelines"),
-    "types": ("ChatRequest", "NamedTool", "RequestHead", "ToolChoice"),
 }
 
 __getattr__ = front_door(__name__, _MODULES)

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import RayLMError, UnsupportedFieldError
-from raylm.frontend.admission.place import Place
-from raylm.frontend.admission.queue import Admission, Reservation
+from raylm.frontend.admission import Admission, Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.chat_processor import ChatProcessor, ChatPrompt
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
@@ -17,16 +16,16 @@ from raylm.frontend.defaults import default_max_tokens, pooling_defaults, sampli
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.parked import take_parked
 from raylm.frontend.engines.router import Route, Router
-from raylm.frontend.input_processor import InputProcessor, Limits
+from raylm.frontend.input_processor import InputProcessor, Limits, RequestHead
 from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
+from raylm.frontend.place import Place
 from raylm.frontend.state.client import Hold
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.text.chat_template import ChatTemplate, check_templates, content_chars
+from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, check_templates, content_chars
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.timelines.record import Part
 from raylm.frontend.timelines.ring import Timelines
-from raylm.frontend.types import ChatRequest, RequestHead
 from raylm.messages import EngineCoreRequest, EngineStats, Thinking
 from raylm.params import PoolingParams, SamplingParams
 

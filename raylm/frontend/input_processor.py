@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.threads import offload
-from raylm.frontend.types import RequestHead
-from raylm.messages import EngineCoreRequest, Thinking
+from raylm.messages import EngineCoreRequest, ServiceLevel, Thinking
 from raylm.params import PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from raylm.frontend.place import Place
 
 MAX_CACHE_SALT_CHARS = 128
 MAX_STOP_CHARS = 2_048
 _NO_SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHead:
+    """A request's id and how it is treated, whether it asks for text or for a vector.
+
+    A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
+    cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
+    name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is that of the request in this replica,
+    None where nobody admitted it. Of each sequence the caller has ``told`` tokens, None if it has all, () if it has
+    nothing of any. What is drawn can be taken over under the name ``resumable_as`` ("" if not), and is if the request
+    ``is_resumed``.
+    """
+
+    request_id: str
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_time: float = field(default_factory=time.time)
+    param: str = "prompt"
+    adapter: str | None = None
+    place: Place | None = None
+    told: tuple[int | None, ...] = ()
+    resumable_as: str = ""
+    is_resumed: bool = False
+
+    @property
+    def service(self) -> ServiceLevel:
+        """How it is to be served beside others."""
+        return ServiceLevel() if self.place is None else self.place.service
+
+    def nth(self, place: int, param: str | None = None) -> RequestHead:
+        """The head of one of several prompts that came together, which may come from a field of its own."""
+        return replace(self, request_id=f"{self.request_id}-{place}", param=param or self.param)
 
 
 @dataclass(frozen=True, slots=True)

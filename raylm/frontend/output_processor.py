@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 
 from raylm.errors import InvalidRequestError, RayLMError
-from raylm.frontend.admission.queue import Reservation
+from raylm.frontend.admission import Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
 from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
 from raylm.frontend.telemetry import Telemetry

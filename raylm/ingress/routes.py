@@ -21,8 +21,7 @@ from raylm.ingress.console.peers import Alone, Desk, Peers
 from raylm.ingress.console.requests import request_routes
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys
 from raylm.ingress.http.docs import docs_route
-from raylm.ingress.http.endpoint import Answer, JSONEndpoint
-from raylm.ingress.http.gate import Gate
+from raylm.ingress.http.endpoint import Answer, Gate, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from raylm.errors import InvalidRequestError, OverloadedError, RateLimitError
 from raylm.frontend import Admission, ApiKey, AsyncLLM, KeyLimits, RequestHead, RequestOutput, StateClient
-from raylm.frontend.admission.place import Place
-from raylm.frontend.admission.queue import FairShares, Reservation
+from raylm.frontend.admission import FairShares, Reservation
+from raylm.frontend.place import Place
 from raylm.params import SamplingParams
 from tests.frontend.played_engine import PlayedEngine
 

@@ -15,7 +15,7 @@ import pytest
 from raylm.config import Config
 from raylm.errors import EngineDiedError, InvalidRequestError, ModelNotFoundError, RayLMError, UnsupportedFieldError
 from raylm.frontend import Admission, ClientDisconnectedError, CompletionDelta, RequestHead, RequestOutput
-from raylm.frontend.admission.lifecycle import Lifecycle
+from raylm.frontend.admission import Lifecycle
 from raylm.ingress.http.errors import clip
 from raylm.params import PoolingParams, SamplingParams
 from tests.ingress.bad_inputs import ENDPOINTS

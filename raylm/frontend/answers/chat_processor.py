@@ -12,10 +12,9 @@ from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS, ReasoningMarkers, detect_reasoning_parser
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS, detect_tool_parser
-from raylm.frontend.text.chat_template import ChatTemplate
+from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.timelines.record import mark
-from raylm.frontend.types import ChatRequest
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.outputs import ToolCallDelta
+from raylm.frontend.text.chat_template import ChatRequest
 from raylm.frontend.text.tokenizer import Tokenizer
-from raylm.frontend.types import ChatRequest
 from raylm.lazy import Family
 from raylm.params import SamplingParams, StructuredOutputs
 

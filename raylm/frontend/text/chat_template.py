@@ -6,8 +6,9 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from jinja2 import TemplateError
@@ -16,7 +17,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend.text.tokenizer import check_chars
 from raylm.frontend.threads import LARGE, Lanes
-from raylm.frontend.types import ChatRequest
 
 RENDER_LIMIT_S = 5.0
 _CHARS_A_THING = 32
@@ -30,6 +30,46 @@ _RESERVED = frozenset({
     "padding", "truncation", "max_length", "tokenizer_kwargs", "raise_exception", "strftime_now", "namespace",
     "dict", "range", "loop", "self",
 })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The one tool that the answer must call."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a caller asks for the next turn of a conversation, in the terms of OpenAI's chat completions.
+
+    ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
+    ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
+    ``template_kwargs`` say otherwise. ``add_special_tokens`` adds the tokenizer's to those that the template writes.
+    ``any_length`` says that more than the context holds is fine.
+
+    Raises:
+        InvalidRequestError: the template shall both open a turn and leave the last one open.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    template_kwargs: dict[str, Any] | None = None
+    any_length: bool = False
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "'continue_final_message' cannot be combined with 'add_generation_prompt'."
+            raise InvalidRequestError(message, param="continue_final_message")
 
 
 class ChatTemplate:

@@ -5,30 +5,33 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from raylm.config import IngressConfig
 from raylm.errors import DeadlineExceededError, InvalidRequestError, PermissionDeniedError
 from raylm.frontend import (
     Admission,
     ApiKey,
     ClientDisconnectedError,
+    Lifecycle,
     OngoingRequest,
     Place,
     Record,
+    StateClient,
+    Throttle,
     Timelines,
     note_body,
     trace_of,
 )
-from raylm.ingress.http.body import JSONObject, read_json_object
+from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
-from raylm.ingress.http.gate import Gate
 from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted
 from raylm.ingress.openai.fields import Body
 from raylm.messages import ServiceLevel
@@ -46,6 +49,38 @@ _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 _REQUEST_TIMEOUT = "request-timeout-ms"
 # Milliseconds in which the first token should be there, and each further one behind the one before.
 _TTFT, _ITL = "x-raylm-ttft-ms", "x-raylm-itl-ms"
+
+
+class Gate:
+    """A request meets in turn: the pace of the event loop, the replica's places, its key's limits, the bounds of
+    bodies, and, with its body, the queue, whose policy shares it by keys. Its Place gives back what it got.
+    """
+
+    def __init__(self, config: IngressConfig, state: StateClient) -> None:
+        self.lifecycle = Lifecycle(config.max_ongoing_requests)
+        self.state = state
+        self._max_body_bytes = int(config.max_body_mib * 2**20)
+        self._throttle = Throttle()
+        self._bodies = BodyReader(self._max_body_bytes, config.max_ongoing_requests, config.body_timeout_s)
+
+    @asynccontextmanager
+    async def admit(self, headers: Headers, key: ApiKey | None, queue: Admission) -> AsyncIterator[Place]:
+        """Hold a request until the end of the block, or refuse it by what its head says."""
+        await self._throttle.enter()
+        place = Place(queue, key, self.state)
+        with self.lifecycle.admit(place.ongoing) as ongoing:
+            place.check(check_head(headers, self._max_body_bytes))
+            try:
+                with ongoing:
+                    await place.claim()
+                yield place
+            finally:
+                place.leave()
+
+    async def receive(self, place: Place, receive: Receive) -> bytes:
+        """The body, for which the request does not count in the replica while it comes."""
+        with self.lifecycle.receiving(), place.ongoing as ongoing:
+            return await self._bodies.read(receive, ongoing)
 
 
 @dataclass(frozen=True, eq=False)

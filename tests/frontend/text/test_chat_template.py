@@ -11,8 +11,7 @@ import pytest
 from raylm.checkpoint import EMBEDDED
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend.text import chat_template
-from raylm.frontend.text.chat_template import ChatTemplate, check_templates, prepare_messages
-from raylm.frontend.types import ChatRequest
+from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, check_templates, prepare_messages
 from tests.frontend.cancelling import cancel_in_every_turn
 from tests.frontend.checkpoints import TEMPLATE
 

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.errors import EngineDiedError
-from raylm.frontend.admission.lifecycle import ClientDisconnectedError, Lifecycle, OngoingRequest
+from raylm.frontend.admission import ClientDisconnectedError, Lifecycle, OngoingRequest
 from raylm.frontend.outputs import CompletionDelta
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http import event_stream

@@ -13,7 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
-from raylm.frontend.admission.lifecycle import PER_TURN, Throttle
+from raylm.frontend.admission import PER_TURN, Throttle
 from raylm.ingress.http.middleware import ThrottleMiddleware
 from tests.ingress.harness import TEXT
 

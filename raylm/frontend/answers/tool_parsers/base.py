@@ -12,9 +12,9 @@ from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend.answers.grammar_compiler import GrammarCompiler
 from raylm.frontend.answers.tool_calls import Parsed, ToolParser, Tools
 from raylm.frontend.outputs import ToolCallDelta
+from raylm.frontend.text.chat_template import ChatRequest, NamedTool
 from raylm.frontend.text.stop_strings import MarkerSearch
 from raylm.frontend.text.tokenizer import Tokenizer
-from raylm.frontend.types import ChatRequest, NamedTool
 from raylm.params import LARK, SamplingParams, StructuredOutputs
 
 MOST_CALLS = 16

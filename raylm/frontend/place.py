@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raylm.errors import InvalidRequestError
-from raylm.frontend.admission.lifecycle import OngoingRequest
-from raylm.frontend.admission.queue import Admission, Reservation
+from raylm.frontend.admission import Admission, OngoingRequest, Reservation
 from raylm.frontend.state.messages import NO_LIMITS, KeyLimits
 from raylm.messages import ServiceLevel
 
