@@ -40,6 +40,7 @@ def served_everywhere(server: Server, wanted: list[int]) -> Callable[[], bool]:
     return check
 
 
+@pytest.mark.long
 def test_all_replicas_serve_what_one_loaded_and_a_new_engine_gets_it_again(tmp_path: Path) -> None:
     wanted = peft_tokens(EMBEDDED, ADAPTER, [PROMPT], 8)[0]
     base = peft_tokens(EMBEDDED, None, [PROMPT], 8)[0]

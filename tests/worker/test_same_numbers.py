@@ -156,7 +156,13 @@ def check_schedules(
 
 @pytest.mark.parametrize("name", [_needing(name) for name in MODELS])
 def test_logits_are_the_same_bits_in_every_schedule(make: Callable[..., Driver], name: str) -> None:
-    check_schedules(make, name, threads=(1, 2, 3, 4))
+    check_schedules(make, name, threads=(1, 3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [_needing(name) for name in MODELS])
+def test_and_by_teams_of_two_and_four(make: Callable[..., Driver], name: str) -> None:
+    check_schedules(make, name, threads=(2, 4))
 
 
 @pytest.mark.parametrize("tail", [1, 9])

@@ -200,15 +200,12 @@ for file in {*root.rglob("*.py")} - kernels:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
         pytest.param(["-c", EVERY_MODULE], id="modules"),
-        pytest.param(
-            ["-m", "pytest", "-p", "no:cacheprovider", "tests/ingress/test_real_llm.py"],
-            id="server",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(["-m", "pytest", "-p", "no:cacheprovider", "tests/ingress/test_real_llm.py"], id="server"),
     ],
 )
 def test_all_of_raylm_works_without_xformers_and_triton(tmp_path: Path, arguments: list[str]) -> None:
