@@ -1,13 +1,12 @@
-"""TTFT of a key beside one that floods, over HTTP: two engines shared by two keys, and one engine that a key has alone.
+"""TTFT of a key beside one that floods, over HTTP: two engines shared by two keys, and an engine for each.
 
     python -m benchmarks.http.shares --requests 120 --rate 3
 
-Of a fleet of two equal engines the share of one of two keys is one engine. So its share alone is `raylm serve` with one
-engine and nobody else; beside a flooder there are two engines, and the other key keeps ``--flood`` requests open, more
-than both engines run at once, --batch prompts in each. With --fcfs the same again by first come, first served. Each
-engine has one thread. Where there are fewer cores than processes at work, what the flooder costs beyond its share is
-also theirs. So what the requests of either key waited in the engines' queues is told as well, by the ingress's
-timelines.
+Of a fleet of two equal engines the share of one of two keys is one engine. So its share is what it has where each key
+has a server of its own with one engine, at the same time on the same machine; against that stand two engines that both
+keys share. The other key keeps ``--flood`` requests open, more than both engines run at once, --batch prompts in each.
+``--alone`` measures its own server also while nobody else asks anything, ``--fcfs`` the shared engines by first come,
+first served. Each engine has one thread. Where a request's time to the first token goes is told by its timeline.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import itertools
 import random
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,16 @@ from raylm.client import Answer, Connection, ask
 from tests.serving import Server, free_port, serve_file
 
 KEYS = {"quiet": "sk-quiet-0123456789abcdef", "flood": "sk-flood-0123456789abcdef"}
-UNITS = {
-    "requests": "", "errors": "", "TTFT p50": "ms", "TTFT p99": "ms", "of its share p99": "x", "queue p50": "ms",
-    "queue p99": "ms", "flooder's queue p50": "ms", "flooder's answers": "",
+PHASES = {
+    "ingress": ("admission", "body", "parse", "tokenize", "route"), "send": ("send",), "queue": ("queue",),
+    "prefill": ("prefill",), "delivery": ("delivery",),
 }  # fmt: skip
+UNITS = {
+    "requests": "", "errors": "", "TTFT p50": "ms", "TTFT p99": "ms", "of its share p99": "x",
+    **{f"{name} {column}": "ms" for name in PHASES for column in ("p50", "p99")},
+    "flooder's queue p50": "ms", "flooder's answers": "",
+}  # fmt: skip
+OWN, SHARED, ALONE, FCFS = "an engine for each key", "two shared engines", "its engine alone", "shared engines, fcfs"
 _SAMPLE = 100  # timelines of a key that are looked at
 
 
@@ -66,8 +73,8 @@ async def flood(url: str, args: argparse.Namespace, answered: list[int]) -> None
             group.create_task(one_after_another(session))
 
 
-async def queued_ms(url: str, name: str) -> list[float]:
-    """What the newest requests of a key waited in engines' queues."""
+async def phases_ms(url: str, name: str) -> list[dict[str, float]]:
+    """What the newest requests of a key spent in each phase, by the ingress's timelines."""
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEYS[name]}"}) as session:
 
         async def get(path: str) -> Any:
@@ -76,17 +83,22 @@ async def queued_ms(url: str, name: str) -> list[float]:
                 return await response.json()
 
         listed = await get(f"/v1/requests?state=recent&key={name}&limit={_SAMPLE}")
-        timelines = [await get(f"/v1/requests/{line['id']}") for line in listed["data"]]
-    return [1e3 * sum(one["seconds"] for one in line["phases"] if one["phase"] == "queue") for line in timelines]
+        found = []
+        for line in listed["data"]:
+            spent: Counter[str] = Counter()
+            for one in (await get(f"/v1/requests/{line['id']}"))["phases"]:
+                spent[one["phase"]] += 1e3 * one["seconds"]
+            found.append(dict(spent))
+        return found
 
 
-async def measure(url: str, args: argparse.Namespace, *, floods: bool) -> tuple[list[Answer], dict[str, float]]:
-    """The quiet key's answers, and figures of queues and of the flooder."""
+async def measure(url: str, flooded: str | None, args: argparse.Namespace) -> tuple[list[Answer], dict[str, float]]:
+    """The quiet key's answers at ``url`` while the other key floods ``flooded``, and figures of phases and of it."""
     asked, answered = bodies(random.Random(1), args.max_tokens, stream=True), list[int]()
     async with Connection(url, KEYS["quiet"], timeout_s=120) as connection:
         for _ in range(8):  # it learns how fast it is
             await ask(connection, "/v1/completions", next(asked))
-        flooding = asyncio.create_task(flood(url, args, answered)) if floods else None
+        flooding = asyncio.create_task(flood(flooded, args, answered)) if flooded else None
         if flooding is not None:
             await asyncio.sleep(args.settle)
         before = len(answered)
@@ -99,17 +111,21 @@ async def measure(url: str, args: argparse.Namespace, *, floods: bool) -> tuple[
             await asyncio.gather(flooding, return_exceptions=True)
     if refused := [status for status in answered if status != 200]:
         print(f"the flooder was answered {sorted(set(refused))} {len(refused)} times")
-    times = await queued_ms(url, "quiet")
-    figures = {"queue p50": quantile(times, 0.5), "queue p99": quantile(times, 0.99)}
-    if floods:
-        figures["flooder's queue p50"] = quantile(await queued_ms(url, "flood"), 0.5)
+    spent = await phases_ms(url, "quiet")
+    figures = {}
+    for name, phases in PHASES.items():
+        times = [sum(one.get(phase, 0.0) for phase in phases) for one in spent]
+        figures |= {f"{name} p50": quantile(times, 0.5), f"{name} p99": quantile(times, 0.99)}
+    if flooded:
+        queued = [one.get("queue", 0.0) for one in await phases_ms(flooded, "flood")]
+        figures["flooder's queue p50"] = quantile(queued, 0.5)
         figures["flooder's answers"] = answered[before:].count(200) * args.batch
     return answers, figures
 
 
-def serve(
-    engines: int, policy: str, args: argparse.Namespace, *, floods: bool
-) -> tuple[list[Answer], dict[str, float]]:
+@contextmanager
+def serve(engines: int, policy: str, args: argparse.Namespace) -> Iterator[str]:
+    """The URL of a server for both keys."""
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         keys = folder / "keys"
@@ -121,9 +137,17 @@ def serve(
         }
         with Server(serve_file(folder / "serve.yaml", port, knobs), port) as server:
             server.wait_ready()
-            found = asyncio.run(measure(server.url, args, floods=floods))
+            yield server.url
             server.stop(signal.SIGTERM)
-            return found
+
+
+def case(name: str, args: argparse.Namespace) -> tuple[list[Answer], dict[str, float]]:
+    with ExitStack() as stack:
+        if name == OWN:
+            url, flooded = (stack.enter_context(serve(1, "fair", args)) for _ in range(2))
+            return asyncio.run(measure(url, flooded, args))
+        url = stack.enter_context(serve(1 if name == ALONE else 2, "fcfs" if name == FCFS else "fair", args))
+        return asyncio.run(measure(url, None if name == ALONE else url, args))
 
 
 def main() -> None:
@@ -135,14 +159,12 @@ def main() -> None:
     options.add_argument("--sequences", type=int, default=32, help="that run at once in an engine")
     options.add_argument("--max-tokens", type=int, default=48)
     options.add_argument("--settle", type=float, default=5.0, help="seconds of flood before anything is measured")
+    options.add_argument("--alone", action="store_true", help="measure one engine where nobody floods, too")
     options.add_argument("--fcfs", action="store_true", help="measure first come, first served, too")
     args = options.parse_args()
-    cases = {"its share alone": (1, "fair", False), "beside a flooder": (2, "fair", True)}
-    if args.fcfs:
-        cases["beside a flooder, fcfs"] = (2, "fcfs", True)
     report, share = Report("shares_http", UNITS, args.out), 0.0
-    for name, (engines, policy, floods) in cases.items():
-        answers, others = serve(engines, policy, args, floods=floods)
+    for name in [OWN, SHARED, *[ALONE] * args.alone, *[FCFS] * args.fcfs]:
+        answers, others = case(name, args)
         times = [1e3 * answer.ttft for answer in answers if answer.error is None]
         p99 = quantile(times, 0.99) if times else float("nan")
         share = share or p99
