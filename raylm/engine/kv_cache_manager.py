@@ -77,6 +77,11 @@ class KVCacheManager:
         table.num_published = len(cached)
         return len(cached) * self.block_size
 
+    def fits(self, seq: Sequence, victim: Sequence, spare: int) -> bool:
+        """Whether there would be blocks for all known tokens of a sequence, and ``spare``, without a victim's own."""
+        freed = len(self.block_ids(victim)) - self.num_shared_tokens(victim) // self.block_size
+        return self._blocks_for(len(seq.token_ids)) + spare <= self.pool.num_free + freed
+
     def extend(self, seq: Sequence, num_tokens: int) -> list[int] | None:
         """Let a block table hold ``num_tokens`` tokens; returns the blocks appended, None if the pool has too few."""
         table = self._tables[seq.id]

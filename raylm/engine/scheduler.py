@@ -173,6 +173,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Draw up the next step: first what runs, then what waits; None if nothing can be computed now."""
+        self._displace()
         plan = StepPlan(self._budget.tokens(self.running), self._budget.places(self.running))
         self._schedule_running(plan)
         self._schedule_waiting(plan)
@@ -181,6 +182,18 @@ class Scheduler:
         self._step += 1
         finished, self._finished = self._finished, []
         return plan.columns(self._step, finished)
+
+    def _displace(self) -> None:
+        """Where no place is free, preempt a sequence if the policy gives its place to another."""
+        if not self.waiting or self.free_places() or (found := self.waiting.displaced()) is None:
+            return
+        coming, those = found
+        others = (seq for seq in those if seq is not self.running[0])
+        victim = min(others, key=self._cost_of_preemption, default=None)
+        if victim is not None and self.kv.fits(coming, victim, spare=2 * len(self.running)):
+            self._observer.preempted(victim, coming, self._step + 1)
+            self._preempt(victim)
+            self.waiting.invite(coming)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         for seq in plan.add_running(self.running, self._lookahead.reserve_every, self._reserve_blocks):

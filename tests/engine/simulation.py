@@ -250,13 +250,24 @@ class Run:
         """Running first, then strict head of line; and who is preempted is of the lowest class there is."""
         running = {seq.id: seq for seq in self.scheduler.running}
         waiting = [self._rank(seq) for seq in self.scheduler.waiting]
+        displaced = self._displaced(plan, preempted)
         if plan.new:
-            assert all(seq.id in plan.seq_ids for seq in ready), "a new sequence runs, and a running one must wait"
+            waits = [seq for seq in ready if seq.id not in plan.seq_ids and seq is not displaced]
+            assert not waits, "a new sequence runs, and a running one must wait"
             last = max(self._rank(running[new.seq_id]) for new in plan.new)
             assert self.setup.policy == "fair" or all(last < rank for rank in waiting), "somebody jumped the queue"
         for victim in preempted:
             assert all(self._rank(seq)[0] <= self._rank(victim)[0] for seq in running.values()), "not the lowest class"
             assert any(self._rank(running[seq_id]) < self._rank(victim) for seq_id in plan.seq_ids), "for nobody's good"
+
+    def _displaced(self, plan: SchedulerOutput, preempted: list[Sequence]) -> Sequence | None:
+        """Who gave its place up for a new sequence, of a tenant that does not run more than its own now."""
+        if self.setup.policy != "fair" or not plan.new or len(self.scheduler.running) < self.setup.max_num_seqs:
+            return None
+        runs = Counter(seq.state.request.service.tenant for seq in self.scheduler.running)
+        new = next(seq for seq in self.scheduler.running if seq.id == plan.new[0].seq_id)
+        most = runs[new.state.request.service.tenant]
+        return next((seq for seq in preempted if runs[seq.state.request.service.tenant] >= most), None)
 
     def _check_hits(self, plan: SchedulerOutput) -> None:
         """A prefix hit needs an earlier sequence of the same salt with the same beginning."""

@@ -317,6 +317,29 @@ def test_a_place_is_kept_for_the_next_request_of_a_key_that_has_just_been_served
     assert shares(engine) == {"flood": 30, "quiet": 2}
 
 
+def test_beyond_that_who_runs_more_than_its_share_gives_its_places_to_it_until_both_have_theirs() -> None:
+    engine = flooded()
+    for key in range(100, 164):
+        engine.scheduler.add(CLIENT, of("quiet", [2] * 4, key, max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert shares(engine) == {"flood": 30, "quiet": 2}
+    engine.step()
+    assert shares(engine) == {"flood": 29, "quiet": 3}
+    for _ in range(40):
+        engine.step()
+    assert shares(engine) == {"flood": 16, "quiet": 16}
+    assert engine.scheduler.counters.preemptions == 14
+
+
+def test_places_go_over_by_weight() -> None:
+    engine = flooded()
+    for key in range(100, 164):
+        engine.scheduler.add(CLIENT, of("heavy", [2] * 4, key, weight=3.0, max_tokens=100, ignore_eos=True))
+    for _ in range(40):
+        engine.step()
+    assert shares(engine) == {"flood": 8, "heavy": 24}
+
+
 def test_no_place_is_kept_for_a_key_that_has_not_come_for_long() -> None:
     engine = flooded()
     engine.scheduler.clock = lambda: time.time() + RECENT_S + 1

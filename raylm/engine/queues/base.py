@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from sortedcontainers import SortedList
@@ -69,6 +69,13 @@ class WaitingQueue:
         The queue may change after an item was taken, and then no further one is asked for.
         """
         yield self._line[0][-1]
+
+    def displaced(self) -> tuple[Sequence, Collection[Sequence]] | None:
+        """Where no place is free: one that waits, and those that run of which one gives its place to it."""
+        return None
+
+    def invite(self, seq: Sequence) -> None:
+        """One gives its place to this one, which is the first candidate until it has started."""
 
     def start(self, seq: Sequence, cached: int) -> None:
         """A sequence that waited runs from now on; ``cached`` of its tokens need not be computed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 
 from sortedcontainers import SortedList
@@ -63,8 +63,9 @@ class FairQueue(WaitingQueue):
     MOST_PASSED sequences: then everybody waits until it fits.
 
     The last ``kept`` places of the batch are for guests, tenants that come and go: while there is one, who runs more
-    than its share of the sequences does not take them. Else a guest would wait for a sequence to end. Nor do prompts of
-    such a tenant join the step in which all starts that another one had waiting.
+    than its share of the sequences does not take them. Else a guest would wait for a sequence to end. Where no place is
+    free, one of the tenant that runs the most beyond its share is preempted for a guest that runs less than its own.
+    Nor do prompts of such a tenant join the step in which all starts that another one had waiting.
 
     A tenant's requests stand in the order in which their first tokens are due. Of one that cannot be there in time any
     more it is put off by PATIENCE_S, once, so that it comes behind those that can.
@@ -80,6 +81,7 @@ class FairQueue(WaitingQueue):
         self._guests: dict[Tenant, float] = {}  # those that come and go, with the time until which they count as such
         self._active: dict[Tenant, None] = {}  # those with sequences that run
         self._guest_step = -1  # in which all of a tenant started while others had more waiting; not two in turn
+        self._invited: Sequence | None = None
         self._length = 0
         self._passed: Counter[Sequence] = Counter()
         self._first: Sequence | None = None
@@ -111,6 +113,8 @@ class FairQueue(WaitingQueue):
         self._length += 1
 
     def remove(self, seq: Sequence) -> None:
+        if seq is self._invited:
+            self._invited = None
         name = seq.state.request.service.tenant
         tenant = self._tenants[name]
         tenant.line.remove(self._entry(seq))
@@ -120,6 +124,18 @@ class FairQueue(WaitingQueue):
             del self._backlogged[name]
             self._last = tenant
             self._welcome(tenant, RECENT_S)
+
+    def displaced(self) -> tuple[Sequence, Collection[Sequence]] | None:
+        waiting = (tenant for tenant in self._newest_guests() if tenant.line)
+        if self._invited is not None or (coming := min(waiting, key=_crowd, default=None)) is None:
+            return None
+        share, most = self._share(coming), max(self._active, key=_crowd)
+        if len(coming.running) + 1 > share * coming.weight or len(most.running) <= share * most.weight:
+            return None
+        return coming.line[0][-1], most.running
+
+    def invite(self, seq: Sequence) -> None:
+        self._invited = seq
 
     def start(self, seq: Sequence, cached: int) -> None:
         tenant = self._tenants[seq.state.request.service.tenant]
@@ -141,6 +157,8 @@ class FairQueue(WaitingQueue):
             del self._active[tenant]
 
     def candidates(self) -> Iterator[Sequence]:
+        if self._invited is not None:
+            yield self._invited
         tenants = list(self._backlogged.values())
         last_places = self._guests and self._forecast.free_places() <= self._kept
         if last_places or self._guest_step == self._forecast.num_steps:
@@ -180,18 +198,23 @@ class FairQueue(WaitingQueue):
         self._guests.pop(tenant, None)
         self._guests[tenant] = self._forecast.now() + seconds
 
-    def _within_share(self, tenants: list[Tenant]) -> list[Tenant]:
-        """Those of ``tenants`` that run at most their share, beside a guest; all where there is none."""
+    def _newest_guests(self) -> list[Tenant]:
         now, guests = self._forecast.now(), self._guests
         while guests and next(reversed(guests.values())) < now:
             guests.popitem()
-        newest = [tenant for tenant, until in islice(reversed(guests.items()), _LOOK_AHEAD) if until >= now]
-        if not newest:
+        return [tenant for tenant, until in islice(reversed(guests.items()), _LOOK_AHEAD) if until >= now]
+
+    def _within_share(self, tenants: list[Tenant]) -> list[Tenant]:
+        """Those of ``tenants`` that run at most their share, beside a guest; all where there is none."""
+        if not (newest := self._newest_guests()):
             return tenants
-        coming = next((tenant.weight for tenant in newest if tenant not in self._active), 0.0)
-        weights = sum(tenant.weight for tenant in self._active) + coming
-        share = sum(len(tenant.running) for tenant in self._active) / weights if self._active else 0.0
+        share = self._share(next((tenant for tenant in newest if tenant not in self._active), newest[0]))
         return [tenant for tenant in tenants if len(tenant.running) <= share * tenant.weight]
+
+    def _share(self, coming: Tenant) -> float:
+        """Of all sequences that run those of a tenant of weight 1, with one that comes among the tenants."""
+        running = sum(len(tenant.running) for tenant in self._active)
+        return running / sum(tenant.weight for tenant in {*self._active, coming})
 
     def _best(self, tenants: list[Tenant]) -> Sequence:
         """Of the tenant that was served least."""
@@ -241,3 +264,8 @@ class FairQueue(WaitingQueue):
         if target_s is None or due != request.arrival_time + target_s or seq.num_generated:
             return False
         return self._forecast.now() + self._forecast.first_token_s(seq) > due
+
+
+def _crowd(tenant: Tenant) -> tuple[float, float]:
+    """Sequences that run, by weight; of equals who was served least."""
+    return len(tenant.running) / tenant.weight, tenant.served
