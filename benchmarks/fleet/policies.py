@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raylm.frontend import RoutedEngine, Router
+from raylm.frontend.engines.routed_engine import PromptBlocks
 from raylm.frontend.engines.router import Choice
-from raylm.messages import EngineCoreRequest
 
 BLOCK = 64  # tokens that the policies below count as one
 
@@ -21,9 +21,7 @@ class RoundRobin(Router):
 
     turn = 0
 
-    def choose(
-        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
-    ) -> Choice:
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         self.turn += 1
         return self.turn % len(engines), [0.0] * len(engines)
 
@@ -31,11 +29,8 @@ class RoundRobin(Router):
 class _Scored(Router, ABC):
     """The least score wins; among equals any."""
 
-    def choose(
-        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
-    ) -> Choice:
-        tokens = len(request.prompt_token_ids)
-        scores = [self.score(engine, one, tokens) for engine, one in zip(engines, uncached, strict=True)]
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        scores = [self.score(engine, one, prompt.length) for engine, one in zip(engines, uncached, strict=True)]
         return self._rng.choice([place for place, score in enumerate(scores) if score == min(scores)]), scores
 
     @abstractmethod
@@ -79,11 +74,9 @@ class DynamoLmetric(_Scored):
 class LlmD(_Scored):
     """llm-d's weights with precise prefixes: twice the share that is cached, KV headroom, and the queue."""
 
-    def choose(
-        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
-    ) -> Choice:
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         self._most = max(1, *map(_open, engines))
-        return super().choose(request, engines, uncached, named)
+        return super().choose(prompt, engines, uncached)
 
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
         used = min(1.0, _blocks(engine) * BLOCK / (engine.client.info.worker.num_blocks * 64))
@@ -93,12 +86,10 @@ class LlmD(_Scored):
 class Smg(_Scored):
     """SGLang's gateway by events: the longest prefix, unless own requests are out of balance by 10 and half as many."""
 
-    def choose(
-        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
-    ) -> Choice:
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
         own = [engine.sequences for engine in engines]
         self._by_load = max(own) - min(own) > 10 and max(own) > 1.5 * min(own)
-        return super().choose(request, engines, uncached, named)
+        return super().choose(prompt, engines, uncached)
 
     def score(self, engine: RoutedEngine, uncached: int, tokens: int) -> float:
         return engine.sequences if self._by_load else uncached + engine.sequences / 1e6
@@ -114,10 +105,8 @@ class Approximate(Router):
         super().__init__(*args, **options)
         self._sent: dict[RoutedEngine, set[int]] = {}
 
-    def choose(
-        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
-    ) -> Choice:
-        tokens, chain, parent = request.prompt_token_ids, list[int](), 0
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        tokens, chain, parent = prompt.request.prompt_token_ids, list[int](), 0
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             parent = hash((parent, *tokens[start : start + BLOCK]))
             chain.append(parent)

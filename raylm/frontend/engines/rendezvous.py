@@ -9,6 +9,7 @@ from hashlib import blake2b
 from raylm.frontend.engines.routed_engine import RoutedEngine
 
 _PROMPTS = 32  # over which ``found`` is averaged
+_EXPECTED = 8  # prompts that the expectation before the first one counts for
 _BITS, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15  # multiplicative hashing (Knuth, vol. 3, 6.4)
 
 
@@ -18,11 +19,13 @@ class Rendezvous:
     Another ingress may have sent the same prefix of late; by highest random weight (D. Thaler and C. Ravishankar,
     "Using name-based mappings to increase hit rates", 1998) both send it to one engine, without a word. ``found`` is
     the share of prompts that engines usually told to hold: where no prompt comes again there is nothing to meet for.
+    At first all are expected to come again: while caches are empty every prefix is computed for the first time, and
+    ingresses that part then pay for a copy each, those that meet in vain for a queue.
     """
 
     def __init__(self) -> None:
-        self.found = 0.0
-        self._prompts = 0
+        self.found = 1.0
+        self._prompts = _EXPECTED
 
     def learn(self, share: float) -> None:
         """Of another prompt so much was in what engines told."""

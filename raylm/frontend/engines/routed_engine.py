@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from raylm.engine import ChainedHasher, keys_of, unpack_keys
 from raylm.frontend.engines.engine_client import EngineClient
@@ -16,6 +17,7 @@ _DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, agai
 _NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
 _DECODE_TOKENS = 8  # prompt tokens that cost a step about as much as a sequence there will, until the first token
 _LEAN = 0.5  # of this request's own seconds, for the engine that this ingress prefers least where news are old
+_GUESS_STEP_S, _GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
 _SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests take
 
 
@@ -24,13 +26,13 @@ class PromptBlocks:
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.length, self.adapter = len(request.prompt_token_ids), request.adapter
-        self._request = request
+        self.request = request
         self._known: dict[tuple[int, str], list[int]] = {}
 
     def of(self, block_size: int, adapter_digest: str) -> list[int]:
         found = self._known.get((block_size, adapter_digest))
         if found is None:
-            request, hasher = self._request, ChainedHasher(block_size)
+            request, hasher = self.request, ChainedHasher(block_size)
             hashes: list[bytes] = []
             num_blocks = len(request.prompt_token_ids) // block_size
             root = hasher.root(adapter_digest, request.cache_salt)
@@ -171,9 +173,9 @@ class RoutedEngine:
                 self._start(key)
 
     def predicted_s(
-        self, uncached_tokens: int, step_s: float, token_s: float, now: float, elsewhere: float = 0.0
+        self, uncached_tokens: float, step_s: float, token_s: float, now: float, elsewhere: float = 0.0
     ) -> float:
-        """Seconds to the first token of a request with so many tokens to compute, and what it takes from the others.
+        """Seconds to the first token of a request that pays for so many tokens, and what it takes from the others.
 
         A step of one token takes ``step_s`` here, and a prompt ``token_s`` for each token.
 
@@ -200,6 +202,10 @@ class RoutedEngine:
         delay_s = own_s * (_NEXT_WEIGHT + _DELAY_WEIGHT * there)
         return wait_s + own_s + delay_s + _DECODE_TOKENS * token_s * there
 
+    def doubt(self, now: float) -> float:
+        """0 to 1: how little news of the engine say of what others do there; 0 where there are none."""
+        return self.others.doubt(now, self.service_s) if self.others.exist else 0.0
+
     @property
     def _is_heard(self) -> bool:
         """Whether a request of this process draws tokens there."""
@@ -211,3 +217,13 @@ class RoutedEngine:
     def _start(self, key: int) -> None:
         if (request := self.starting.pop(key, None)) is not None:
             self.queued_tokens -= request.uncached_tokens
+
+
+def speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:
+    """(step_s, token_s) of each engine as learned from its steps; where it is not known, what is usual elsewhere."""
+    found = [(engine.stats.step_s, engine.stats.token_s) for engine in engines]
+    if all(step_s and token_s for step_s, token_s in found):
+        return found
+    usual_step_s = median_low([step_s for step_s, _ in found if step_s] or [_GUESS_STEP_S])
+    usual_token_s = median_low([token_s for _, token_s in found if token_s] or [_GUESS_TOKEN_S])
+    return [(step_s or usual_step_s, token_s or usual_token_s) for step_s, token_s in found]

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
-from statistics import median_low
 
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.adapters import AdapterDirectory
+from raylm.frontend.engines.branches import Branches
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import distances
 from raylm.frontend.engines.recovery import Fail, Recovery, Resume
 from raylm.frontend.engines.rendezvous import Rendezvous
-from raylm.frontend.engines.routed_engine import OpenRequest, PromptBlocks, RoutedEngine
+from raylm.frontend.engines.routed_engine import OpenRequest, PromptBlocks, RoutedEngine, speeds
 from raylm.frontend.input_processor import Limits
 from raylm.frontend.timelines.record import Score
 from raylm.messages import EngineCoreOutputs, EngineCoreRequest, EngineStats
@@ -29,7 +29,6 @@ logger = logging.getLogger("raylm.frontend")
 
 WAKE_PERIOD_S = 1.0
 ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
-GUESS_STEP_S, GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
 Choice = tuple[int, list[float]]
@@ -75,6 +74,7 @@ class Router:
         self._on_sent = on_sent
         self._rank = rank
         self._rendezvous = Rendezvous()
+        self._branches = Branches()
         self._engines: dict[str, RoutedEngine] = {}
         self._engine_of: dict[int, RoutedEngine] = {}
         self._recovery = Recovery(resume, self._send_again, fail, recovery_timeout_s)
@@ -216,20 +216,19 @@ class Router:
             return Route(engines[0], len(request.prompt_token_ids))
         prompt = PromptBlocks(request)
         uncached = self._uncached(prompt, engines)
-        place, costs = self.choose(request, engines, uncached, self._named(prompt, engines, uncached))
+        place, costs = self.choose(prompt, engines, uncached)
         engine, now = engines[place], self._clock()
         blocks = () if engine.blocks.told is None else self._blocks(prompt, engine)
         told = None if self._on_sent is None else map(_score, engines, costs, uncached, repeat(now))
         return Route(engine, uncached[place], blocks, tuple(told or ()))
 
-    def choose(
-        self, request: EngineCoreRequest, engines: list[RoutedEngine], uncached: list[int], named: int | None
-    ) -> Choice:
-        """Of two or more engines, of which each would have to compute so many tokens, and one may be ``named``."""
-        now, found = self._clock(), 0.0 if named is None else self._rendezvous.found
+    def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
+        """Of two or more engines, of which each would have to compute so many of the prompt's tokens."""
+        named, found, payers = self._shared(prompt, engines, uncached)
+        now, least = self._clock(), min(uncached)
         costs = [
-            engine.predicted_s(tokens, *speed, now, 0.0 if place == named else found)
-            for place, (engine, tokens, speed) in enumerate(zip(engines, uncached, _speeds(engines), strict=True))
+            engine.predicted_s(least + (tokens - least) / payers, *speed, now, 0.0 if place == named else found)
+            for place, (engine, tokens, speed) in enumerate(zip(engines, uncached, speeds(engines), strict=True))
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)
         return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most]), costs
@@ -267,16 +266,26 @@ class Router:
             found.append(length - size * min(matched, (length - 1) // size))
         return found
 
-    def _named(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> int | None:
-        """The place of the engine that all ingresses name for what follows a prompt's longest known part."""
+    def _shared(
+        self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]
+    ) -> tuple[int | None, float, float]:
+        """What the longest part of a prompt that is known says of it.
+
+        The place of the engine that all ingresses name for what follows and how much that counts (Rendezvous), and how
+        many prompts shall pay for one more copy of that part (Branches). Where news are old it is one: a prompt may go
+        on from more than what is known.
+        """
         best = engines[uncached.index(least := min(uncached))]
         if (told := best.blocks.told) is None:
-            return None
-        size, blocks = best.client.info.worker.block_size, self._blocks(prompt, best)
+            return None, 0.0, 1.0
+        size, blocks, payers = best.client.info.worker.block_size, self._blocks(prompt, best), 1.0
         matched = (prompt.length - least) // size
         if not matched or blocks[matched - 1] in told:
             self._rendezvous.learn(matched * size / prompt.length)
-        return self._rendezvous.place(blocks, matched, engines)
+            if matched and (others := self._branches.note(blocks[matched - 1]) - 1):
+                payers += others * (1.0 - best.doubt(self._clock()))
+        place = self._rendezvous.place(blocks, matched, engines)
+        return place, 0.0 if place is None else self._rendezvous.found, payers
 
     def _blocks(self, prompt: PromptBlocks, engine: RoutedEngine) -> list[int]:
         info, adapter = engine.client.info, prompt.adapter
@@ -382,13 +391,3 @@ def _score(engine: RoutedEngine, cost: float, uncached_tokens: int, now: float) 
     told_s_ago = max(0.0, now - engine.others.told_at)
     told = (engine.queued_tokens + engine.stats.others.queued_tokens, engine.sequences, engine.stats.waiting)
     return (engine.client.info.engine_id, cost, uncached_tokens, *told, told_s_ago)
-
-
-def _speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:
-    """(step_s, token_s) of each engine as learned from its steps; where it is not known, what is usual elsewhere."""
-    found = [(engine.stats.step_s, engine.stats.token_s) for engine in engines]
-    if all(step_s and token_s for step_s, token_s in found):
-        return found
-    usual_step_s = median_low([step_s for step_s, _ in found if step_s] or [GUESS_STEP_S])
-    usual_token_s = median_low([token_s for _, token_s in found if token_s] or [GUESS_TOKEN_S])
-    return [(step_s or usual_step_s, token_s or usual_token_s) for step_s, token_s in found]

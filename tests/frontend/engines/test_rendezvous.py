@@ -59,8 +59,12 @@ async def test_ingresses_with_old_news_send_one_prefix_to_one_engine(known: list
 
 
 async def test_where_prompts_never_come_again_ingresses_keep_apart() -> None:
+    """At first they are expected to come again; prompts that nobody has seen teach otherwise."""
     routers = [await ingress(rank) for rank in range(4)]
-    apart = [len(await chosen(routers, [1000 + number] * 2000)) for number in range(40)]
+    assert len(await chosen(routers, [999] * 2000)) == 1
+    for number in range(200):
+        await chosen(routers, [1000 + number] * 2000)
+    apart = [len(await chosen(routers, [2000 + number] * 2000)) for number in range(40)]
     assert min(apart) == 4
     for router in routers:
         await router.close()
@@ -69,11 +73,13 @@ async def test_where_prompts_never_come_again_ingresses_keep_apart() -> None:
 async def test_what_only_this_process_has_just_sent_teaches_nothing() -> None:
     """Siblings of a burst are found by its own memory, which does not say that others ask for the same."""
     router = await ingress(0)
-    prompt = [7] * 2000
+    prompt, found = [7] * 2000, []
     for key in range(20):
         asked = request(prompt, key=key)
         router.send(asked, router.pick(asked))
-    assert router._rendezvous.found == 0.0
+        found.append(router._rendezvous.found)
+    assert found[0] < 1.0, "nobody held the first one"
+    assert set(found) == {found[0]}
     await router.close()
 
 

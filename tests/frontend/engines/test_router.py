@@ -121,6 +121,7 @@ async def test_what_others_have_to_do_counts_before_the_own_requests(router: Rou
 async def test_what_others_had_to_do_is_forgotten_when_it_must_have_been_served(router: Router) -> None:
     now = [1000.0]
     router._clock = lambda: now[0]
+    router._rendezvous.found = 0.0  # no prompt comes again: ingresses have nothing to meet for
     engines = await fleet(router)
     busy = EngineStats(places=64, token_s=0.0001, others=OtherClients(10_000, 1))  # a second's work
     engines["a"].say(stats=busy, created=1000.0)
