@@ -6,21 +6,21 @@ from bisect import bisect_right
 from collections import deque
 from itertools import accumulate
 from math import log2
-from statistics import median_low
 
 _STEPS_A_KNOT = 7
 _KNOTS_AN_OCTAVE = 4
 _FLAT = 32  # up to about so many tokens a step is bound by reading the weights and takes the same
 _FAR = 1 << 21
+_SAME = 0.02  # share by which a median may move before a knot follows: whoever asks in every step need not begin anew
 
 
 class StepCost:
     """Seconds by tokens as a line through knots that never falls.
 
     A knot is the median of the last 7 steps of about the same size (within 20 %), so that a disturbed step does not
-    count, and a lasting change does after four. Beyond the knots time is proportional to tokens, and the same up to 32.
-    After ``lifetime`` steps without one of its size a knot of 7 is forgotten, so that a size that was slow once is
-    tried again, and sooner the fewer steps say so; None keeps all.
+    count, and a lasting change does after four; it stays while the median stays within 2 % of it. Beyond the knots time
+    is proportional to tokens, and the same up to 32. After ``lifetime`` steps without one of its size a knot of 7 is
+    forgotten, so that a size that was slow once is tried again, and sooner the fewer steps say so; None keeps all.
     """
 
     def __init__(self, lifetime: int | None = None) -> None:
@@ -28,7 +28,7 @@ class StepCost:
         self._steps: dict[int, deque[tuple[float, int]]] = {}
         self._knots: dict[int, tuple[int, float]] = {}
         self._last: dict[int, int] = {}
-        self._seen = self._forgot_at = 0
+        self._seen = self._forgot_at = self._largest = 0
         self._curve: tuple[list[int], list[float]] | None = None
 
     @property
@@ -44,7 +44,7 @@ class StepCost:
     def largest(self) -> int:
         """Tokens of the largest step it knows of; needs a step seen."""
         self._forget()
-        return max(tokens for _, tokens in self._steps[max(self._steps)])
+        return self._largest
 
     def observe(self, tokens: int, seconds: float) -> None:
         self._seen += 1
@@ -52,16 +52,17 @@ class StepCost:
         if (steps := self._steps.get(size)) is None:
             steps = self._steps[size] = deque(maxlen=_STEPS_A_KNOT)
         steps.append((seconds, tokens))
-        self._knots.pop(size, None)
         self._last[size] = self._seen
-        self._curve = None
+        self._largest = max(self._largest, tokens)
+        median, of = sorted(steps)[(len(steps) - 1) // 2]
+        if (knot := self._knots.get(size)) is None or abs(knot[1] - median) > _SAME * median:
+            self._knots[size] = of, median
+            self._curve = None
 
     def curve(self) -> tuple[list[int], list[float]]:
         """(tokens, seconds) of points between which the cost is linear, from 1 token to 2 million; needs a step."""
         self._forget()
         if self._curve is None:
-            fresh = {size: median_low(steps)[::-1] for size, steps in self._steps.items() if size not in self._knots}
-            self._knots |= fresh
             knots = sorted(self._knots.values())
             sizes = [tokens for tokens, _ in knots]
             times = list(accumulate((seconds for _, seconds in knots), max))
@@ -97,9 +98,9 @@ class StepCost:
             return
         times = {size: len(steps) + 1 for size, steps in self._steps.items()}
         for size in [size for size, last in self._last.items() if self._seen - last > share * times[size]]:
-            del self._steps[size], self._last[size]
-            self._knots.pop(size, None)
+            del self._steps[size], self._last[size], self._knots[size]
             self._curve = None
+        self._largest = max((tokens for steps in self._steps.values() for _, tokens in steps), default=0)
 
 
 def _size(tokens: int) -> int:

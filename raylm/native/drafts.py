@@ -36,6 +36,7 @@ _FUNCTIONS: Functions = {
     "raylm_drafts_force": (None, [c_void_p, c_int, c_void_p, c_int]),
     "raylm_drafts_cut": (None, [c_void_p, c_int, c_int]),
     "raylm_drafts_choose": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
+    "raylm_drafts_renew_and_choose": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
     "raylm_drafts_arrange": (None, [c_void_p, c_int]),
 }
 
@@ -44,6 +45,7 @@ _FUNCTIONS: Functions = {
 def drafts_library() -> ctypes.CDLL:
     """Loaded once a process and compiled if need be, or NativeError.
 
-    It is apart from the kernels, which a GPU's worker does without, and needs no instructions of certain CPUs.
+    It is apart from the kernels, which a GPU's worker does without, and needs no instructions of certain CPUs. Its
+    functions take microseconds and keep the GIL: to get it back from another thread would take longer.
     """
-    return open_library(build("plain", DRAFTS), _FUNCTIONS)
+    return open_library(build("plain", DRAFTS), _FUNCTIONS, ctypes.PyDLL)

@@ -92,10 +92,10 @@ _KERNELS: Functions = {
 }
 
 
-def open_library(path: Path, functions: Functions = _KERNELS) -> ctypes.CDLL:
+def open_library(path: Path, functions: Functions = _KERNELS, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
     """The compiled kernels, or what else has these ``functions``; NativeError where the file is no such library."""
     try:
-        library = ctypes.CDLL(str(path))
+        library = kind(str(path))
         for name, (result, arguments) in functions.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

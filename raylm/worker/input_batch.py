@@ -112,11 +112,18 @@ class InputBatch:
     def may_be_drawn_ahead(self, rows: IntArray) -> Mask:
         """Which of the distinct rows may be drawn several at once, behind drafts, [len(rows)]."""
         may = np.ones(len(rows), np.bool_)
-        for processor in self.processors:
-            if processor.states and processor.follows_tokens:
-                owned = processor.owned(rows)
-                may[owned] &= processor.follows_drafts(rows[owned])
+        for processor in self._followers():
+            owned = processor.owned(rows)
+            may[owned] &= processor.follows_drafts(rows[owned])
         return may
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether the logits of any row depend on its own tokens by more than what the model computes."""
+        return bool(self._followers())
+
+    def _followers(self) -> list[LogitsProcessor[Any]]:
+        return [processor for processor in self.processors if processor.states and processor.follows_tokens]
 
     def append_blocks(
         self, rows: IntArray, counts: Sequence[int] | IntArray, block_ids: Sequence[int] | IntArray

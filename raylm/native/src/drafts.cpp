@@ -165,7 +165,7 @@ class Drafts {
       if (decodes && known >= b_.limits[row]) continue;
       c_.step_rows[kept] = row, c_.step_counts[kept] = c_.step_counts[at], c_.draws[kept] = c_.draws[at];
       c_.computed[kept] = decodes ? known - 1 : c_.computed[at];
-      c_.may[kept] = decodes && c_.may[at];
+      c_.may[kept] = decodes;
       c_.added[kept] = 0, c_.order[kept++] = at;
     }
     return kept;
@@ -366,6 +366,11 @@ void raylm_drafts_force(void* drafts, int row, const int32_t* tokens, int count)
 void raylm_drafts_cut(void* drafts, int row, int count) { static_cast<Drafts*>(drafts)->cut(row, count); }
 int raylm_drafts_choose(void* drafts, int places, int most_added, int knots, const double* sizes, const double* seconds) {
   return static_cast<Drafts*>(drafts)->choose(places, most_added, knots, sizes, seconds);
+}
+int raylm_drafts_renew_and_choose(void* drafts, int places, int most_added, int knots, const double* sizes,
+                                  const double* seconds) {
+  auto& its = *static_cast<Drafts*>(drafts);
+  return its.renew(places) ? its.choose(places, most_added, knots, sizes, seconds) : 0;
 }
 void raylm_drafts_arrange(void* drafts, int places) { static_cast<Drafts*>(drafts)->arrange(places); }
 

@@ -31,7 +31,8 @@ class Drafts:
     as what is expected beforehand.
 
     Columns by row: ``tokens`` [max_num_seqs, most] int32, ``counts`` int32, and ``chances`` float64, of the next draft.
-    Columns by place in the step [max_num_seqs] int64, valid from ``begin`` to the next: ``may`` have drafts, ``added``.
+    Columns by place in the step [max_num_seqs] int64, valid from ``begin`` to the next: ``rows``, ``step_counts`` of
+    tokens without drafts, which ``may`` have drafts, and ``added``.
 
     Raises:
         NativeError: it cannot be compiled here.
@@ -49,7 +50,7 @@ class Drafts:
         self.counts = np.zeros(max_num_seqs, np.int32)
         self.chances = np.zeros(max_num_seqs)
         self._places = np.zeros((7, max_num_seqs), np.int64)
-        self._rows, self._computed, self._counts, self._draws, self.may, self.added, self._order = self._places
+        self.rows, self._computed, self.step_counts, self._draws, self.may, self.added, self._order = self._places
         self._curve: object = None
         self._knots = np.zeros((2, _MOST_KNOTS))
         self._knots_at = [int(column.ctypes.data) for column in self._knots]
@@ -74,14 +75,13 @@ class Drafts:
             self._bind(batch)
             self._library.raylm_drafts_keep(self._handle, row, before)
 
-    def begin(self, step: StepBatch, batch: InputBatch) -> StepBatch:
-        """The step where its rows that decode really are, without those that are at their limit."""
+    def begin(self, step: StepBatch, batch: InputBatch) -> int:
+        """Take a step as it really is: rows that decode where they are, and not at their limit; its places."""
         self._bind(batch)
         count = len(step.seq_ids)
-        self._rows[:count], self._computed[:count] = step.rows, step.computed
-        self._counts[:count], self._draws[:count] = step.counts, step.draws
-        self.may[:count] = 1
-        return self._step(step, self._library.raylm_drafts_prepare(self._handle, count))
+        self.rows[:count], self._computed[:count] = step.rows, step.computed
+        self.step_counts[:count], self._draws[:count] = step.counts, step.draws
+        return int(self._library.raylm_drafts_prepare(self._handle, count))
 
     def renew(self, count: int) -> bool:
         """Learn from what came since the last drafts, and make new ones of the step's places that ``may`` have some.
@@ -104,23 +104,31 @@ class Drafts:
 
         ``added`` has them by place. There are ``most`` at most, and none where none raise it.
         """
+        return int(self._library.raylm_drafts_choose(self._handle, count, most, self._learn(cost), *self._knots_at))
+
+    def renew_and_choose(self, count: int, most: int, cost: StepCost) -> int:
+        """As one after the other."""
+        knots = self._learn(cost)
+        return int(self._library.raylm_drafts_renew_and_choose(self._handle, count, most, knots, *self._knots_at))
+
+    def grown(self, step: StepBatch, count: int) -> StepBatch:
+        """The step that ``begin`` took with what was ``added``, those with one token first."""
+        self._library.raylm_drafts_arrange(self._handle, count)
+        return self.without(step, count)
+
+    def without(self, step: StepBatch, count: int) -> StepBatch:
+        """The step that ``begin`` took with so many places."""
+        order = self._order[:count].tolist()
+        columns = self._places[:4, :count].copy()
+        return StepBatch([step.seq_ids[place] for place in order], *columns)
+
+    def _learn(self, cost: StepCost) -> int:
+        """Have the knots of what steps cost; how many there are."""
         curve = cost.curve()
         if curve is not self._curve:
             self._curve = curve
             self._knots[:, : len(curve[0])] = curve
-        return int(self._library.raylm_drafts_choose(self._handle, count, most, len(curve[0]), *self._knots_at))
-
-    def grown(self, step: StepBatch) -> StepBatch:
-        """The step that ``begin`` returned with what was ``added``, those with one token first."""
-        count = len(step.seq_ids)
-        self._order[:count] = range(count)
-        self._library.raylm_drafts_arrange(self._handle, count)
-        return self._step(step, count)
-
-    def _step(self, step: StepBatch, count: int) -> StepBatch:
-        order = self._order[:count].tolist()
-        columns = self._places[:4, :count].copy()
-        return StepBatch([step.seq_ids[place] for place in order], *columns)
+        return len(curve[0])
 
     def _bind(self, batch: InputBatch) -> None:
         if batch is self._batch:

@@ -72,58 +72,58 @@ class NGramSpeculator(Speculator):
         if self._steps_to_skip > 0 and self._settled > _STEPS_TO_SETTLE and self._ranks.world_size == 1:
             self._steps_to_skip -= 1
             return step
-        step = self._drafts.begin(step, batch)
-        if not step.seq_ids:
-            return step
-        drafted = self._ranks.rank == 0 and self._is_worth_a_look(step) and self._write(step, batch)
-        if self._ranks.world_size > 1:
-            drafted = self._agree(step, batch)
+        count = self._drafts.begin(step, batch)
+        drafted = count > 0 and self._ranks.rank == 0 and self._write(count, batch)
+        if self._ranks.world_size > 1 and count:
+            drafted = self._agree(count, batch)
         if not drafted:
-            return step
+            return self._drafts.without(step, count)
         self._settled = 0
-        return self._drafts.grown(step)
+        return self._drafts.grown(step, count)
 
-    def _is_worth_a_look(self, step: StepBatch) -> bool:
-        self._steps_to_skip -= 1
-        return self._steps_to_skip < 0 and self._cost.times_seen(step.num_tokens) >= _STEPS_TO_COMPARE_WITH
-
-    def _write(self, step: StepBatch, batch: InputBatch) -> bool:
+    def _write(self, count: int, batch: InputBatch) -> bool:
         """Write drafts behind the known tokens of the step's sequences; whether there are any."""
-        count, tokens = len(step.seq_ids), step.num_tokens
-        self._drafts.may[:count] &= batch.may_be_drawn_ahead(step.rows)
-        if not self._drafts.may[:count].any():
+        self._steps_to_skip -= 1
+        tokens = sum(self._drafts.step_counts[:count].tolist())
+        if self._steps_to_skip >= 0 or self._cost.times_seen(tokens) < _STEPS_TO_COMPARE_WITH:
             return False
-        any_chance = self._drafts.renew(count)
-        if batch.structured.states:
-            any_chance |= self._follow_forms(step, batch)
         unknown = max(_GROWTH * self._cost.largest - tokens, _GROWTH)
         most = min(self._limits.max_num_tokens - tokens, unknown)
-        if any_chance and self._drafts.choose(count, most, self._cost):
+        if batch.has_followers:
+            self._drafts.may[:count] &= batch.may_be_drawn_ahead(self._drafts.rows[:count])
+            any_chance = self._drafts.renew(count)
+            if batch.structured.states:
+                any_chance |= self._follow_forms(count, batch)
+            found = any_chance and self._drafts.choose(count, most, self._cost) > 0
+        else:
+            found = self._drafts.renew_and_choose(count, most, self._cost) > 0
+        if found:
             self._pause = 0
             return True
         self._pause = self._steps_to_skip = min(2 * self._pause + 1, _LONGEST_PAUSE)
         return False
 
-    def _follow_forms(self, step: StepBatch, batch: InputBatch) -> bool:
+    def _follow_forms(self, count: int, batch: InputBatch) -> bool:
         """Of rows with a form: what alone it leaves, or as many drafts as fit it; whether there is such a row."""
-        rows = step.rows[self._drafts.may[: len(step.seq_ids)] > 0]
+        rows = self._drafts.rows[:count][self._drafts.may[:count] > 0]
         owned = rows[batch.structured.owned(rows)].tolist()
         for row in owned:
             if forced := batch.structured.forced(row):
                 self._drafts.force(row, forced)
-            elif count := int(self._drafts.counts[row]):
-                drafts = self._drafts.tokens[row, :count].tolist()
+            elif most := int(self._drafts.counts[row]):
+                drafts = self._drafts.tokens[row, :most].tolist()
                 self._drafts.cut(row, batch.structured.num_fitting(row, drafts))
         return len(owned) > 0
 
-    def _agree(self, step: StepBatch, batch: InputBatch) -> bool:
+    def _agree(self, count: int, batch: InputBatch) -> bool:
         """Every rank has the drafts of rank 0 then; whether there are any."""
-        added = self._drafts.added[: len(step.seq_ids)]
+        added = self._drafts.added[:count]
         added[:] = self._ranks.broadcast(torch.from_numpy(added.copy())).numpy()
         if not added.any():
             return False
         places, offsets = ragged(added)
-        where = step.rows[places], batch.num_tokens[step.rows[places]] + offsets
+        rows = self._drafts.rows[places]
+        where = rows, batch.num_tokens[rows] + offsets
         drafts = torch.from_numpy(batch.token_ids[where].astype(np.int64))
         batch.token_ids[where] = self._ranks.broadcast(drafts).numpy()
         return True

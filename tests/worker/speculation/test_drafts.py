@@ -50,7 +50,7 @@ class Texts:
     def renew(self, *rows: int) -> None:
         ones = np.ones(len(rows), np.int64)
         step = StepBatch(list(rows), np.array(rows, np.int64), 0 * ones, ones, ones)
-        self.drafts.renew(len(self.drafts.begin(step, self.batch).seq_ids))
+        self.drafts.renew(self.drafts.begin(step, self.batch))
 
     def drafted(self, row: int) -> list[int]:
         return self.drafts.tokens[row, : self.drafts.counts[row]].tolist()  # type: ignore[no-any-return]

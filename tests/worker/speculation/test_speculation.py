@@ -59,7 +59,7 @@ class KnownDrafts(Drafts):
         assert self._batch is not None
         if self._rng.random() < self._guesses.lapses:
             return False
-        for row in self._rows[:count][self.may[:count] > 0].tolist():
+        for row in self.rows[:count][self.may[:count] > 0].tolist():
             known = int(self._batch.num_tokens[row])
             begun = self._batch.token_ids[row, :known].tolist()
             coming = next((text[known:] for text in self._guesses.texts if text[:known] == begun), [])
@@ -67,6 +67,9 @@ class KnownDrafts(Drafts):
             self.tokens[row] = np.where(wrong, 9, (coming + [7] * MOST)[:MOST])
             self.counts[row], self.chances[row] = MOST, 0.9
         return True
+
+    def renew_and_choose(self, count: int, most: int, cost: StepCost) -> int:
+        return self.choose(count, most, cost) if self.renew(count) else 0
 
 
 class NoCost(StepCost):
