@@ -331,6 +331,15 @@ def test_beyond_that_who_runs_more_than_its_share_gives_its_places_to_it_until_b
     assert engine.scheduler.counters.preemptions == 14
 
 
+def test_who_got_a_place_so_passed_nobody_who_has_left() -> None:
+    engine = flooded()
+    for key in range(100, 104):
+        engine.scheduler.add(CLIENT, of("quiet", [2] * 4, key, max_tokens=100, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    assert {*engine.scheduler.waiting._passed} <= {*engine.scheduler.waiting}  # type: ignore[attr-defined]
+
+
 def test_places_go_over_by_weight() -> None:
     engine = flooded()
     for key in range(100, 164):

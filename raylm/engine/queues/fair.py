@@ -157,6 +157,7 @@ class FairQueue(WaitingQueue):
             del self._active[tenant]
 
     def candidates(self) -> Iterator[Sequence]:
+        self._first = None
         if self._invited is not None:
             yield self._invited
         tenants = list(self._backlogged.values())
