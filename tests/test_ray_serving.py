@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -138,6 +139,15 @@ def run_example(script: str, *args: str) -> str:
     done = subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_worker_on_cpus_goes_behind_those_who_deliver_its_tokens(server: Server) -> None:
+    def niceness(name: str) -> set[int]:
+        (pid,) = server.processes(name)
+        return {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+
+    assert niceness("WorkerActor") == {5}
+    assert niceness("EngineCoreActor") == {0}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 # One computes, one waits its turn, one packs its result, one loads adapters, one compiles grammars.
 WORKER_THREADS = 5
+_NICENESS = 5  # of a worker that computes on the cores of those who deliver what it draws: these go first
 
 
 def prepare_process() -> None:
@@ -36,6 +37,14 @@ def prepare_process() -> None:
     """
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.pop("OMP_NUM_THREADS", None)
+
+
+def lower_priority(niceness: int) -> None:
+    """Of all threads of this process; those that they start have it from them. On Linux it is a thread's own."""
+    threads = os.listdir("/proc/self/task") if os.path.exists("/proc/self/task") else [0]
+    for thread in threads:
+        with suppress(OSError):  # it has just ended, or is nicer than that and may not go back
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
 
 
 class Turns:
@@ -77,6 +86,8 @@ class WorkerActor(Worker):
     def start(self, port: int = 0) -> WorkerInfo:
         info = super().start(port)
         self._overlapped = info.device != "cpu"
+        if info.device == "cpu":
+            lower_priority(_NICENESS)
         return info
 
     def open_channel(self, node_id: str) -> str | None:

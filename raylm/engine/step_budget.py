@@ -11,6 +11,7 @@ from raylm.step_cost import StepCost
 
 MIN_PREFILL_TOKENS = 64  # prompts get as many in every step, so that they come to an end whatever the target is
 SPEED_EVERY = 32  # steps after which the speed is worked out anew
+_EFFICIENT = 8  # prompts' tokens in a step that take so many times as long as a step itself: nine tenths of full speed
 _LARGE = 128  # tokens of a step that tells how fast prompts are computed
 _LIFETIME = 512  # after so many steps a size is tried anew: it may have been slow for reasons that are gone
 _LIMIT_TIMES = 20.0  # what is expected: a step of long contexts, or beside other processes, takes several times that
@@ -28,9 +29,16 @@ class StepBudget:
         self._observed = 0
         self.speed = 0.0, 0.0
 
-    def tokens(self, running: list[Sequence]) -> int:
-        """Most tokens of the next step, when these sequences run."""
-        return self._most
+    def tokens(self, running: list[Sequence], *, shared: bool = False) -> int:
+        """Most tokens of the next step, when these sequences run.
+
+        Where the engine is ``shared`` no more than make it efficient: whoever comes waits for the steps in flight.
+        """
+        step_s, token_s = self.speed
+        if not shared or token_s == 0:
+            return self._most
+        decoding = sum(map(_decodes, running))
+        return min(self._most, decoding + max(MIN_PREFILL_TOKENS, int(_EFFICIENT * step_s / token_s)))
 
     def places(self, running: list[Sequence]) -> int:
         """Sequences that may run beside these."""
@@ -80,17 +88,18 @@ class LatencyBudget(StepBudget):
     def leave(self, seq: Sequence) -> None:
         self._targets.pop(seq, None)
 
-    def tokens(self, running: list[Sequence]) -> int:
+    def tokens(self, running: list[Sequence], *, shared: bool = False) -> int:
+        most = super().tokens(running, shared=shared)
         if not self._cost.known or (self._target_s == math.inf and not self._targets):
-            return self._most
+            return most
         own = [target_s for seq, target_s in self._targets.items() if _decodes(seq)]
         decoding = sum(map(_decodes, running))
         least_s = min(own, default=math.inf)
         if decoding > len(own):
             least_s = min(least_s, self._target_s)
         if least_s == math.inf:
-            return self._most
-        return min(self._most, max(self._cost.tokens_within(least_s), decoding + MIN_PREFILL_TOKENS))
+            return most
+        return min(most, max(self._cost.tokens_within(least_s), decoding + MIN_PREFILL_TOKENS))
 
 
 def _decodes(seq: Sequence) -> bool:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raylm.config import SchedulerConfig
@@ -96,6 +96,7 @@ class Shop:
         return 2 * (max(PROMPT_WEIGHT * max(self.prompts.values()), DRAWN_WEIGHT * pool) / least + self.budget)
 
 
+@example(seed=49, weights=[1.0, 1.0])  # places go over from the one to the other all the time
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), weights=st.lists(st.sampled_from([1.0, 1.0, 2.0, 4.0]), min_size=2, max_size=4))
 def test_keys_that_wait_are_served_alike(seed: int, weights: list[float]) -> None:
@@ -362,6 +363,19 @@ def test_a_key_alone_has_all_places() -> None:
         engine.scheduler.add(CLIENT, of("only", [1] * 4, key, max_tokens=100, ignore_eos=True))
     engine.step()
     assert shares(engine) == {"only": 32}
+
+
+def test_while_another_key_may_come_steps_are_no_longer_than_makes_them_efficient() -> None:
+    engine, now = fair(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256), time.time()
+    engine.scheduler.clock = lambda: now
+    engine.scheduler.add(CLIENT, of("quiet", [1], 0, max_tokens=1, ignore_eos=True))
+    engine.step()
+    engine.scheduler._budget.speed = 0.01, 0.001  # 80 tokens take eight times as long as a step
+    for key in range(1, 9):
+        engine.scheduler.add(CLIENT, of("flood", [key] * 100, key, max_tokens=9, ignore_eos=True))
+    assert engine.scheduler.schedule().num_tokens == 80  # type: ignore[union-attr]
+    now += RECENT_S + 1
+    assert engine.scheduler.schedule().num_tokens == 256  # type: ignore[union-attr]
 
 
 def test_a_flooders_prompts_do_not_join_the_step_in_which_another_key_starts_but_the_next_one() -> None:

@@ -47,6 +47,27 @@ def shown(budget: Budget, *sizes: int, cost: Cost = line) -> Budget:
     return budget
 
 
+@pytest.mark.parametrize("largest", [2048, 512])
+def test_a_shared_engines_steps_are_just_long_enough_to_be_efficient(largest: int) -> None:
+    running = [*decoding(3), prefilling()]
+    budget = shown(LatencyBudget(MOST, 8), *[1, 64, 256, largest] * SPEED_EVERY)
+    assert budget.tokens(running) == MOST
+    tokens = budget.tokens(running, shared=True)
+    assert tokens < MOST / 2
+    fastest = MOST / line(MOST)
+    assert tokens / line(tokens) > 0.85 * fastest
+
+
+def test_and_as_long_as_they_may_be_while_their_speed_is_not_known() -> None:
+    assert LatencyBudget(MOST, 8).tokens(decoding(3), shared=True) == MOST
+    assert shown(LatencyBudget(MOST, 8), *[1] * SPEED_EVERY).tokens(decoding(3), shared=True) == MOST
+
+
+def test_the_shortest_of_a_target_and_a_shared_engine_counts() -> None:
+    budget = shown(LatencyBudget(MOST, 8, 0.1), *[1, 64, 256, 2048] * SPEED_EVERY)
+    assert budget.tokens(decoding(3), shared=True) == budget.tokens(decoding(3)) < 150
+
+
 def test_fixed_is_fixed() -> None:
     assert StepBudget(MOST, 8).tokens([]) == StepBudget(MOST, 8).tokens([*decoding(3), prefilling()]) == MOST
 

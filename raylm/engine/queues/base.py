@@ -70,6 +70,11 @@ class WaitingQueue:
         """
         yield self._line[0][-1]
 
+    @property
+    def is_shared(self) -> bool:
+        """Somebody else than who runs may come, and is not to wait long for the steps in flight."""
+        return False
+
     def displaced(self) -> tuple[Sequence, Collection[Sequence]] | None:
         """Where no place is free: one that waits, and those that run of which one gives its place to it."""
         return None

@@ -125,12 +125,22 @@ class FairQueue(WaitingQueue):
             self._last = tenant
             self._welcome(tenant, RECENT_S)
 
+    @property
+    def is_shared(self) -> bool:
+        if len(self._tenants) < 2:
+            return False
+        return len(self._active) > 1 or any(tenant not in self._active for tenant in self._newest_guests())
+
     def displaced(self) -> tuple[Sequence, Collection[Sequence]] | None:
         waiting = (tenant for tenant in self._newest_guests() if tenant.line)
         if self._invited is not None or (coming := min(waiting, key=_crowd, default=None)) is None:
             return None
         share, most = self._share(coming), max(self._active, key=_crowd)
         if len(coming.running) + 1 > share * coming.weight or len(most.running) <= share * most.weight:
+            return None
+        coming.settle()
+        most.settle()
+        if coming.served > most.served + self._quantum:
             return None
         return coming.line[0][-1], most.running
 
