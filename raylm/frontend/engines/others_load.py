@@ -11,12 +11,16 @@ _LONG_STEPS = 2.0  # times a step that only decodes: what takes longer computes 
 _LONG_WEIGHT = 1 / 8  # of the newest long step in the mean of them
 _QUEUE_PACE = 16.0  # times as fast as requests end does another queue become of the one that was told
 _FEW = 0.01  # sequences in the mean; below that there are no others
-_GOLDEN = (5**0.5 - 1) / 2
 
 
 def distances(num_engines: int, rank: int) -> list[float]:
-    """0 to 1, of each engine from the router with this rank: all lie on a circle, ranks evenly by the golden ratio."""
-    apart = [(place / num_engines - rank * _GOLDEN) % 1.0 for place in range(num_engines)]
+    """0 to 1, of each engine from the router with this rank, on a circle that ranks halve again and again.
+
+    By J. G. van der Corput's sequence (1935) 2, 4, 8 ranks have equal parts. They stand a quarter of the way from one
+    engine to the next, so that of two neighbours one is nearer.
+    """
+    halves = int(f"{rank:b}"[::-1], 2) / 2 ** rank.bit_length()
+    apart = [((place - 0.25) / num_engines - halves) % 1.0 for place in range(num_engines)]
     return [2 * min(share, 1 - share) for share in apart]
 
 

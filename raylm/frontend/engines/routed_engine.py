@@ -16,7 +16,8 @@ from raylm.messages import BlockChanges, EngineCoreOutputs, EngineCoreRequest, E
 _DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, against one of this request's own
 _NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
 _DECODE_TOKENS = 8  # prompt tokens that cost a step about as much as a sequence there will, until the first token
-_LEAN = 0.5  # of this request's own seconds, for the engine that this ingress prefers least where news are old
+_LEAN = 0.5  # of its own seconds, for the engine that this ingress prefers least; twice that where none are to meet
+_RISK = 2.0  # seconds for each that an engine is expected to be busy unheard: some wait not at all, others for long
 _GUESS_STEP_S, _GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
 _SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests take
 
@@ -117,8 +118,8 @@ class RoutedEngine:
 
     ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. A request takes about
     ``service_s``. What served requests stored, with the time at which they ``ended``, counts until it must have been
-    told. The farther (0 to 1) the engine is from this process, the less it is preferred where others' load is
-    not known.
+    told. The farther (0 to 1) the engine is from this process, the less it is preferred where others use it: even fresh
+    news say nothing of what they send to it at this moment.
     """
 
     client: EngineClient
@@ -173,28 +174,27 @@ class RoutedEngine:
                 self._start(key)
 
     def predicted_s(
-        self, uncached_tokens: float, step_s: float, token_s: float, now: float, elsewhere: float = 0.0
+        self, tokens: float, step_s: float, token_s: float, now: float, meeting: float = 0.0, is_named: bool = False
     ) -> float:
         """Seconds to the first token of a request that pays for so many tokens, and what it takes from the others.
 
-        A step of one token takes ``step_s`` here, and a prompt ``token_s`` for each token.
-
-        What other clients have there is forecast (OthersLoad); the share ``elsewhere`` of those tokens is likely to be
-        on another engine if what is told of this one is old.
+        A step of one token takes ``step_s``, a prompt ``token_s`` a token. Where news are old, the share ``meeting`` of
+        them is likely to be on the engine ``is_named`` for all (Rendezvous), and as much less do ingresses keep apart.
         """
         there: float = self.sequences
         stats, wait_s = self.stats, step_s + self.queued_tokens * token_s
-        own_s, others = uncached_tokens * token_s, self.others
+        own_s, others = tokens * token_s, self.others
+        doubt = others.doubt(now, self.service_s)
+        apart = 1.0 - meeting * doubt
         if others.exist:
-            doubt = others.doubt(now, self.service_s)
-            wait_s += others.told_s(now, token_s) + _LEAN * self.distance * own_s * doubt
+            wait_s += others.told_s(now, token_s) + _LEAN * (1.0 + apart) * self.distance * own_s
             if self._is_heard and not self.starting:
                 wait_s += others.heard_s(now, self._decode_s(step_s, token_s))
             else:
-                wait_s += others.unheard_s(doubt, token_s)
+                wait_s += (1.0 + _RISK * apart) * others.unheard_s(doubt, token_s)
             there += others.sequences(now, self.service_s)
-        if elsewhere:
-            wait_s += elsewhere * own_s * others.doubt(now, self.service_s)
+        if not is_named:
+            wait_s += (1.0 - apart) * own_s
         most = stats.running + stats.places
         if 0 < most < there:
             wait_s += (there - most) * self.service_s / most

@@ -56,7 +56,7 @@ class Router:
     none it waits for one, at most ``recovery_timeout_s``. ``wake`` is called, again and again, while requests wait for
     an engine and there is none, and when they are on one that is to end; without it new requests do not wait.
     ``on_sent`` is told which engine got a request, and what all of them scored. Routers of different ``rank`` prefer
-    different engines where others' load is not known.
+    different engines where others use them too.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Router:
         named, found, payers = self._shared(prompt, engines, uncached)
         now, least = self._clock(), min(uncached)
         costs = [
-            engine.predicted_s(least + (tokens - least) / payers, *speed, now, 0.0 if place == named else found)
+            engine.predicted_s(least + (tokens - least) / payers, *speed, now, found, place == named)
             for place, (engine, tokens, speed) in enumerate(zip(engines, uncached, speeds(engines), strict=True))
         ]
         most = min(costs) * (1 + ABOUT_EQUAL)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 from math import exp
 
 import pytest
 
-from raylm.frontend.engines.others_load import OthersLoad
+from raylm.frontend.engines.others_load import OthersLoad, distances
 from raylm.frontend.engines.routed_engine import OpenRequest, RoutedEngine
 from raylm.frontend.engines.router import Router
 from raylm.messages import EngineCoreOutputs, EngineStats, OtherClients
@@ -86,9 +87,26 @@ def cost_without(engine: RoutedEngine, now: float) -> float:
     return found
 
 
-@pytest.mark.parametrize("ingresses", [2, 4])
-async def test_routers_with_old_news_prefer_different_engines(ingresses: int) -> None:
-    preferred = []
+def test_a_wait_that_is_only_expected_counts_for_more_than_its_mean() -> None:
+    """Unless ingresses meet on an engine, which they do whatever is expected there."""
+    engine = RoutedEngine(client=None)  # type: ignore[arg-type]
+    engine.on_outputs(EngineCoreOutputs(*([], [], [], [], [], [], []), EngineStats(others=OtherClients(0, 1))), 0.0)
+
+    def wait_s(meeting: float, now: float = 9.0) -> float:
+        engine.others.usual_tokens = 0.0
+        idle = engine.predicted_s(1000, now=now, **SPEED, meeting=meeting, is_named=True)
+        engine.others.usual_tokens = 500.0  # 50 ms
+        return engine.predicted_s(1000, now=now, **SPEED, meeting=meeting, is_named=True) - idle
+
+    assert wait_s(meeting=0.0) > 2 * 0.05
+    assert wait_s(meeting=1.0) == pytest.approx(0.05)
+    assert wait_s(meeting=0.0, now=0.0) == pytest.approx(0.0), "it has just been told"
+
+
+@pytest.mark.parametrize("ingresses", [2, 4, 8])
+async def test_routers_prefer_different_engines_where_others_use_them(ingresses: int) -> None:
+    """However fresh news are, they say nothing of what another ingress sends at this moment."""
+    preferred: dict[float, list[set[str]]] = {0.0: [], 2.0: []}
     for rank in range(ingresses):
         now = [100.0]
         router = Router(
@@ -96,12 +114,24 @@ async def test_routers_with_old_news_prefer_different_engines(ingresses: int) ->
         )
         for name in "cabdhgfe":
             router.add(PlayedEngine(name, max_model_len=10_000))
+
+        def picked(router: Router = router, rank: int = rank) -> set[str]:
+            return {router.pick(request([rank] * 2000)).engine.client.info.engine_id for _ in range(100)}
+
+        assert len(picked()) == 8, "nobody else uses any"
         for engine in router._engines.values():
             engine.on_outputs(drawn(1, OtherClients(0, 1), created=100.0), 100.0)
-        asked = request([rank] * 2000)
-        anywhere = {router.pick(asked).engine.client.info.engine_id for _ in range(100)}
-        assert len(anywhere) == 8, "news are fresh, and no engine has more to do"
-        now[0] += 2.0
-        preferred.append({router.pick(asked).engine.client.info.engine_id for _ in range(100)})
+        for age, found in preferred.items():
+            now[0] = 100.0 + age
+            found.append(picked())
         await router.close()
-    assert len(set().union(*preferred)) == sum(map(len, preferred)) == ingresses
+    for found in preferred.values():
+        assert len(set().union(*found)) == sum(map(len, found)) == ingresses
+
+
+def test_routers_that_are_a_power_of_two_share_engines_evenly() -> None:
+    """Each has the engines first to which it is nearest, none of them with another."""
+    for ingresses, engines in ((2, 8), (4, 8), (4, 16), (8, 64)):
+        nearest = [distances(engines, rank) for rank in range(ingresses)]
+        own = [sorted(range(engines), key=far.__getitem__)[: engines // ingresses] for far in nearest]
+        assert sorted(chain(*own)) == list(range(engines))
