@@ -174,7 +174,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Draw up the next step: first what runs, then what waits; None if nothing can be computed now."""
         self._displace()
-        plan = StepPlan(self._budget.tokens(self.running, shared=self.waiting.is_shared), self._budget.places(self.running))
+        plan = StepPlan(
+            self._budget.tokens(self.running, shared=self.waiting.is_shared), self._budget.places(self.running)
+        )
         self._schedule_running(plan)
         self._schedule_waiting(plan)
         if plan.empty:
