@@ -27,7 +27,7 @@ from benchmarks.rows import Report, parser, quantile
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.scheduler import Scheduler
-from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, ServiceLevel
 from raylm.params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -53,7 +53,9 @@ class Bench:
     def request(self, prompt: Iterable[int]) -> EngineCoreRequest:
         """One more, its prompt unlike all others from the first token on."""
         key, self.keys = self.keys, self.keys + 1
-        return EngineCoreRequest(key, str(key), array("I", [key, *prompt]), self._params[key % 97], eos_token_ids=(2,))
+        service = ServiceLevel(tenant=f"key-{key % self.args.keys}")
+        prompt_ids = array("I", [key, *prompt])
+        return EngineCoreRequest(key, str(key), prompt_ids, self._params[key % 97], eos_token_ids=(2,), service=service)
 
     def add(self) -> None:
         request = self.request(range(self.args.prompt - 1))
@@ -155,6 +157,7 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     options.add_argument("--output", type=int, default=1000, help="least tokens that each request generates")
     options.add_argument("--clients", type=int, default=2, help="ingress replicas that share the engine")
+    options.add_argument("--keys", type=int, default=1, help="API keys whose requests come in turns")
     options.add_argument("--policy", choices=["fair", "fcfs", "priority"], default="fair")
     options.add_argument("--no-prefix-caching", action="store_true")
     options.add_argument("--steps", type=int, default=1000, help="steps of one run")

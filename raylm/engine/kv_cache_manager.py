@@ -146,18 +146,20 @@ class KVCacheManager:
 
     def num_cached_blocks(self, seq: Sequence) -> int:
         """About how many blocks of a sequence that waits are cached: right if those found are its first ones."""
-        table = self._table(seq)
-        most = self._hash_prefix(seq, table)
-        return bisect_left(table.hashes, True, 0, most, key=lambda block_hash: self.pool.find(block_hash) is None)
+        table, find = self._table(seq), self.pool.find
+        found, end = 0, 1
+        while (known := self._hash_prefix(seq, table, end)) > found and find(table.hashes[known - 1]) is not None:
+            found, end = known, 2 * known  # of a prompt of which little is cached little is hashed
+        return bisect_left(table.hashes, True, found, known, key=lambda block_hash: find(block_hash) is None)
 
     def _table(self, seq: Sequence) -> BlockTable:
         if seq.id not in self._tables:
             self._tables[seq.id] = BlockTable(self._root(seq))
         return self._tables[seq.id]
 
-    def _hash_prefix(self, seq: Sequence, table: BlockTable) -> int:
-        """Work the hashes out of the blocks that may be cached; returns their number."""
-        most = (len(seq.token_ids) - 1) // self.block_size
+    def _hash_prefix(self, seq: Sequence, table: BlockTable, most: int = sys.maxsize) -> int:
+        """Work the hashes out of the blocks that may be cached, at most so many; returns their number."""
+        most = min(most, (len(seq.token_ids) - 1) // self.block_size)
         self._hasher.extend(table.hashes, table.root, seq.token_ids, most)
         return min(most, len(table.hashes))
 

@@ -145,15 +145,16 @@ def test_a_key_that_returns_has_saved_nothing_up() -> None:
     assert 13 <= sum(first > 100 for first in order[:30]) <= 17, "they take turns from the beginning"
 
 
-def test_of_a_keys_first_ones_the_longest_cached_prefix_starts_if_others_wait() -> None:
+@pytest.mark.parametrize("ahead", [2, 60])
+def test_of_a_keys_first_ones_the_longest_cached_prefix_starts_if_others_wait(ahead: int) -> None:
     engine = fair(num_blocks=400, max_num_seqs=1)
     engine.scheduler.add(CLIENT, of("one", [7] * 9, 0, max_tokens=2))
-    for key, first in ((1, 1), (2, 2), (3, 7)):
+    for key, first in enumerate([*range(1000, 1000 + ahead), 7], start=1):
         engine.scheduler.add(CLIENT, of("one", [first] * 9, key, max_tokens=2))
-    for key in (4, 5):
+    for key in (ahead + 2, ahead + 3):
         engine.scheduler.add(CLIENT, of("other", [3] * 200, key, max_tokens=2))
     order = starts(engine)
-    assert order.index(7, 1) < order.index(1) < order.index(2)
+    assert order.index(7, 1) < order.index(1000) < order.index(1001)
 
 
 def starts(engine: Engine) -> list[int]:

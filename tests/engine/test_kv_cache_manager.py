@@ -45,6 +45,20 @@ def test_a_prefix_is_the_whole_beginning() -> None:
     assert kv.admit(sequence([1, 1, 1, 1, 3, 2, 2, 2, 3], 2), spare=0) == 4
 
 
+@pytest.mark.parametrize("cached", range(14))
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_how_much_of_a_prompt_is_cached_is_found_without_hashing_all_of_it(cached: int, prefix_caching: bool) -> None:
+    kv = KVCacheManager(600, BLOCK, prefix_caching)
+    if cached:
+        computed(kv, sequence(list(range(cached * BLOCK)), 0))
+    for number, length in enumerate([1, 4, 5, 20, 53, 2000], start=1):
+        waiting = sequence(list(range(cached * BLOCK)) + [7000] * length, number)
+        assert kv.num_cached_blocks(waiting) == (cached if prefix_caching else 0)
+        assert len(kv._tables[waiting.id].hashes) <= 2 * cached + 1
+        assert kv.admit(waiting, spare=0) == (BLOCK * cached if prefix_caching else 0)
+        kv.free(waiting)
+
+
 @pytest.mark.parametrize(("one", "other", "cached"), [("a", "a", 4), ("a", "b", 0), ("a", None, 0), (None, "None", 0)])
 def test_salts_do_not_see_each_other(one: str | None, other: str | None, cached: int) -> None:
     kv = KVCacheManager(16, BLOCK)

@@ -15,7 +15,8 @@ from raylm.engine.sequence import Sequence
 PROMPT_WEIGHT = 1.0  # a prompt's token that was computed, against a drawn one, which costs a row of a step
 DRAWN_WEIGHT = 2.0
 MOST_PASSED = 64  # sequences that may start before one that came earlier, because they fit or have more in the cache
-_LOOK_AHEAD = 16  # sequences that are looked at for that
+_LOOK_AHEAD = 16  # sequences that are looked at for one that fits
+_PREFIXES = 64  # and for one that has more in the cache
 PATIENCE_S = 10.0  # a request without a target stands among those with one as if it had this one
 RECENT_S = 60.0  # who has nothing waiting for no longer may come again: a guest
 GUEST_S = 1.0  # and stays one for so long when it does; then it is one of those that always have something waiting
@@ -240,7 +241,7 @@ class FairQueue(WaitingQueue):
             head = line[0][-1]
         if len(tenants) == 1 or self._passed[head] >= MOST_PASSED or head.state.request.service.ttft_s is not None:
             return head
-        waiting = [entry[-1] for entry in islice(line, _LOOK_AHEAD)]
+        waiting = [entry[-1] for entry in islice(line, _PREFIXES)]
         best: Sequence = max(waiting, key=self._forecast.cached_blocks)  # the first of equals
         return best
 
