@@ -11,7 +11,7 @@ from math import pi, sin
 from pydantic import Field
 
 from raylm.config import Frozen
-from raylm.simulate.trace import SimulatedRequest
+from raylm.simulate.trace import SimulatedRequest, Turn
 
 Range = tuple[int, int]
 _SHARED = 1 << 30  # from here on tokens are of prompts that many share
@@ -34,7 +34,7 @@ class LoadSettings(Frozen):
 
 
 class Load(ABC):
-    """Requests in the order of their arrival; ``turn_ended`` gives what follows one, as a session goes on."""
+    """Requests in the order of their arrival; the later turns of a session are drawn with its first one."""
 
     group = 1  # requests in the mean for each arrival
     prompt_tokens: Range = (128, 4096)
@@ -56,14 +56,6 @@ class Load(ABC):
                 request.key = f"key-{number % settings.keys}"
                 yield request
 
-    def turn_ended(self, request: SimulatedRequest, now: float) -> SimulatedRequest | None:
-        """All of it, its answer and something new, after a while; None where it was the last turn."""
-        if not request.later:
-            return None
-        prompt = request.prompt + request.answer * request.output_tokens + self._own()
-        at = now + self._rng.expovariate(1 / self.think_s)
-        return self._request(at, prompt, later=request.later - 1, key=request.key)
-
     @abstractmethod
     def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
         """What comes at once, or nearly so."""
@@ -71,8 +63,13 @@ class Load(ABC):
     def _times(self, number: int, rate: float) -> Iterator[float]:
         return accumulate(self._rng.expovariate(rate) for _ in range(number))
 
-    def _request(self, at: float, prompt: list[int], later: int = 0, key: str = "") -> SimulatedRequest:
-        return SimulatedRequest(at, prompt, [prompt[-1]], self._rng.randint(*self._output_range), key, later=later)
+    def _request(self, at: float, prompt: list[int], turns: int = 1) -> SimulatedRequest:
+        drawn = self._drawn()
+        later = [Turn(self._rng.expovariate(1 / self.think_s), self._own(), self._drawn()) for _ in range(turns - 1)]
+        return SimulatedRequest(at, prompt, [prompt[-1]], drawn, later=later)
+
+    def _drawn(self) -> int:
+        return self._rng.randint(*self._output_range)
 
     def _own(self) -> list[int]:
         return [next(self._new)] * self._rng.randint(*self._prompt_range)
@@ -117,7 +114,7 @@ class Sessions(Load):
     group, think_s, prompt_tokens = 6, 3.0, (64, 512)
 
     def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
-        return [self._request(at, self._shared(0, 512) + self._own(), later=self._rng.randint(2, 12) - 1)]
+        return [self._request(at, self._shared(0, 512) + self._own(), turns=self._rng.randint(2, 12))]
 
 
 class Agents(Load):
@@ -128,7 +125,7 @@ class Agents(Load):
     def _arrive(self, at: float) -> Iterable[SimulatedRequest]:
         rng = self._rng
         turns = rng.randint(20, 50) if rng.random() < 0.15 else rng.randint(2, 8)
-        return [self._request(at, self._shared(rng.randrange(8), 4096) + self._own(), later=turns - 1)]
+        return [self._request(at, self._shared(rng.randrange(8), 4096) + self._own(), turns=turns)]
 
 
 class Bursts(Load):

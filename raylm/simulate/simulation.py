@@ -145,7 +145,7 @@ class _Simulation:
         self._open -= 1
         self._served.append(served)
         now = asyncio.get_running_loop().time()
-        later = None if served.error else self._load.turn_ended(request, now)
+        later = None if served.error else request.next_turn(now)
         if later is not None:
             heapq.heappush(self._later, (later.at, next(self._order), later))
         if later is not None or not self._open:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,10 +33,19 @@ _UNIQUE = 1 << 31  # from here on tokens are of one request alone
 
 
 @dataclass(slots=True, eq=False)
+class Turn:
+    """What of a session comes ``after_s`` seconds after an answer: ``prompt`` is what it adds."""
+
+    after_s: float
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """What arrives ``at`` seconds; its ``answer`` goes on with its last token up to ``output_tokens``.
 
-    Of a session ``later`` turns follow.
+    Of a session the ``later`` turns follow.
     """
 
     at: float
@@ -45,7 +54,15 @@ class SimulatedRequest:
     output_tokens: int
     key: str = ""
     priority: int = 0
-    later: int = 0
+    later: list[Turn] = field(default_factory=list)
+
+    def next_turn(self, now: float) -> SimulatedRequest | None:
+        """All of this, its answer and something new, after a while; None where it was the last turn."""
+        if not self.later:
+            return None
+        turn, *later = self.later
+        prompt = self.prompt + self.answer * self.output_tokens + turn.prompt
+        return SimulatedRequest(now + turn.after_s, prompt, [prompt[-1]], turn.output_tokens, self.key, later=later)
 
 
 class TraceLine(Frozen):
