@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from raylm.native.linear import Weight as Weight
     from raylm.native.linear import round_int4 as round_int4
     from raylm.native.memory import huge_empty as huge_empty
+    from raylm.native.memory import populate as populate
     from raylm.native.packed_adapter import AdapterRun as AdapterRun
     from raylm.native.packed_adapter import PackedAdapter as PackedAdapter
     from raylm.native.runtime import kernels as kernels
@@ -40,7 +41,7 @@ _MODULES = {
     "decoder": ("NativeDecoder", "batch_struct", "paged_attention"),
     "drafts": ("BatchColumns", "DraftColumns", "drafts_library"),
     "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
-    "memory": ("huge_empty",),
+    "memory": ("huge_empty", "populate"),
     "packed_adapter": ("AdapterRun", "PackedAdapter"),
     "runtime": ("kernels", "use_threads"),
 }  # fmt: skip

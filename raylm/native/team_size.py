@@ -12,6 +12,7 @@ from math import exp, log
 _SOON, _LATE = 32, 512
 _TURNS, _STEPS_A_TURN = 4, 3
 _BETTER, _SLOWER = 0.97, 1.15
+_HOPELESS = 1.3
 _WEIGHT = 0.2
 _FLAT_TOKENS = 16
 
@@ -29,6 +30,11 @@ class _Trial:
     def tried(self) -> bool:
         """Whether the next step has the size on trial."""
         return len(self.logs) // _STEPS_A_TURN % 2 == 1
+
+    @property
+    def hopeless(self) -> bool:
+        """The last step, with the size on trial, took far longer than any with the present one."""
+        return len(self.logs) > _STEPS_A_TURN and self.logs[-1] > max(self.logs[:_STEPS_A_TURN]) + log(_HOPELESS)
 
     @property
     def ratio(self) -> float:
@@ -71,7 +77,9 @@ class TeamSize:
         kind, unit = self._kind(tokens), seconds / (tokens + _FLAT_TOKENS)
         if kind.trial is not None:
             kind.trial.logs.append(log(unit))
-            if len(kind.trial.logs) == _TURNS * _STEPS_A_TURN:
+            if kind.trial.hopeless:
+                self._keep(kind)
+            elif len(kind.trial.logs) == _TURNS * _STEPS_A_TURN:
                 self._decide(kind, kind.trial)
             return
         kind.usual += _WEIGHT * (unit - kind.usual) if kind.usual else unit
@@ -83,10 +91,16 @@ class TeamSize:
         return self._kinds.setdefault(tokens.bit_length(), _Kind(self._threads))
 
     def _decide(self, kind: _Kind, trial: _Trial) -> None:
-        kind.trial, kind.steps = None, 0
-        if trial.ratio < _BETTER:
-            kind.down, kind.size, kind.pause = trial.size < kind.size, trial.size, _SOON
-            kind.usual *= trial.ratio
-        else:
-            kind.down, kind.pause = not kind.down, min(2 * kind.pause, _LATE)
-        kind.expected = kind.usual
+        if trial.ratio >= _BETTER:
+            self._keep(kind)
+            return
+        kind.down, kind.size, kind.pause = trial.size < kind.size, trial.size, _SOON
+        kind.usual *= trial.ratio
+        self._end(kind)
+
+    def _keep(self, kind: _Kind) -> None:
+        kind.down, kind.pause = not kind.down, min(2 * kind.pause, _LATE)
+        self._end(kind)
+
+    def _end(self, kind: _Kind) -> None:
+        kind.trial, kind.steps, kind.expected = None, 0, kind.usual

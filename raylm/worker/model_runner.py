@@ -19,6 +19,7 @@ from raylm.worker.features import Adapters, AsyncDecode, Pending, Speculator
 from raylm.worker.forward import Forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers, StepInputs
+from raylm.worker.kv_memory import KVMemory
 from raylm.worker.pooler import Pooler
 from raylm.worker.sampling.sampler import LATE, NOT_FINITE, Sampler, SamplerOutput
 from raylm.worker.step_batch import DrawRows, StepBatch
@@ -38,12 +39,14 @@ class ModelRunner:
         sampler: Sampler | None = None,
         async_decode: AsyncDecode | None = None,
         adapters: Adapters | None = None,
+        kv_memory: KVMemory | None = None,
     ) -> None:
         self.forward, self.batch, self.buffers = forward, batch, buffers
         self.sampler = sampler or Sampler()
         self.speculator = speculator or Speculator()
         self.adapters = adapters or Adapters()
         self.async_decode = async_decode or AsyncDecode()
+        self.kv_memory = kv_memory or KVMemory()
         self.pooler = Pooler()
         self._prompt_logprobs: dict[int, int] = {}
         self._has_deferred = False
@@ -55,14 +58,15 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput) -> Pending:
         """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output."""
         started = time.perf_counter()
-        step = self._up_to_date(self.pooler.claim(StepBatch.of(plan, self._apply(plan))))
-        step = self.speculator.propose(step, self.batch)
-        step = self.adapters.arrange(step)
-        adapters = self.adapters.runs(step)
-        if step.seq_ids and self.async_decode.takes(step, self.batch):
-            return self.async_decode.launch(plan.step, step, self.batch, self.forward, adapters)
-        self.async_decode.settle(self.batch)
-        output = self._run(plan, step, adapters, started)
+        with self.kv_memory:
+            step = self._up_to_date(self.pooler.claim(StepBatch.of(plan, self._apply(plan))))
+            step = self.speculator.propose(step, self.batch)
+            step = self.adapters.arrange(step)
+            adapters = self.adapters.runs(step)
+            if step.seq_ids and self.async_decode.takes(step, self.batch):
+                return self.async_decode.launch(plan.step, step, self.batch, self.forward, adapters)
+            self.async_decode.settle(self.batch)
+            output = self._run(plan, step, adapters, started)
         return lambda: output
 
     def _run(
@@ -127,6 +131,7 @@ class ModelRunner:
             self.pooler.add(new)
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[new.seq_id] = new.params.prompt_logprobs
+        self.kv_memory.reach([*plan.new_block_ids, *(block for new in plan.new for block in new.block_ids)])
         rows = self.batch.rows(plan.seq_ids)
         self.batch.append_blocks(rows, plan.new_block_counts, plan.new_block_ids)
         return rows

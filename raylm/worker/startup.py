@@ -30,6 +30,7 @@ from raylm.worker.forward import Forward, ModuleForward, select_forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
 from raylm.worker.kv_cache import GIB, KVCacheSize, allocate, block_bytes, free_memory, size_pool
+from raylm.worker.kv_memory import KVMemory
 from raylm.worker.lora import create_adapters
 from raylm.worker.memory import largest_step, profile_run
 from raylm.worker.model_runner import ModelRunner
@@ -51,6 +52,7 @@ ASYNC_DECODES = Family[Callable[[StepLimits, torch.device], AsyncDecode]]({
 
 _WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
 _BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+_STEPS_AHEAD = 4  # of the longest ones the KV pool's memory is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
     # What is left to torch beside native products and attention is small: waking its threads takes longer.
     is_native = backend.name == "cpu" and not model.torch_multiplies
     torch.set_num_threads(loaded.threads if isinstance(forward, ModuleForward) and not is_native else 1)
+    blocks_ahead = _STEPS_AHEAD * limits.max_num_tokens // limits.block_size
     return ModelRunner(
         forward,
         batch,
@@ -187,6 +190,7 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
         loaded.sampler,
         create_async_decode(limits, device, alone=loaded.ranks.world_size == 1 and not drafts),
         create_adapters(config.lora, model, forward, limits),
+        KVMemory([half for kv in kv_caches for half in kv], blocks_ahead) if device.type == "cpu" else None,
     )
 
 

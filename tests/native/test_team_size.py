@@ -50,6 +50,13 @@ def test_an_undisturbed_team_keeps_all_threads(tokens: int, seed: int) -> None:
     assert share(chosen, 4) > 0.98
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_trial_that_is_hopeless_ends_with_its_first_step(seed: int) -> None:
+    """With one of two threads a long prompt takes twice its time."""
+    chosen = steps(TeamSize(2), free_machine, 2048, 140, random.Random(seed))
+    assert chosen.count(1) == 2, "after 32 steps, and after 64 more"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_steps_of_one_kind_that_differ_by_half_do_not_mislead_it(seed: int) -> None:
     noise, size = random.Random(seed), TeamSize(4)
