@@ -7,7 +7,8 @@
 A peer is whose options are given; none means RayLM alone. Offline loads W1, W2, W4, W5 (see workloads.py), then
 streamed serving over HTTP (RayLM in its default topology). A peer and RayLM are up beside each other and take turns,
 round by round, one working while the other waits; a ratio is RayLM's figure by the peer's of the same round, its
-spread the lowest and highest round. Figures marked * were taken while other processes used more than 0.4 cores.
+spread the lowest and highest round. The machine's limit is measured before each offline round (with --quick once).
+Figures marked * were taken while other processes used more than 0.4 cores.
 --quick: one round, fewer clients, the first of several checkpoints of a peer, ended within 10 minutes.
 The last line is one JSON object with the ratios. Logs, all samples, raw rows and the picture lie in --out.
 """
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -55,9 +56,10 @@ class Place:
     repeat: int
     clients: int = 0
 
-    def sample(self, figures: Figures, others: float) -> Sample:
+    def sample(self, figures: Figures, others: float, limits: Mapping[tuple[str, str], float]) -> Sample:
         named = {f"{name} at {self.clients}" if self.clients else name: value for name, value in figures.items()}
-        return Sample(self.workload, self.engine, self.peer, self.repeat, named, round(others, 2))
+        allowed = {name: bound for (workload, name), bound in limits.items() if workload == self.workload}
+        return Sample(self.workload, self.engine, self.peer, self.repeat, named, round(others, 2), allowed)
 
 
 class Comparison:
@@ -67,13 +69,20 @@ class Comparison:
         self.args, self.model, self.contenders = args, model, contenders
         self.samples: list[Sample] = []
         self.missing = dict(contenders.missing)
-        self.limits_mark = ""
+        self.limits: list[Limits] = []
+        self._shape = read_shape(model)
         self._words = Words(model)
         self._started = time.monotonic()
         self._ends = self._started
 
     def progress(self, text: str) -> None:
         print(f"{time.monotonic() - self._started:7.1f} s  {text}", flush=True)
+
+    def measure_limits(self) -> None:
+        """What the machine allows now: where others share it that changes within minutes."""
+        with meter() as used:
+            self.limits.append(machine_limits(self.args.threads))
+        self.progress(f"limit: {self.limits[-1]} {report.MARK if used.others > report.QUIET_CORES else ''}")
 
     def limit_to(self, share: float) -> None:
         """From here on nothing new begins after this share of the run's time."""
@@ -110,6 +119,8 @@ class Comparison:
     def _rounds(self, engines: list[Engine], peer: str, workloads: list[str]) -> None:
         for name in workloads:
             for repeat in range(self.args.repeats):
+                if not self.args.quick:
+                    self.measure_limits()
                 for engine in engines:
                     run = partial(OFFLINE[name].run, engine.generate)
                     self._sample(engine, Place(name, engine.name, peer, repeat), run)
@@ -167,7 +178,8 @@ class Comparison:
                 self.missing[name] = str(error)
                 self.progress(f"{name} failed: {error}")
                 return
-            sample = place.sample(figures, used.others)
+            limits = bounds(self.limits[-1], self._shape, self.args.concurrency)
+            sample = place.sample(figures, used.others, limits)
             self.progress(f"{sample.line()}   round {place.repeat + 1} of {self.args.repeats}")
             if not sample.disturbed:
                 break
@@ -228,23 +240,25 @@ def time_steps(args: argparse.Namespace, model: Path) -> list[StepTimes]:
     return [report.step_times(line["batch"], line, line.get("profile")) for line in lines]
 
 
-def print_report(run: Comparison, limits: Limits, steps: list[StepTimes], folder: Path) -> None:
+def print_report(run: Comparison, steps: list[StepTimes], folder: Path) -> None:
     """Tables, files, and at last the JSON line."""
     found = report.rows(report.with_own_rate(run.samples))
-    print(f"\nlimit: {limits} {run.limits_mark}\n")
-    print("\n".join(report.table(found, bounds(limits, read_shape(run.model), run.args.concurrency))))
+    print("\n" + "\n".join(report.table(found)))
     if steps:
         print("\n" + "\n".join(report.step_table(steps)))
     for name, why in run.missing.items():
         print(f"missing: {name}: {why}")
     report.plot(folder / "compare.png", f"{run.model.name}, {run.args.threads} threads", steps, found)
     last = report.summary(found, run.missing, steps)
-    every: dict[str, Any] = {"limits": asdict(limits), "samples": [asdict(sample) for sample in run.samples]}
+    every: dict[str, Any] = {
+        "limits": [asdict(limits) for limits in run.limits],
+        "samples": [asdict(sample) for sample in run.samples],
+    }
     every |= {"steps": [asdict(step) for step in steps], "summary": last}
     (folder / "compare.json").write_text(json.dumps(every, indent=1) + "\n")
     for row in found:
         unit = "tok/s" if row.more_is_better else "ms"
-        units = {"RayLM": unit, "peer": unit, "ratio": "x"}
+        units = {"RayLM": unit, "peer": unit, "ratio": "x", "of the limit": "x"}
         append(folder / "compare.jsonl", "compare", f"{row.key}, {row.peer}", row.medians, units)
     print(f"{report.MARK}: other processes used over {report.QUIET_CORES} cores; logs and picture: {folder}")
     print(json.dumps(last), flush=True)
@@ -291,10 +305,7 @@ def main() -> int:
     run = Comparison(args, model, Starter(args, model, folder).field())
     absent = dict(run.missing)
     run.progress(f"logs in {folder}; with {', '.join(peer.name for peer in run.contenders.peers) or 'no peers'}")
-    with meter() as used:
-        limits = machine_limits(args.threads)
-    run.limits_mark = report.MARK if used.others > report.QUIET_CORES else ""
-    run.progress(f"limit: {limits} {run.limits_mark}")
+    run.measure_limits()
     steps: list[StepTimes] = []
     if "steps" in args.loads:
         run.progress(f"timing steps at batch {', '.join(map(str, STEP_BATCHES))}")
@@ -306,7 +317,7 @@ def main() -> int:
         run.serving()
     except KeyboardInterrupt:
         run.missing["the rest"] = "interrupted"
-    print_report(run, limits, steps, folder)
+    print_report(run, steps, folder)
     return int(run.missing != absent)
 
 

@@ -22,7 +22,7 @@ CORE_PARTS = ("scheduler", "messages", "waiting")
 class Sample:
     """One measurement: what ``engine`` did in round ``repeat`` of its pairing with ``peer`` (its own name if alone).
 
-    ``others`` are the cores that foreign processes used meanwhile.
+    ``others`` are the cores that foreign processes used meanwhile, ``bounds`` what the machine allowed just before.
     """
 
     workload: str
@@ -31,6 +31,7 @@ class Sample:
     repeat: int
     figures: Mapping[str, float]
     others: float
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def disturbed(self) -> bool:
@@ -48,7 +49,7 @@ class Sample:
 class Row:
     """One figure of one workload, of us beside a peer; ``theirs`` and ``ratios`` are empty if there is no peer.
 
-    ``ratios`` are ours by theirs, round by round.
+    ``ratios`` are ours by theirs, round by round, and ``shares`` how close ours came to the machine's limit.
     """
 
     workload: str
@@ -58,16 +59,16 @@ class Row:
     theirs: Sequence[float]
     ratios: Sequence[float]
     disturbed: bool
+    shares: Sequence[float] = ()
 
     @property
     def more_is_better(self) -> bool:
-        """Rates are better high, times low."""
-        return "tok_s" in self.figure
+        return is_rate(self.figure)
 
     @property
     def medians(self) -> dict[str, float]:
         """Of each side that was measured, and of their ratios."""
-        sides = {"RayLM": self.ours, "peer": self.theirs, "ratio": self.ratios}
+        sides = {"RayLM": self.ours, "peer": self.theirs, "ratio": self.ratios, "of the limit": self.shares}
         return {name: statistics.median(values) for name, values in sides.items() if values}
 
     @property
@@ -87,6 +88,7 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
 def _row(workload: str, figure: str, peer: str, entries: list[tuple[Sample, float]]) -> Row:
     ours = {sample.repeat: value for sample, value in entries if sample.engine == OURS}
     theirs = {sample.repeat: value for sample, value in entries if sample.engine != OURS}
+    mine = ((sample.bounds.get(figure), value) for sample, value in entries if sample.engine == OURS)
     return Row(
         workload=workload,
         figure=figure,
@@ -95,7 +97,13 @@ def _row(workload: str, figure: str, peer: str, entries: list[tuple[Sample, floa
         theirs=list(theirs.values()),
         ratios=[ours[repeat] / theirs[repeat] for repeat in ours if theirs.get(repeat)],
         disturbed=any(sample.disturbed for sample, _ in entries),
+        shares=[share_of_limit(value, bound, is_rate(figure)) for bound, value in mine if bound],
     )
+
+
+def is_rate(figure: str) -> bool:
+    """Rates are better high, times low."""
+    return "tok_s" in figure
 
 
 def best_ratio(found: Iterable[Row]) -> dict[str, tuple[str, float]]:
@@ -116,7 +124,7 @@ def share_of_limit(value: float, bound: float, more_is_better: bool) -> float:
     return value / bound if more_is_better else bound / value
 
 
-def table(found: Sequence[Row], limits: Mapping[tuple[str, str], float]) -> list[str]:
+def table(found: Sequence[Row]) -> list[str]:
     """Lines of a Markdown table; a ratio's spread is its lowest and highest round."""
     lines = [
         "| load | figure | peer | RayLM | peer's | RayLM / peer (low to high) | RayLM's share of the limit |",
@@ -124,8 +132,7 @@ def table(found: Sequence[Row], limits: Mapping[tuple[str, str], float]) -> list
     ]
     for row in found:
         ours, theirs = row.medians.get("RayLM"), row.medians.get("peer")
-        bound = limits.get((row.workload, row.figure))
-        share = "" if ours is None or not bound else f"{share_of_limit(ours, bound, row.more_is_better):.0%}"
+        share = f"{row.medians['of the limit']:.0%}" if row.shares else ""
         peer = "(alone)" if row.peer == OURS else row.peer
         cells = [row.workload, row.figure, peer, number(ours), number(theirs), spread(row), share]
         lines.append(f"| {' | '.join(cells)} |")

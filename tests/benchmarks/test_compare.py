@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_alone_there_are_figures_and_no_ratio() -> None:
     (row,) = report.rows([sample(OURS, n, peer=OURS) for n in range(3)])
     assert (row.ours, row.theirs, row.ratios) == ([1.0] * 3, [], [])
     assert report.spread(row) == "-"
-    assert "(alone)" in report.table([row], {})[-1]
+    assert "(alone)" in report.table([row])[-1]
 
 
 @pytest.mark.parametrize(("others", "marked"), [(0.4, False), (0.41, True)])
@@ -47,7 +48,7 @@ def test_a_row_is_marked_if_either_side_was_disturbed(others: float, marked: boo
     taken = [sample(name, 0, others if name == disturbed else 0.0) for name in (OURS, "peer")]
     found = report.rows(taken)
     assert found[0].disturbed is marked
-    assert ("*" in report.table(found, {})[-1]) is marked
+    assert ("*" in report.table(found)[-1]) is marked
     assert report.summary(found, {}, [])["disturbed"] == (["W1 out_tok_s peer"] if marked else [])
 
 
@@ -77,8 +78,13 @@ def test_the_summary_is_one_line_of_json() -> None:
 
 
 def test_the_share_of_the_limit_stands_in_the_table() -> None:
-    taken = [sample(OURS, 0, peer=OURS, out_tok_s=50.0, ttft_ms=400.0)]
-    table = report.table(report.rows(taken), {("W1", "out_tok_s"): 100.0, ("W1", "ttft_ms"): 100.0})
+    """Each round's is of what the machine allowed just before it; their median counts."""
+    taken = [
+        replace(sample(OURS, n, out_tok_s=50.0, ttft_ms=400.0), bounds={"out_tok_s": bound, "ttft_ms": 100.0})
+        for n, bound in enumerate((100.0, 200.0, 62.5))
+    ]
+    taken += [replace(sample("peer", n, out_tok_s=9.0), bounds={"out_tok_s": 1.0}) for n in range(3)]
+    table = report.table(report.rows(taken))
     assert [re.findall(r"(\d+)%", line) for line in table[2:]] == [["50"], ["25"]]
 
 
