@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from raylm.native.memory import populate as populate
     from raylm.native.packed_adapter import AdapterRun as AdapterRun
     from raylm.native.packed_adapter import PackedAdapter as PackedAdapter
+    from raylm.native.peaks import most_likely as most_likely
     from raylm.native.runtime import kernels as kernels
     from raylm.native.runtime import use_threads as use_threads
 
@@ -43,6 +44,7 @@ _MODULES = {
     "linear": ("Int4Weight", "Int8Weight", "NativeLinear", "Weight", "round_int4"),
     "memory": ("huge_empty", "populate"),
     "packed_adapter": ("AdapterRun", "PackedAdapter"),
+    "peaks": ("most_likely",),
     "runtime": ("kernels", "use_threads"),
 }  # fmt: skip
 

@@ -143,9 +143,10 @@ class ModelRunner:
         """
         rows = step.rows[draws.places]
         drawn = self.sampler.sample(logits, rows, self.batch, draws.offsets)
-        drafts = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
-        matches = (drawn.token_ids == drafts) & (draws.offsets < step.drafts[draws.places])
-        counts = draws.accepted(matches) & (drawn.token_ids != LATE)
+        counts = drawn.token_ids != LATE
+        if draws.offsets.any():
+            drafts = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
+            counts &= draws.accepted((drawn.token_ids == drafts) & (draws.offsets < step.drafts[draws.places]))
         # Failed rows too: a step already on its way may compute the token that was to be drawn here.
         self.batch.append_tokens(rows[counts], drawn.token_ids[counts], draws.offsets[counts])
         lost = {int(draws.places[at]): reason for at, reason in drawn.failed if counts[at]}

@@ -18,7 +18,7 @@ from raylm.errors import ConfigError
 from raylm.lazy import Family
 from raylm.messages import WorkerInfo
 from raylm.models import SINGLE_RANK, CausalLM, Ranks, load_model, outline, resolve_dtype, with_kv_scales
-from raylm.native import NativeError, use_threads
+from raylm.native import NativeError, most_likely, use_threads
 from raylm.stages import about
 from raylm.worker.attention import AnyBackend, StepLimits, select_backend
 from raylm.worker.cgroup import available_cores, available_memory
@@ -154,7 +154,7 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     if fp8:
         model.attention_specs = with_kv_scales(model.attention_specs, checkpoint)
     grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
-    sampler = Sampler(ranks=ranks)
+    sampler = Sampler(ranks=ranks, most_likely=most_likely if backend.name == "cpu" else None)
     found = device, ranks, checkpoint, model, dtype, weights_bytes, threads, block_size
     return _Loaded(*found, backend, grammars, sampler)
 

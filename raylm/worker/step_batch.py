@@ -65,8 +65,6 @@ class DrawRows:
 
         ``matches`` says which draws are their draft; the last one of a sequence has none and never matches.
         """
-        if not self.offsets.any():
-            return np.ones(len(matches), np.bool_)
         starts = np.flatnonzero(self.offsets == 0)
         first = np.minimum.reduceat(np.where(matches, len(matches), self.offsets), starts)
         return self.offsets <= np.repeat(first, np.diff(starts, append=len(matches)))

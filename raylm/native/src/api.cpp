@@ -1,6 +1,7 @@
 // What Python calls (library.py). Pointers are trusted: the callers check shapes and types.
 #include "decoder.h"
 #include "int4_round.h"
+#include "peaks.h"
 
 namespace {
 
@@ -110,6 +111,11 @@ void raylm_decoder_logits(int kind, void* decoder, const void* hidden, int rows,
     static_cast<Decoder<bf16>*>(decoder)->logits(static_cast<const bf16*>(hidden), rows, out, stride);
   else
     static_cast<Decoder<float>*>(decoder)->logits(static_cast<const float*>(hidden), rows, out, stride);
+}
+
+void raylm_peaks(void* team, const float* logits, int rows, int64_t columns, int64_t stride, float* values,
+                 int64_t* at) {
+  peaks(*static_cast<Team*>(team), logits, rows, columns, stride, values, at);
 }
 
 // Seconds since creation in linear layers, attention, and the rest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from raylm.worker.sampling.truncation import truncate_candidates, truncate_row
 
 NOT_FINITE = "the model's logits are not finite"
 OVERFLOW = "the penalties made logits infinite"
+MostLikely = Callable[[torch.Tensor], tuple[Floats32, Ints]]
 LATE = -1  # what a row draws that sits the step out
 NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens and the form of the answer together leave no token to draw"
 
@@ -51,10 +53,13 @@ class Sampler:
 
     Args:
         widths: how many of the largest logits to try, in rising order; () always takes the whole row.
+        most_likely: finds each row's largest logit and its smallest id, [S] both, where that is all a step asks for.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (32, 64, 256), ranks: Ranks = SINGLE_RANK) -> None:
-        self._widths, self._ranks = widths, ranks
+    def __init__(
+        self, widths: tuple[int, ...] = (32, 64, 256), ranks: Ranks = SINGLE_RANK, most_likely: MostLikely | None = None
+    ) -> None:
+        self._widths, self._ranks, self._most_likely = widths, ranks, most_likely
 
     def sample(
         self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None
@@ -72,6 +77,9 @@ class Sampler:
             raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(rows), batch.vocab_size)}")
         sampling = batch.sampling[rows]
         asking = sampling["logprobs"] != NO_LOGPROBS
+        changed = any(processor.states for processor in batch.processors)
+        if self._most_likely is not None and not (changed or asking.any() or sampling["temperature"].any()):
+            return self._greedy(*self._most_likely(logits.float()))
         step = process_logits(logits.float().contiguous(), rows, batch, asking)
         usable = np.ones(len(rows), np.bool_)
         usable[[*step.failed, *step.late]] = False
@@ -95,6 +103,13 @@ class Sampler:
         maxima = BlockMaxima(logits.float().contiguous())
         rows = np.arange(len(token_ids))
         return describe_tokens(maxima, rows, token_ids, np.full(len(rows), top), np.isfinite(maxima.peak))
+
+    def _greedy(self, peak: Floats32, token_ids: Ints) -> SamplerOutput:
+        failed = {} if np.isfinite(peak).all() else failures(peak, peak)
+        token_ids[list(failed)] = 0
+        if self._ranks.world_size > 1:
+            self._ranks.broadcast(torch.from_numpy(token_ids))
+        return SamplerOutput(token_ids, failed=sorted(failed.items()))
 
     def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Ints:
         """Give each usable row a token by the method that its parameters need; others get 0."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from raylm.messages import Logprobs, NewSequence
+from raylm.native import most_likely
 from raylm.params import SamplingParams
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampling.sampler import Sampler
@@ -103,7 +104,8 @@ def test_seeds_and_positions_give_different_draws() -> None:
     assert drawn[:100].tolist() != drawn[100:].tolist()
 
 
-def test_greedy_takes_the_smallest_id_among_equals() -> None:
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(most_likely=most_likely)])
+def test_greedy_takes_the_smallest_id_among_equals(sampler: Sampler) -> None:
     logits = torch.zeros(4, VOCAB)
     logits[1, [700, 300, 301]] = 2.0
     logits[2, [776, 10]] = 3.0
@@ -111,7 +113,25 @@ def test_greedy_takes_the_smallest_id_among_equals() -> None:
     logits[3, 776] = -1e30
     batch = InputBatch(4, 16, 16, VOCAB)
     rows = np.array([batch.add(make(i, [1], temperature=0.0)) for i in range(4)])
-    assert Sampler().sample(logits, rows, batch).token_ids.tolist() == [0, 300, 10, 776]
+    assert sampler.sample(logits, rows, batch).token_ids.tolist() == [0, 300, 10, 776]
+
+
+@pytest.mark.parametrize(
+    "others", [[], KINDS, [{"temperature": 0.0, "logprobs": 1}], [{"temperature": 0.0, "top_k": 2}]]
+)
+def test_greedy_rows_are_drawn_alike_however_the_largest_logit_is_found(others: list[dict[str, Any]]) -> None:
+    """Also rows that cannot be drawn from."""
+    kinds = [{"temperature": 0.0}] * 4 + others
+    found = []
+    for sampler in (Sampler(), Sampler(most_likely=most_likely)):
+        logits = random_logits(len(kinds))
+        logits[1], logits[2, 9], logits[3, 700] = -torch.inf, torch.nan, torch.inf
+        batch = InputBatch(len(kinds), 16, 16, VOCAB)
+        rows = np.array([batch.add(make(i, [1, 2, 3], **kind)) for i, kind in enumerate(kinds)])
+        drawn = sampler.sample(logits, rows, batch)
+        found.append((drawn.token_ids.tolist(), drawn.failed, drawn.logprobs))
+        assert [at for at, _ in drawn.failed] == [1, 2, 3]
+    assert found[0] == found[1]
 
 
 def test_no_temperature_is_too_small() -> None:
