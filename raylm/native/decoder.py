@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 
 import torch
@@ -61,17 +61,29 @@ class NativeDecoder:
         self._team, self._size = native.team, TeamSize(native.team.threads)
         self._handle = native.library.raylm_decoder_new(native.team.handle, self._kind, byref(model))
 
-    def step(self, input_ids: Tensor, batch: lib.Batch, adapters: Sequence[AdapterRun] = ()) -> Tensor:
-        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); runs of ``adapters`` do not overlap."""
+    def step(
+        self,
+        input_ids: Tensor,
+        batch: lib.Batch,
+        adapters: Sequence[AdapterRun] = (),
+        when_computing: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """``input_ids`` (tokens,) int64 -> hidden states (tokens, hidden_size); runs of ``adapters`` do not overlap.
+
+        ``when_computing`` is called just before other threads have the interpreter.
+        """
         runs = (lib.AdapterRun * len(adapters))(*map(_run_struct, adapters))
         hidden = torch.empty((len(input_ids), self._hidden_size), dtype=self._dtype)
+        arguments = (
+            self._kind, self._handle, byref(batch), input_ids.data_ptr(), self._pools, self._num_blocks,
+            hidden.data_ptr(), runs, len(runs),
+        )  # fmt: skip
         with self._native.lock:
             self._team.use(self._size.choose(len(input_ids)))
             started = time.perf_counter()
-            self._native.library.raylm_decoder_step(
-                self._kind, self._handle, byref(batch), input_ids.data_ptr(), self._pools, self._num_blocks,
-                hidden.data_ptr(), runs, len(runs),
-            )  # fmt: skip
+            if when_computing is not None:
+                when_computing()
+            self._native.library.raylm_decoder_step(*arguments)
             self._size.observe(len(input_ids), time.perf_counter() - started)
         return hidden
 

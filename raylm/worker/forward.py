@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -28,11 +28,13 @@ class Forward(ABC):
     """One step through a model; with ``captures`` it has graphs to capture before the first one.
 
     Where it is ``batch_invariant``, a position's logits are the same bits whatever else is in its step, however its
-    prompt was cut into steps, and on any number of threads.
+    prompt was cut into steps, and on any number of threads. ``when_computing`` is called as the layers begin, from when
+    on other threads have the interpreter.
     """
 
     captures: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
+    when_computing: Callable[[], None] | None = None
 
     @abstractmethod
     def hidden(self, inputs: StepInputs) -> Tensor:
@@ -98,6 +100,8 @@ class ModuleForward(Forward):
         return self._low_rank.pack(weights)
 
     def hidden(self, inputs: StepInputs) -> Tensor:
+        if self.when_computing is not None:
+            self.when_computing()
         self.adapt(inputs.adapters)
         return self.run(inputs)
 
@@ -153,7 +157,7 @@ class NativeForward(Forward):
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         batch = self._backend.batch(inputs.metadata, inputs.positions)
-        return self._decoder.step(inputs.input_ids, batch, inputs.adapters)
+        return self._decoder.step(inputs.input_ids, batch, inputs.adapters, self.when_computing)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)

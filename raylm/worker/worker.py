@@ -20,7 +20,8 @@ class Worker:
     """Start it, hand it steps in order, shut it down; all but ``prepare_grammar`` from one thread.
 
     Of ``engine.tensor_parallel_size`` workers each is one ``rank``. All are given the same steps; rank 0 draws, and
-    only what it returns means something.
+    only what it returns means something. ``when_computing``, set before the start, is called on the thread of a step as
+    its layers begin, from when on other threads have the interpreter; not in every step on a GPU.
 
     Importing this class and creating a worker do not import torch; ``start`` does.
     """
@@ -29,6 +30,7 @@ class Worker:
         self._config = config
         self._rendezvous = Rendezvous(rank)
         self._runner: ModelRunner | None = None
+        self.when_computing: Callable[[], None] | None = None
 
     def open_rendezvous(self) -> int:
         """Listen for the other ranks, on rank 0 and before any rank starts; return the port on the loopback."""
@@ -52,6 +54,7 @@ class Worker:
 
         imported = ("import torch", time.perf_counter() - started)
         self._runner, info = start_runner(self._config, replace(self._rendezvous, port=port))
+        self._runner.forward.when_computing = self.when_computing
         info.stages.insert(0, imported)
         return info
 

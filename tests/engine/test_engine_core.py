@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
@@ -417,6 +418,36 @@ async def test_the_local_executor_runs_a_worker_on_one_thread() -> None:
     assert len(threads) == 1
     assert "raylm-worker" in threads.pop()
     assert not [thread for thread in threading.enumerate() if "raylm-worker" in thread.name]
+
+
+async def test_a_result_is_told_at_the_latest_when_the_next_step_computes() -> None:
+    """And not before, where that step was handed over already."""
+    begins, goes_on, told = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(FakeWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            assert begins.wait(10)
+            if plan.step == 2:
+                time.sleep(0.05)
+                assert not told.is_set()
+                self.when_computing()  # type: ignore[attr-defined]
+                assert goes_on.wait(10)
+            return super().execute(plan)
+
+    executor = LocalExecutor(config(), Slow.from_config)
+    core = EngineCore(config(), executor)
+    await core.start()
+    core.connect("a")
+    core.add("a", some(1))
+    plans = [plan for plan in (core.scheduler.schedule(), core.scheduler.schedule()) if plan is not None]
+    first, last = (asyncio.ensure_future(executor.execute(plan)) for plan in plans)
+    first.add_done_callback(lambda _: told.set())
+    begins.set()
+    assert (await asyncio.wait_for(first, 10)).step == 1
+    assert not last.done()
+    goes_on.set()
+    assert (await asyncio.wait_for(last, 10)).step == 2
+    await core.shutdown()
 
 
 async def test_a_worker_that_fails_is_gone_for_all_later_steps() -> None:
