@@ -443,10 +443,11 @@ async def test_a_result_is_told_at_the_latest_when_the_next_step_computes() -> N
     first, last = (asyncio.ensure_future(executor.execute(plan)) for plan in plans)
     first.add_done_callback(lambda _: told.set())
     begins.set()
-    assert (await asyncio.wait_for(first, 10)).step == 1
-    assert not last.done()
-    goes_on.set()
-    assert (await asyncio.wait_for(last, 10)).step == 2
+    async with asyncio.timeout(10):
+        assert (await first).step == 1
+        assert not last.done()
+        goes_on.set()
+        assert (await last).step == 2
     await core.shutdown()
 
 
