@@ -12,6 +12,7 @@ from raylm.native import huge_empty, populate
 from raylm.worker.kv_memory import KVMemory
 
 BLOCKS, BLOCK_BYTES, AHEAD = 64, 1 << 20, 16
+FEW = 5  # faults that the interpreter may have meanwhile; the blocks ahead have 32 if they are not there
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def faults(halves: list[torch.Tensor], first: int, last: int) -> int:
 
 def test_the_first_blocks_are_there_before_the_first_step_and_no_others(halves: list[torch.Tensor]) -> None:
     KVMemory(halves, AHEAD).wait()
-    assert faults(halves, 0, AHEAD) == 0
+    assert faults(halves, 0, AHEAD) <= FEW
     assert faults(halves, AHEAD + 2, BLOCKS) > 40, "a huge page may reach beyond by 2 MiB"
 
 
@@ -42,7 +43,7 @@ def test_and_those_ahead_of_what_is_written(halves: list[torch.Tensor]) -> None:
         with memory:
             memory.reach(blocks)
         memory.wait()
-        assert faults(halves, 0, there) == 0
+        assert faults(halves, 0, there) <= FEW
 
 
 def test_nothing_is_asked_for_while_a_step_runs(halves: list[torch.Tensor]) -> None:
