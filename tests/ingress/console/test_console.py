@@ -170,6 +170,7 @@ async def test_two_thousand_rows_are_few_elements(page: Page) -> None:
         await page.run("document.querySelector('.lines').focus()")
         await page.press("Enter", code="Enter", windowsVirtualKeyCode=13)
         await page.until("location.hash === '#/requests/request-0042'")
+        await page.until("!!document.querySelector('#waterfall')")  # all of it was answered
     assert page.faults == []
 
 
