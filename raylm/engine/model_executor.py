@@ -15,7 +15,7 @@ from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.worker import Worker
 
 T = TypeVar("T")
-_Result = tuple[asyncio.Future[ModelRunnerOutput], ModelRunnerOutput | Exception]
+_Result = tuple[asyncio.Future[ModelRunnerOutput], ModelRunnerOutput | BaseException]
 
 
 class ModelExecutor(ABC):
@@ -58,7 +58,8 @@ class LocalExecutor(ModelExecutor):
     """One worker on one thread of this process; a single thread is what keeps the steps in order.
 
     Loop and worker share the interpreter. So where a step waits behind one that has ended, its result is told as the
-    next forward pass begins: what the loop makes of it, 0.5 ms for one sequence, would else hold up the worker.
+    next forward pass begins: what the loop makes of it, 0.5 ms for one sequence, would else hold up the worker. That is
+    where steps say when they compute, as this one did; other results are told at once.
     """
 
     def __init__(self, config: Config, worker_factory: Callable[[Config], Worker] = Worker) -> None:
@@ -69,6 +70,7 @@ class LocalExecutor(ModelExecutor):
         self._died_of: Exception | None = None
         self._handed_over, self._begun = 0, 0  # steps; written by the loop's thread, and by the worker's
         self._untold: list[_Result] = []
+        self._said_when = False
 
     async def start(self) -> WorkerInfo:
         return await self._on_thread(self._start)
@@ -106,19 +108,25 @@ class LocalExecutor(ModelExecutor):
 
     def _start(self) -> WorkerInfo:
         self._worker = self._worker_factory(self._config)
-        self._worker.when_computing = self._tell
+        self._worker.when_computing = self._computes
         return self._worker.start()
 
     def _execute(self, plan: SchedulerOutput, result: asyncio.Future[ModelRunnerOutput]) -> None:
         self._begun += 1
-        output: ModelRunnerOutput | Exception
-        try:
-            output = self._run(plan)
-        except Exception as error:
-            output = error
-        self._untold.append((result, output))
-        if self._begun == self._handed_over:
+        self._said_when = False
+        if not result.cancelled():
+            output: ModelRunnerOutput | BaseException
+            try:
+                output = self._run(plan)
+            except BaseException as error:  # nobody else would tell
+                output = error
+            self._untold.append((result, output))
+        if self._begun == self._handed_over or not self._said_when:
             self._tell()
+
+    def _computes(self) -> None:
+        self._said_when = True
+        self._tell()
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         worker = self._live_worker
@@ -140,7 +148,7 @@ def _resolve(results: list[_Result]) -> None:
     for result, output in results:
         if result.done():  # nobody waits for it any more
             continue
-        if isinstance(output, Exception):
+        if isinstance(output, BaseException):
             result.set_exception(output)
         else:
             result.set_result(output)

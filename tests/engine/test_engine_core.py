@@ -420,8 +420,9 @@ async def test_the_local_executor_runs_a_worker_on_one_thread() -> None:
     assert not [thread for thread in threading.enumerate() if "raylm-worker" in thread.name]
 
 
-async def test_a_result_is_told_at_the_latest_when_the_next_step_computes() -> None:
-    """And not before, where that step was handed over already."""
+@pytest.mark.parametrize("says_when", [True, False])
+async def test_a_result_is_told_when_the_next_step_computes(says_when: bool) -> None:
+    """Where that step was handed over already, and steps say when they compute; else at once."""
     begins, goes_on, told = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(FakeWorker):
@@ -429,8 +430,10 @@ async def test_a_result_is_told_at_the_latest_when_the_next_step_computes() -> N
             assert begins.wait(10)
             if plan.step == 2:
                 time.sleep(0.05)
-                assert not told.is_set()
+                assert told.is_set() is not says_when
+            if says_when:
                 self.when_computing()  # type: ignore[attr-defined]
+            if plan.step == 2:
                 assert goes_on.wait(10)
             return super().execute(plan)
 
@@ -448,6 +451,24 @@ async def test_a_result_is_told_at_the_latest_when_the_next_step_computes() -> N
         assert not last.done()
         goes_on.set()
         assert (await last).step == 2
+    await core.shutdown()
+
+
+async def test_whatever_ends_a_step_is_told() -> None:
+    class Exiting(FakeWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            raise asyncio.CancelledError("a library's own")  # no Exception
+
+    executor = LocalExecutor(config(), Exiting.from_config)
+    core = EngineCore(config(), executor)
+    await core.start()
+    core.connect("a")
+    core.add("a", some(1))
+    plan = core.scheduler.schedule()
+    assert plan is not None
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError, match="own"):
+            await executor.execute(plan)
     await core.shutdown()
 
 
