@@ -12,7 +12,7 @@ from raylm.errors import ConfigError
 
 _LONGEST_SOCKET = 107  # bytes of the path of an AF_UNIX socket on Linux
 _RAY_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-_STEP_SOCKET = "/raylm-12345678/steps"  # of engine/step_channel.py
+_OUR_SOCKET = "/raylm-12345678/heartbeats"  # the longest of those that an engine listens at
 _LEAST_FREE = 64 * 2**20
 _CONNECT_S = 5.0
 
@@ -28,7 +28,7 @@ def check_machine() -> None:
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     _check_length(name, folder, _RAY_SOCKET)
-    _check_length("TMPDIR", tempfile.gettempdir(), _STEP_SOCKET)
+    _check_length("TMPDIR", tempfile.gettempdir(), _OUR_SOCKET)
     there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
     if not os.access(there, os.W_OK):
         raise ConfigError(f"{name}: {there} cannot be written to; set it to a directory that can.")

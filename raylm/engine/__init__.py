@@ -8,6 +8,9 @@ from raylm.engine.block_hashes import ChainedHasher as ChainedHasher
 from raylm.engine.block_hashes import keys_of as keys_of
 from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
+from raylm.engine.channels.outputs import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
+from raylm.engine.channels.outputs import OutputListener as OutputListener
+from raylm.engine.channels.outputs import OutputReceiver as OutputReceiver
 from raylm.engine.deployment.autoscaling import EnginePolicy as EnginePolicy
 from raylm.engine.deployment.autoscaling import Targets as Targets
 from raylm.engine.deployment.names import EngineName as EngineName
@@ -24,7 +27,6 @@ from raylm.engine.sequence import Sequence as Sequence
 from raylm.lazy import front_door
 
 if TYPE_CHECKING:
-    from raylm.engine.actor import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
     from raylm.engine.actor import NAMESPACE as NAMESPACE
     from raylm.engine.deployment.memory import check_memory as check_memory
     from raylm.engine.liveness.leases import RENEWAL_S as RENEWAL_S
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from raylm.engine.supervisor import placement_bundles as placement_bundles
 
 _MODULES = {
-    "actor": ("MAX_OUTPUTS_IN_FLIGHT", "NAMESPACE"),
+    "actor": ("NAMESPACE",),
     "deployment.memory": ("check_memory",),
     "liveness.leases": ("RENEWAL_S",),
     "ray_executor": ("as_raylm_error",),

@@ -14,11 +14,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from raylm.config import Config
+from raylm.engine.channels.outputs import OutputSender
 from raylm.engine.deployment.names import EngineName
 from raylm.engine.engine_core import EngineCore
 from raylm.engine.liveness.heartbeats import send_heartbeats
 from raylm.engine.liveness.leases import PERIOD_S, Leases
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
+from raylm.engine.outbox import Outbox
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
@@ -37,7 +39,6 @@ from raylm.stages import Source, about, configure_logs
 logger = logging.getLogger("raylm.engine")
 
 NAMESPACE = "raylm"
-MAX_OUTPUTS_IN_FLIGHT = 8
 ENGINE_CORE = "EngineCore"  # as it signs its heartbeats
 LOST = " was lost."
 _DRAIN_POLL_S = 0.05
@@ -118,26 +119,46 @@ class EngineCoreActor:
         """Waits until the engine is ready."""
         return await asyncio.shield(self._ready)
 
-    async def stream(self, client_id: str) -> AsyncIterator[EngineCoreOutputs]:
-        """All outputs for one client, until the engine is lost; the first item says that its batches may come now.
+    async def stream(self, client_id: str, channel: tuple[str, str]) -> AsyncIterator[bool | EngineCoreOutputs]:
+        """All outputs for one client, until the engine is lost.
 
-        It ends with EngineCrashedError where what was computed brought the engine down.
+        The first item says that its batches may come now, and whether the outputs come to the OutputListener in
+        ``channel`` (the client's node, path); they do where that is this process's node. Otherwise they are the
+        further items: Ray holds back the next one while some are not taken; meanwhile, in both cases, the outbox
+        merges. The stream ends with EngineCrashedError where what was computed brought the engine down.
 
-        Ray holds back the next item while MAX_OUTPUTS_IN_FLIGHT are not taken; meanwhile the outbox merges. When the
-        client ends the stream Ray closes this generator, which ends the client's requests; when its process dies the
-        lease does, as Ray then does not always.
+        When the client ends the stream Ray closes this generator, which ends the client's requests; so does the end of
+        the channel. When its process dies the lease ends, as Ray does not always close it then.
         """
-        outbox = self._core.connect(client_id)
+        outbox, sender = self._core.connect(client_id), None
         try:
+            if channel[0] == ray.get_runtime_context().get_node_id():
+                sender = await self._connect(client_id, channel[1], outbox)
+            yield sender is not None
             while (outputs := await outbox.get()) and not self._lost:
-                yield outputs
+                if sender is None:
+                    yield outputs
+                else:
+                    await sender.send(outputs)
         except EngineCrashedError:
             raise
         except EngineDiedError:
             return
         finally:
+            if sender is not None:
+                sender.close()
             self._core.drop_client(client_id, outbox)
             self._leases.end(client_id)
+
+    async def _connect(self, client_id: str, path: str, outbox: Outbox) -> OutputSender | None:
+        def renew() -> None:
+            self._leases.renew(client_id)
+
+        try:
+            return await OutputSender.connect(path, renew, lambda: self._core.drop_client(client_id, outbox))
+        except OSError as error:  # it is in a container of its own
+            logger.warning("outputs for %s go through Ray: %s", path, error, extra=about("outputs.through_ray"))
+            return None
 
     async def submit(self, client_id: str, batch: ClientBatch) -> None:
         """Take a batch, which renews the client's lease even if it is empty."""

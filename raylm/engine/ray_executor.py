@@ -14,9 +14,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raylm.config import Config
+from raylm.engine.channels.steps import StepClient, StepFailure, StepServer
 from raylm.engine.liveness.heartbeats import send_heartbeats
 from raylm.engine.model_executor import ModelExecutor
-from raylm.engine.step_channel import StepClient, StepFailure, StepServer
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.stages import Source, configure_logs

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from threading import Thread
 from typing import cast
+
+from raylm.engine.channels.frames import PrivateListener
 
 PERIOD_S = 0.25
 SILENCE_LIMIT_S = 3.0
@@ -50,11 +50,8 @@ class HeartbeatMonitor:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = set(names)
-        self._directory = tempfile.mkdtemp(prefix="raylm-")  # of mode 0700: no other user's processes are heard
-        self.path = os.path.join(self._directory, "heartbeats")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
-        self._listener.listen(len(self._names))
+        self._listener = PrivateListener("heartbeats", len(self._names))
+        self.path = self._listener.path
         self._connections: dict[str, _Connection] = {}
         self._limit_s = START_LIMIT_S
         self.lost: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
@@ -78,7 +75,7 @@ class HeartbeatMonitor:
                 self.kill(name)
             connection.close()
         self._task.cancel()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._listener.close()
         self.lost.cancel()
 
     def on_name(self, name: str, connection: _Connection) -> None:
@@ -88,7 +85,8 @@ class HeartbeatMonitor:
         self._lose(name, "was lost")
 
     async def _watch(self) -> None:
-        server = await asyncio.get_running_loop().create_unix_server(lambda: _Connection(self), sock=self._listener)
+        loop, listener = asyncio.get_running_loop(), self._listener.socket
+        server = await loop.create_unix_server(lambda: _Connection(self), sock=listener)
         async with server:
             while True:
                 await asyncio.sleep(PERIOD_S)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import ray
 from ray.exceptions import RayError
@@ -19,6 +21,8 @@ from raylm.stages import about
 logger = logging.getLogger("raylm.frontend")
 
 PERIOD_S = 0.25
+SETTLED_PERIOD_S = 1.0  # while there is an engine and none has come or gone for SETTLING_S
+SETTLING_S = 15.0
 RECONNECT_S = 1.0  # by then the name of an engine that has ended is gone; one that said that it lives is asked at once
 
 
@@ -37,6 +41,8 @@ class Discovery:
         self._found = found
         self._fingerprints: set[str] = set()
         self._connecting: dict[EngineName, asyncio.Task[None]] = {}
+        self._settled_at = 0.0
+        self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -47,9 +53,19 @@ class Discovery:
                 logger.warning(
                     "Ray could not be asked for engines, and will be again: %s", error, extra=about("engines.unknown")
                 )
-            await asyncio.sleep(PERIOD_S)
+            settled = self._connecting and time.monotonic() > self._settled_at
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SETTLED_PERIOD_S if settled else PERIOD_S):
+                    await self._changed.wait()
+
+    def _unsettle(self) -> None:
+        self._settled_at = time.monotonic() + SETTLING_S
+        self._changed.set()
 
     def _follow(self, names: set[EngineName]) -> None:
+        if names != self._connecting.keys():
+            self._unsettle()
         for name in names - self._connecting.keys():
             self._connecting[name] = asyncio.create_task(self._connect(name))
         for name in self._connecting.keys() - names:
@@ -74,6 +90,7 @@ class Discovery:
             self._fingerprints.add(client.info.worker.fingerprint)
         self._found(client)
         await client.left.wait()
+        self._unsettle()
         if client.draining:
             return
         if not client.dropped:
@@ -82,6 +99,7 @@ class Discovery:
             "The line to %s was lost, which lives; it is opened again.", name, extra=about("engine.line_lost")
         )
         self._connecting.pop(name, None)
+        self._unsettle()
 
     async def _until_known(self, fingerprint: str) -> None:
         while fingerprint not in self._fingerprints:  # noqa: ASYNC110 - it may be for ever

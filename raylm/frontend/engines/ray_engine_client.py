@@ -14,7 +14,7 @@ from ray import ObjectRefGenerator
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, RENEWAL_S, as_raylm_error
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, RENEWAL_S, OutputListener, OutputReceiver, as_raylm_error
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import (
@@ -40,7 +40,7 @@ class RayEngineClient(EngineClient):
     what collects there while a batch is on its way makes the next one.
     """
 
-    def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
+    def __init__(self, core: ActorHandle, info: EngineInfo, channel: tuple[str, str]) -> None:
         self.info = info
         self.left = asyncio.Event()  # set by close
         self.dropped = False  # by an engine that lives: this process did not get its turn, and its lease ended
@@ -50,19 +50,23 @@ class RayEngineClient(EngineClient):
         self._wake = asyncio.Event()
         self._stream: ObjectRefGenerator = core.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
-        ).remote(self._client_id)
-        self._first: EngineCoreOutputs | None = None
+        ).remote(self._client_id, channel)
+        self._receiver: OutputReceiver | None = None  # where outputs do not come through Ray
         self._calls: asyncio.Queue[tuple[str, object, asyncio.Future[None]]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def connect(cls, core: ActorHandle) -> RayEngineClient:
         """Wait until the engine is ready, then open the stream; EngineDiedError if it ends before that."""
+        listener = OutputListener()
         try:
-            client = cls(core, await core.info.remote())
-            client._first = await (await anext(client._stream))
+            client = cls(core, await core.info.remote(), (own_node(), listener.path))
+            if await (await anext(client._stream)):
+                client._receiver = await listener.accept()
         except RayError as error:
             raise EngineDiedError("The engine ended before it was ready.") from error
+        finally:
+            listener.close()
         client._tasks = [asyncio.create_task(client._send()), asyncio.create_task(client._make_calls())]
         return client
 
@@ -83,7 +87,7 @@ class RayEngineClient(EngineClient):
         self._wake.set()
 
     async def _send(self) -> None:
-        """Send batch after batch, empty ones too, which renew the lease.
+        """Send batch after batch, and renew the lease in between: by the channel, or by an empty batch.
 
         What the engine refuses would never be answered, so the stream ends then too.
         """
@@ -91,6 +95,9 @@ class RayEngineClient(EngineClient):
             with suppress(TimeoutError):
                 async with asyncio.timeout(RENEWAL_S):
                     await self._wake.wait()
+            if self._receiver is not None and not self._wake.is_set():
+                self._receiver.renew()
+                continue
             self._wake.clear()
             batch, self._batch = self._batch, ClientBatch([], [])
             try:
@@ -142,9 +149,10 @@ class RayEngineClient(EngineClient):
                 _settle(result, error)
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        if self._first is not None:
-            yield self._first
         try:
+            if self._receiver is not None:
+                async for outputs in self._receiver.outputs():
+                    yield outputs
             async for ref in self._stream:
                 yield await ref
         except RayError as error:
@@ -160,7 +168,15 @@ class RayEngineClient(EngineClient):
         while not self._calls.empty():
             _settle(self._calls.get_nowait()[2], EngineDiedError(_LOST))
         ray.cancel(self._stream)
+        if self._receiver is not None:
+            self._receiver.close()
         self.left.set()
+
+
+def own_node() -> str:
+    """The id of the node that this process is on."""
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
 
 
 def _settle(result: asyncio.Future[None], error: Exception | None) -> None:

@@ -110,6 +110,41 @@ async def test_the_line_to_an_engine_that_dropped_this_client_is_opened_again_at
     watching.stop()
 
 
+async def test_engines_are_looked_for_seldom_once_none_comes_or_goes_and_at_once_when_one_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clients, looks = [Client(), Client()], 0
+    waiting = iter(clients)
+
+    async def connect(core: object) -> Client:
+        return next(waiting)
+
+    def list_named_actors(all_namespaces: bool) -> list[dict[str, str]]:
+        nonlocal looks
+        looks += 1
+        return [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
+
+    monkeypatch.setattr(discovery, "list_named_actors", list_named_actors)
+    monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
+    monkeypatch.setattr(discovery, "SETTLING_S", 0.1)
+    monkeypatch.setattr(discovery, "SETTLED_PERIOD_S", 3600)
+    monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
+    found: asyncio.Queue[object] = asyncio.Queue()
+    watching = discovery.Discovery("app", "d", found.put_nowait)
+    async with asyncio.timeout(10):
+        assert await found.get() is clients[0]
+        await asyncio.sleep(0.3)
+        settled = looks
+        assert settled > 2
+        await asyncio.sleep(0.2)
+        assert looks == settled
+        clients[0].dropped = True
+        clients[0].left.set()
+        assert await found.get() is clients[1]
+    watching.stop()
+
+
 class Core:
     """The handle of an EngineCore that is ready."""
 

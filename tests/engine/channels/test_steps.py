@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raylm.engine.step_channel import StepClient, StepFailure, StepServer
+from raylm.engine.channels.steps import StepClient, StepFailure, StepServer
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
 import pickle
-import shutil
 import socket
-import struct
-import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -22,8 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
+from raylm.engine.channels.frames import Frames, PrivateListener, frame, read
 from raylm.errors import EngineCrashedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 from raylm.stages import about
@@ -32,7 +29,6 @@ Output = Callable[[], ModelRunnerOutput]  # waits for what a step drew
 
 logger = logging.getLogger("raylm.engine")
 
-_LENGTH = struct.Struct("<Q")
 _FATAL = b"Fatal Python error"  # faulthandler's first words
 
 
@@ -53,29 +49,25 @@ class StepServer:
 
     def __init__(self, launch: Callable[[SchedulerOutput], Output], *, overlapped: bool) -> None:
         self._launch = launch
-        self._directory = tempfile.mkdtemp(prefix="raylm-")  # of mode 0700: no other user's steps are unpickled
-        self.path = os.path.join(self._directory, "steps")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
-        self._listener.listen(1)
+        self._listener = PrivateListener("steps")
+        self.path = self._listener.path
         serve = self._serve_overlapped if overlapped else self._serve
         Thread(target=self._accept, args=[serve], name="raylm-steps", daemon=True).start()
 
     def _accept(self, serve: Callable[[socket.socket, BinaryIO], None]) -> None:
-        with self._listener:
-            connection, _ = self._listener.accept()
-        shutil.rmtree(self._directory)  # the connection stays
+        connection, _ = self._listener.socket.accept()
+        self._listener.close()
         with connection, connection.makefile("rb") as steps, suppress(ConnectionError):  # the EngineCore may end first
             faulthandler.enable(connection.fileno(), all_threads=False)  # a fatal signal's traceback is the last word
             serve(connection, steps)
 
     def _serve(self, connection: socket.socket, steps: BinaryIO) -> None:
-        while (plan := _read(steps)) is not None:
+        while (plan := read(steps)) is not None:
             _send(connection, self._start(plan))
 
     def _serve_overlapped(self, connection: socket.socket, steps: BinaryIO) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="raylm-results") as sender:
-            while (plan := _read(steps)) is not None:
+            while (plan := read(steps)) is not None:
                 sender.submit(_send, connection, self._start(plan))
 
     def _start(self, plan: SchedulerOutput) -> Output:
@@ -94,7 +86,7 @@ class StepClient(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[Outcome]] = deque()
-        self._received = bytearray()
+        self._received = Frames()
 
     @classmethod
     async def connect(cls, path: str) -> StepClient:
@@ -113,29 +105,23 @@ class StepClient(asyncio.Protocol):
             outcome.set_exception(ConnectionError("the worker has hung up"))
             return outcome
         self._waiting.append(outcome)
-        self._transport.write(_frame(plan))
+        self._transport.write(frame(plan))
         return outcome
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's has no class of asyncio's
 
     def data_received(self, data: bytes) -> None:
-        # Results come in the order of their steps.
-        self._received += data
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                return
-            outcome: Outcome = pickle.loads(self._received[_LENGTH.size : end])
-            del self._received[:end]
+        outcome: Outcome
+        for outcome in self._received.feed(data):  # in the order of their steps
             waiting = self._waiting.popleft()
             if not waiting.done():  # cancelled when the engine ends
                 waiting.set_result(outcome)
 
     def connection_lost(self, exc: Exception | None) -> None:
         error: Exception = ConnectionError("the worker has hung up")
-        if self._received.startswith(_FATAL):
-            told = self._received.decode(errors="replace").strip()
+        if self._received.rest.startswith(_FATAL):
+            told = self._received.rest.decode(errors="replace").strip()
             logger.error("the worker crashed\n%s", told, extra=about("worker.crashed", traceback=told))
             error = EngineCrashedError(f"The worker crashed: {told.splitlines()[0]}")
         for waiting in self._waiting:
@@ -144,7 +130,7 @@ class StepClient(asyncio.Protocol):
 
 
 def _send(connection: socket.socket, output: Output) -> None:
-    connection.sendall(_frame(_outcome(output)))
+    connection.sendall(frame(_outcome(output)))
 
 
 def _outcome(output: Output) -> Outcome:
@@ -160,17 +146,3 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _frame(value: Any) -> bytes:
-    body = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(body)) + body
-
-
-def _read(stream: BinaryIO) -> SchedulerOutput | None:
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None  # the other end has gone
-    body = stream.read(_LENGTH.unpack(head)[0])
-    plan: SchedulerOutput | None = pickle.loads(body) if body else None
-    return plan
