@@ -1,4 +1,4 @@
-"""Three raylets on this machine: engines spread over them, and one that is killed takes no answer with it."""
+"""Four raylets on this machine: engines spread over three, and one that is killed takes no answer with it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import yaml
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
+from raylm.cli.serve_process import serve_ports
 from tests.serving import ARGS, Server, chat, free_port, serve_file, text_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
@@ -25,14 +26,19 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("def
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True, "dashboard_port": 0})
-    for _ in range(2):
+    ports, claims = serve_ports()
+    for name, number in ports.items():
+        monkeypatch.setenv(name, number)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0})
+    for _ in range(3):
         made.add_node(num_cpus=1)
     monkeypatch.setenv("RAY_ADDRESS", made.address)
     ray.init(address=made.address, namespace="serve", log_to_driver=False)
     yield made
     ray.shutdown()
     made.shutdown()
+    for claim in claims:
+        claim.close()
 
 
 def nodes_of(cls: str) -> dict[int, str]:
@@ -70,9 +76,8 @@ def test_engines_spread_and_a_lost_node_takes_no_answer_with_it(cluster: Cluster
         with ThreadPoolExecutor(1) as pool:
             reader = pool.submit(read_stream)
             assert begun.wait(60)
-            head = cluster.head_node.node_id
-            (lost,) = [node for node in cluster.worker_nodes if node.node_id in cores.values()][:1]
-            assert lost.node_id != head
+            engines = {*cores.values()} - {*nodes_of("ServeReplica:default:Ingress").values()}
+            lost = next(node for node in cluster.worker_nodes if node.node_id in engines)
             cluster.remove_node(lost, allow_graceful=False)
             assert reader.result(200) == undisturbed
         server.wait_until(lambda: len({*nodes_of("EngineCoreActor").values()} - {lost.node_id}) == 2, "has one engine")

@@ -18,15 +18,15 @@ Beside = Callable[[Awaitable[T]], Awaitable[T]]
 QUESTIONS = [f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (90, 4), (33, 44), (5, 60), (18, 2), (71, 9), (6, 6))]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all hostile requests: what one of them leaves behind the next one finds."""
+    """One for all of a module: what one of its requests leaves behind the next one finds."""
     port = free_port()
     with Server(serve_file(tmp_path_factory.mktemp("serve") / "serve.yaml", port, ARGS), port) as server:
         yield server
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=256)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
@@ -44,7 +44,7 @@ async def stream_text(client: httpx.AsyncClient, question: str) -> str:
     return "".join(map(text_of, lines))
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def alone(client: httpx.AsyncClient) -> dict[str, str]:
     """The text of each honest stream when nothing hostile is there."""
     return {question: await stream_text(client, question) for question in QUESTIONS}
