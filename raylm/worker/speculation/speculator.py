@@ -18,6 +18,7 @@ from raylm.worker.step_batch import StepBatch
 # A size of step is measured anew after so many others: other processes may have slowed down what was slow once.
 _LIFETIME = 512
 _LONGEST_PAUSE = 15
+_OBSERVED_IN_PAUSES = 4  # one step in so many, in the longest pauses
 # Steps without drafts of a size that must have been seen before others are tried.
 _STEPS_TO_COMPARE_WITH = 2
 # So many steps after one with drafts what was planned is where the rows really are: at most two are in flight.
@@ -64,7 +65,8 @@ class NGramSpeculator(Speculator):
             self._drafts.keep(row, batch)
 
     def observe(self, step: StepBatch, seconds: float) -> None:
-        self._cost.observe(step.num_tokens, seconds)
+        if self._pause < _LONGEST_PAUSE or not self._steps_to_skip % _OBSERVED_IN_PAUSES:
+            self._cost.observe(step.num_tokens, seconds)
 
     def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
         """Rows that decode go on where they really are, and leave at their limit."""
