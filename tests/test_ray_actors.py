@@ -98,7 +98,6 @@ async def connect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     yield connect_client
     for client in clients:
         await client.close()
-    await asyncio.sleep(0.01)
 
 
 async def running(engine: EngineActors) -> asyncio.Future[str]:
@@ -191,7 +190,7 @@ async def test_the_end_of_a_channel_ends_what_its_client_had_open(start: Start, 
     while not (await anext(outputs)).keys:
         pass
     assert client._receiver is not None
-    client._receiver.close()
+    await client._receiver.close()
     async with asyncio.timeout(30):
         with pytest.raises(EngineDiedError):
             await read(outputs, {1})

@@ -145,6 +145,7 @@ async def test_a_rank_that_is_killed_in_a_step_is_the_one_cause(victim: int) -> 
             assert await run == f"The worker of rank {victim} was lost."
             with pytest.raises(EngineDiedError):
                 [news async for news in outputs]
+        await client.close()
 
 
 class FakeRank(FakeWorker):
@@ -195,6 +196,7 @@ async def test_what_one_rank_found_wrong_is_told_whatever_the_others_do() -> Non
     client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
     async with asyncio.timeout(20):
         assert await run == "RuntimeError: out of everything"
+    await client.close()
     for actor in (core, *workers):
         ray.kill(actor)
 
@@ -213,6 +215,7 @@ async def test_a_rank_that_is_lost_is_told_while_the_others_wait_for_it() -> Non
     ray.kill(workers[1])
     async with asyncio.timeout(20):
         assert await run == "The worker of rank 1 was lost."
+    await client.close()
     for actor in (core, workers[0]):
         ray.kill(actor)
 

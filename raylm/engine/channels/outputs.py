@@ -63,8 +63,9 @@ class OutputReceiver(asyncio.Protocol):
             self._transport.resume_reading()
             await self._news.wait()
 
-    def close(self) -> None:
-        self._transport.close()
+    async def close(self) -> None:
+        self._transport.abort()
+        await asyncio.sleep(0)  # until the event loop has closed the socket
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has no class of asyncio's

@@ -168,9 +168,9 @@ class RayEngineClient(EngineClient):
         while not self._calls.empty():
             _settle(self._calls.get_nowait()[2], EngineDiedError(_LOST))
         ray.cancel(self._stream)
-        if self._receiver is not None:
-            self._receiver.close()
         self.left.set()
+        if self._receiver is not None:
+            await self._receiver.close()
 
 
 def own_node() -> str:

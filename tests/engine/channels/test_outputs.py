@@ -41,8 +41,7 @@ async def channel() -> AsyncIterator[Ends]:
         await ends.open()
         yield ends
         ends.sender.close()
-        ends.receiver.close()
-        await asyncio.sleep(0.01)
+        await ends.receiver.close()
 
 
 async def test_outputs_come_in_order_whatever_their_size_and_all_before_the_end() -> None:
@@ -85,7 +84,7 @@ async def test_signs_of_life_and_the_end_of_a_client_are_told() -> None:
         ends.receiver.renew()
         await ends.sign.wait()
         assert not ends.lost.is_set()
-        ends.receiver.close()
+        await ends.receiver.close()
         await ends.lost.wait()
         await ends.sender.send(outputs(1, 100_000))
 
@@ -100,7 +99,7 @@ async def test_a_sender_that_waits_for_room_ends_with_its_client() -> None:
         sending = asyncio.ensure_future(send())
         await asyncio.sleep(0.2)
         assert not sending.done()
-        ends.receiver.close()
+        await ends.receiver.close()
         await sending
 
 
@@ -114,5 +113,5 @@ async def test_nobody_else_may_connect_and_nothing_stays_on_disk() -> None:
         await OutputSender.connect(ends.listener.path, ends.sign.set, ends.lost.set)
     await ends.sender.send(outputs(1))
     assert await anext(ends.receiver.outputs()) == outputs(1)
-    ends.receiver.close()
+    await ends.receiver.close()
     await ends.lost.wait()
