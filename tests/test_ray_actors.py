@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -196,6 +198,22 @@ async def test_the_end_of_a_channel_ends_what_its_client_had_open(start: Start, 
             await read(outputs, {1})
     assert client.dropped, "and the engine lives"
     assert (await engine.core.load.remote())[1] == 0
+
+
+async def test_without_room_for_a_channel_outputs_come_through_ray(
+    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(**kwargs: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    engine = start()
+    await running(engine)
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    client = await connect(engine.core)
+    client.add(request(1, 20))
+    tokens, _ = await read(client.outputs(), {1})
+    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 20)
+    assert "outputs come through Ray: [Errno 28] No space left on device" in caplog.text
 
 
 @both_ways

@@ -40,6 +40,8 @@ from raylm.messages import (
 
 TELL_EVERY_S = 0.05
 TELL_ADDED_S = 0.01  # the same where requests were added, which a long step would hide
+_LONG_S = 0.02  # a step that is expected to take so long lets the next one wait until most of it is over
+_MOST_OF_IT = 0.75
 _MOST_LEAVERS = 256  # requests that are ended at once, in about a millisecond
 
 
@@ -63,6 +65,7 @@ class EngineCore:
         self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
         self._draining = False
+        self._began_at = 0.0  # the oldest step in flight, by the loop's time
         self._leavers: deque[tuple[str, int]] = deque()
         self._limit = StepLimit(config.engine.step_timeout_s)
         self._observer = EventRecorder(self._note_event)
@@ -258,10 +261,15 @@ class EngineCore:
     # ---------------------------------------------------------------- steps
 
     async def step(self) -> None:
-        """Schedule, execute, update; further plans are handed over before the oldest one returns."""
+        """Schedule, execute, update; further plans are handed over before the oldest one returns.
+
+        Behind a long step the next plan is drawn up when most of that is over: whoever comes meanwhile is in it.
+        """
         self._end_leavers()
-        while len(self._in_flight) < self._config.scheduler.steps_in_flight and (plan := self.scheduler.schedule()):
-            self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
+        self._hand_over(1)
+        if self._in_flight and len(self._in_flight) < self._config.scheduler.steps_in_flight:
+            await self._until_most_is_over()
+            self._hand_over(self._config.scheduler.steps_in_flight)
         given_up = self.scheduler.take_given_up()
         for client_id, key in given_up:
             self._refuse(client_id, key, DeadlineExceededError("The request was given up: its client waits no longer."))
@@ -275,7 +283,24 @@ class EngineCore:
             if client_id in self._outboxes:
                 self._outboxes[client_id].put(outputs)
         self._in_flight.popleft()
+        self._began_at = asyncio.get_running_loop().time()
         self._tell_watchers(TELL_EVERY_S)
+
+    def _hand_over(self, most: int) -> None:
+        """Draw up plans, as many as can be in flight."""
+        if not self._in_flight:
+            self._began_at = asyncio.get_running_loop().time()
+        while len(self._in_flight) < most and (plan := self.scheduler.schedule()):
+            self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
+
+    async def _until_most_is_over(self) -> None:
+        """Of the oldest step, or all; at once where it is not expected to be long."""
+        plan, result = self._in_flight[0]
+        expected_s = self._limit.expected_s(plan)
+        if expected_s >= _LONG_S:
+            due_s = self._began_at + _MOST_OF_IT * expected_s - asyncio.get_running_loop().time()
+            if due_s > 0:
+                await asyncio.wait([result], timeout=due_s)
 
     async def _result_in_time(
         self, plan: SchedulerOutput, result: asyncio.Future[ModelRunnerOutput]

@@ -1,4 +1,4 @@
-"""StepBudget: how many tokens a step may have, and what steps cost; StepLimit: how long one may take."""
+"""StepBudget: how many tokens a step may have, and what steps cost; StepLimit: how long one takes, and may take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGE = 128  # tokens of a step that tells how fast prompts are computed
 _LIFETIME = 512  # after so many steps a size is tried anew: it may have been slow for reasons that are gone
 _LIMIT_TIMES = 20.0  # what is expected: a step of long contexts, or beside other processes, takes several times that
 _LIMIT_LEAST_S = 10.0  # a kernel that is compiled on first use takes seconds
-_LIMIT_LIFETIME = 64  # steps for which a limit holds; looking at all that was seen in each would cost too much
+_LIMIT_LIFETIME = 64  # steps for which what was learned holds; looking at all that was seen in each would cost too much
 
 
 class StepBudget:
@@ -121,6 +121,7 @@ class StepLimit:
         self._most_s = most_s
         self._cost = StepCost()
         self._learned: dict[int, float] = {}  # seconds, by the bits of a number of tokens
+        self._expected: dict[int, float] = {}  # seconds, by the number of tokens
         self._seen = 0
 
     def of(self, plan: SchedulerOutput) -> tuple[float, str]:
@@ -133,6 +134,15 @@ class StepLimit:
                 return learned_s, "steps of its size ever need"
         return self._most_s, "engine.step_timeout_s"
 
+    def expected_s(self, plan: SchedulerOutput) -> float:
+        """About what a step takes; 0 before one was seen."""
+        tokens = plan.num_tokens
+        if not tokens or not self._cost.known:
+            return 0.0
+        if (expected_s := self._expected.get(tokens)) is None:
+            expected_s = self._expected[tokens] = self._cost.seconds(tokens)
+        return expected_s
+
     def observe(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """A step was run."""
         tokens = plan.num_tokens + output.drafted_tokens
@@ -141,3 +151,4 @@ class StepLimit:
             self._seen += 1
             if self._seen % _LIMIT_LIFETIME == 1:
                 self._learned.clear()
+                self._expected.clear()

@@ -48,3 +48,16 @@ def test_it_is_never_more_than_configured(most_s: float) -> None:
     limit = StepLimit(most_s)
     seen(limit, 1, 0.01)
     assert limit.of(plan(1)) == (most_s, "engine.step_timeout_s")
+
+
+def test_what_a_step_takes_is_expected_of_the_next_of_its_size() -> None:
+    limit = StepLimit(300)
+    assert limit.expected_s(plan(8)) == 0
+    seen(limit, 8, 0.01, 100)
+    seen(limit, 512, 1.0, 100)
+    assert limit.expected_s(plan(8)) == pytest.approx(0.01)
+    assert limit.expected_s(plan(512)) == pytest.approx(1.0)
+    assert 0.4 < limit.expected_s(plan(256)) < 0.6
+    seen(limit, 8, 0.05, 100)
+    assert limit.expected_s(plan(8)) == pytest.approx(0.05)
+    assert limit.expected_s(plan(0)) == 0, "a step that computes nothing"

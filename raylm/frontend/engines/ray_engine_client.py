@@ -30,6 +30,7 @@ from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
+_NO_CHANNEL = "", ""  # no node has this name
 _LOST = "The engine that served this request was lost; sending it again is safe."
 
 
@@ -58,15 +59,16 @@ class RayEngineClient(EngineClient):
     @classmethod
     async def connect(cls, core: ActorHandle) -> RayEngineClient:
         """Wait until the engine is ready, then open the stream; EngineDiedError if it ends before that."""
-        listener = OutputListener()
+        listener = _listener()
         try:
-            client = cls(core, await core.info.remote(), (own_node(), listener.path))
-            if await (await anext(client._stream)):
+            client = cls(core, await core.info.remote(), (own_node(), listener.path) if listener else _NO_CHANNEL)
+            if await (await anext(client._stream)) and listener is not None:
                 client._receiver = await listener.accept()
         except RayError as error:
             raise EngineDiedError("The engine ended before it was ready.") from error
         finally:
-            listener.close()
+            if listener is not None:
+                listener.close()
         client._tasks = [asyncio.create_task(client._send()), asyncio.create_task(client._make_calls())]
         return client
 
@@ -171,6 +173,14 @@ class RayEngineClient(EngineClient):
         self.left.set()
         if self._receiver is not None:
             await self._receiver.close()
+
+
+def _listener() -> OutputListener | None:
+    try:
+        return OutputListener()
+    except OSError as error:  # the disk is full
+        logger.warning("outputs come through Ray: %s", error, extra=about("outputs.through_ray"))
+        return None
 
 
 def own_node() -> str:
