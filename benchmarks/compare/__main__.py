@@ -121,7 +121,7 @@ class Comparison:
             for repeat in range(self.args.repeats):
                 if not self.args.quick:
                     self.measure_limits()
-                for engine in engines:
+                for engine in engines[:: 1 if repeat % 2 else -1]:  # who comes second may find what the first left behind
                     run = partial(OFFLINE[name].run, engine.generate)
                     self._sample(engine, Place(name, engine.name, peer, repeat), run)
 
@@ -155,7 +155,7 @@ class Comparison:
         for clients in self.args.concurrency:
             load = ClosedLoop(clients, requests(clients, self.args.quick))
             for repeat in range(self.args.repeats):
-                for engine in engines:
+                for engine in engines[:: 1 if repeat % 2 else -1]:
                     assert isinstance(engine, ServerEngine)
                     place = Place("HTTP", engine.name, peer, repeat, clients)
                     self._sample(engine, place, partial(load.run, engine))

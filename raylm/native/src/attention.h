@@ -130,11 +130,14 @@ struct AttentionScratch {
   std::vector<int> position;
 };
 
+// By how much what had `top` as its highest score fades beside `now`. Where nothing was seen exp would underflow slowly.
+inline float fade_of(float top, float now) { return top == now ? 1.0f : top == kNever ? 0.0f : std::exp(top - now); }
+
 // Add to one row's weighted values `o` [head_dim], highest score and sum of weights those of the stretch behind it. Never
 // inlined, so that it rounds in one way wherever it is called.
 __attribute__((noinline)) inline void add_stretch(float* o, float& top, float& total, const float* stretch_o,
                                                   float stretch_top, float stretch_total, int head_dim) {
-  const float now = std::max(top, stretch_top), before = std::exp(top - now), behind = std::exp(stretch_top - now);
+  const float now = std::max(top, stretch_top), before = fade_of(top, now), behind = fade_of(stretch_top, now);
   for (int d = 0; d < head_dim; d += kLanes)
     store(o + d, load<f32x16>(o + d) * before + load<f32x16>(stretch_o + d) * behind);
   total = total * before + stretch_total * behind;
@@ -210,8 +213,9 @@ class Attention {
       const bool whole = keys == kChunk && at + kChunk <= first + 1 &&
                          (h_.window <= 0 || at > first + item.tokens - 1 - h_.window);
       const int groups = (keys + kLanes - 1) / kLanes;
-      for (int r = 0; r < rows; r++)
-        whole ? weigh<false>(s, r, at, kGroups) : weigh<true>(s, r, at, groups);
+      int r = 0;
+      for (; whole && r + 2 <= rows; r += 2) weigh<false, 2>(s, r, at, kGroups);
+      for (; r < rows; r++) whole ? weigh<false, 1>(s, r, at, kGroups) : weigh<true, 1>(s, r, at, groups);
       accumulate(item, s, rows, at, keys, what_follows(item, next, at + kChunk, end));
       const int behind = at + kChunk;
       if (behind % kStretch && behind < end) continue;
@@ -313,35 +317,48 @@ class Attention {
       for (int g = 0; g < 4; g++) store(&s.s[size_t(r + i) * kChunk + from + g * kLanes], sums[i][g] * h_.scale);
   }
 
-  // Scores of one row -> weights relative to the highest seen so far, and by how much what came before fades.
-  template <bool MASKED>
+  // Scores of R rows -> weights relative to the highest seen so far, and by how much what came before fades. Each row
+  // waits for its highest score and then for its sum; beside another one the core has something to do meanwhile.
+  template <bool MASKED, int R>
   void weigh(Scratch& s, int r, int at, int groups) {
     if (!MASKED) groups = kGroups;
-    f32x16 score[kGroups];
-    i32x16 seen[kGroups];
-    f32x16 top = splat(kNever);
-    const int last = s.position[r] + 1, low = h_.window > 0 ? last - h_.window : 0;
-    for (int g = 0; g < groups; g++) {
-      score[g] = load<f32x16>(&s.s[size_t(r) * kChunk + g * kLanes]);
-      if (h_.softcap > 0) score[g] = capped(score[g]);
-      if (MASKED) {
-        const i32x16 key = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (at + g * kLanes);
-        seen[g] = (key < last) & (key >= low);
-        score[g] = seen[g] ? score[g] : splat(kNever);
+    f32x16 score[R][kGroups], top[R], total[R];
+    i32x16 seen[R][kGroups];
+    float now[R];
+#pragma GCC unroll 2
+    for (int i = 0; i < R; i++) {
+      top[i] = splat(kNever);
+      const int last = s.position[r + i] + 1, low = h_.window > 0 ? last - h_.window : 0;
+      for (int g = 0; g < groups; g++) {
+        score[i][g] = load<f32x16>(&s.s[size_t(r + i) * kChunk + g * kLanes]);
+        if (h_.softcap > 0) score[i][g] = capped(score[i][g]);
+        if (MASKED) {
+          const i32x16 key = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (at + g * kLanes);
+          seen[i][g] = (key < last) & (key >= low);
+          score[i][g] = seen[i][g] ? score[i][g] : splat(kNever);
+        }
+        top[i] = max(top[i], score[i][g]);
       }
-      top = max(top, score[g]);
     }
-    const float before = s.top[r], now = std::max(before, highest(top));
-    f32x16 total = {};
-    for (int g = 0; g < groups; g++) {
-      f32x16 weight = exp(score[g] - now);
-      if (MASKED) weight = bits<f32x16>(bits<i32x16>(weight) & seen[g]);
-      total += weight;
-      store_narrow(&s.p[size_t(r) * kChunk + g * kLanes], weight);
+#pragma GCC unroll 2
+    for (int i = 0; i < R; i++) {
+      now[i] = std::max(s.top[r + i], highest(top[i]));
+      total[i] = f32x16{};
     }
-    s.fade[r] = before == now ? 1.0f : std::exp(before - now);
-    s.total[r] = s.total[r] * s.fade[r] + sum(total);
-    s.top[r] = now;
+    for (int g = 0; g < groups; g++)
+#pragma GCC unroll 2
+      for (int i = 0; i < R; i++) {
+        f32x16 weight = exp(score[i][g] - now[i]);
+        if (MASKED) weight = bits<f32x16>(bits<i32x16>(weight) & seen[i][g]);
+        total[i] += weight;
+        store_narrow(&s.p[size_t(r + i) * kChunk + g * kLanes], weight);
+      }
+#pragma GCC unroll 2
+    for (int i = 0; i < R; i++) {
+      s.fade[r + i] = fade_of(s.top[r + i], now[i]);
+      s.total[r + i] = s.total[r + i] * s.fade[r + i] + sum(total[i]);
+      s.top[r + i] = now[i];
+    }
   }
 
   f32x16 capped(f32x16 score) const {  // softcap * tanh(score / softcap)
