@@ -121,7 +121,9 @@ class Comparison:
             for repeat in range(self.args.repeats):
                 if not self.args.quick:
                     self.measure_limits()
-                for engine in engines[:: 1 if repeat % 2 else -1]:  # who comes second may find what the first left behind
+                for engine in engines[
+                    :: 1 if repeat % 2 else -1
+                ]:  # who comes second may find what the first left behind
                     run = partial(OFFLINE[name].run, engine.generate)
                     self._sample(engine, Place(name, engine.name, peer, repeat), run)
 

@@ -21,7 +21,7 @@ INFO = WorkerInfo(
 
 
 class Watched(SimulatedExecutor):
-    """Steps take ``step_s``, of ``slow`` ones 10 times as long; when they were handed over, and with which sequences."""
+    """Steps take ``step_s``, of ``slow`` ones 10 times as long; when each was handed over, with which sequences."""
 
     def __init__(self, step_s: float, slow: frozenset[int] = frozenset()) -> None:
         super().__init__(INFO, lambda plan: step_s * (10 if plan.step in slow else 1), answer)
