@@ -315,10 +315,6 @@ class BlockChanges:
     stored: bytes
     removed: bytes
 
-    @property
-    def is_snapshot(self) -> bool:
-        return self.number == 0
-
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:

@@ -249,8 +249,8 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str, bool]]:
     modules = [(n, name) for n, name in figures.files if not name.endswith("__init__.py")]
     sizes = sorted(figures.files, reverse=True)
     total, core = sum(n for n, _ in sizes), parts(sizes)["core"]
-    yield "lines of Python", f"{total:,}", "at most 38,590", total <= 38_590
-    yield "lines of the core", f"{core:,}", "at most 18,430", core <= 18_430
+    yield "lines of Python", f"{total:,}", "at most 38,640", total <= 38_640
+    yield "lines of the core", f"{core:,}", "at most 18,470", core <= 18_470
     yield _at_most("functions, median lines", statistics.median(lengths), 9)
     long = [f"{where} {n}" for n, where in figures.functions if n > 60]
     share = 100 * len(long) / len(lengths)
