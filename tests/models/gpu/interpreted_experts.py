@@ -82,5 +82,6 @@ def test_there_are_never_more_tiles_than_are_launched() -> None:
 def test_a_tile_too_few_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the last tile is not launched."""
     monkeypatch.setattr(experts, "most_tiles", lambda *shape: most_tiles(*shape) - 1)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # what it leaves unwritten may be anything
     with pytest.raises(AssertionError):
         test_grouped_products_are_those_one_by_one(torch.float32, 1e-5, 1, 4, 2, 64, 32)
