@@ -62,6 +62,11 @@ class Place:
         return Sample(self.workload, self.engine, self.peer, self.repeat, named, round(others, 2), allowed)
 
 
+def in_turn(engines: list[Engine], repeat: int) -> list[Engine]:
+    """Each is first in every second round: who comes second may find what the first left behind."""
+    return engines if repeat % 2 else engines[::-1]
+
+
 class Comparison:
     """One run: owns the samples, and what is missing of them."""
 
@@ -121,9 +126,7 @@ class Comparison:
             for repeat in range(self.args.repeats):
                 if not self.args.quick:
                     self.measure_limits()
-                for engine in engines[
-                    :: 1 if repeat % 2 else -1
-                ]:  # who comes second may find what the first left behind
+                for engine in in_turn(engines, repeat):
                     run = partial(OFFLINE[name].run, engine.generate)
                     self._sample(engine, Place(name, engine.name, peer, repeat), run)
 
@@ -157,7 +160,7 @@ class Comparison:
         for clients in self.args.concurrency:
             load = ClosedLoop(clients, requests(clients, self.args.quick))
             for repeat in range(self.args.repeats):
-                for engine in engines[:: 1 if repeat % 2 else -1]:
+                for engine in in_turn(engines, repeat):
                     assert isinstance(engine, ServerEngine)
                     place = Place("HTTP", engine.name, peer, repeat, clients)
                     self._sample(engine, place, partial(load.run, engine))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from threading import Thread
+from threading import Thread, main_thread
 from weakref import ref
 
 from torch import Tensor
@@ -47,7 +47,7 @@ class KVMemory:
         self._busy, self._idle_since = False, time.monotonic()
         if self._there < self._wanted and (self._thread is None or not self._thread.is_alive()):
             self._pieces = self._missing()
-            self._thread = Thread(target=_ask, args=(ref(self),), name="kv-memory", daemon=True)
+            self._thread = Thread(target=_ask, args=(ref(self),), name="kv-memory")
             self._thread.start()
 
     def ask(self) -> float | None:
@@ -72,7 +72,7 @@ class KVMemory:
 
 
 def _ask(memory: ref[KVMemory]) -> None:
-    """In a thread, which lets the pool go with its worker."""
-    while (found := memory()) is not None and (pause := found.ask()) is not None:
+    """In a thread, which lets the pool go with its worker; as a daemon, torch would abort the program at its end."""
+    while main_thread().is_alive() and (found := memory()) is not None and (pause := found.ask()) is not None:
         del found
         time.sleep(pause)

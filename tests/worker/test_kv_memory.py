@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from resource import RUSAGE_THREAD, getrusage
 
@@ -93,3 +95,20 @@ def test_there_is_nothing_to_do_on_a_gpu() -> None:
     with memory:
         memory.reach([5])
     assert memory._thread is None
+
+
+def test_a_program_may_end_while_memory_is_asked_for() -> None:
+    """A daemon thread would abort the process where torch waits for the interpreter."""
+    program = (
+        "import time\n"
+        "from raylm.native import huge_empty\n"
+        "from raylm.worker import kv_memory\n"
+        "kv_memory.populate, kv_memory.time.sleep, kv_memory._PIECE_BYTES = lambda piece: True, lambda pause: None, 1\n"
+        "import torch\n"
+        "memory = kv_memory.KVMemory([half for half in huge_empty((2, 10**6, 4096), torch.uint8)], 10**6)\n"
+        "until = time.monotonic() + 0.2\n"
+        "while time.monotonic() < until: pass\n"
+        "assert memory._thread.is_alive()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
