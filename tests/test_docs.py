@@ -1,4 +1,4 @@
-"""The documents name files that exist, are as short as they are meant to be, and list what the code lists."""
+"""The documents name files that exist, and list what the code lists."""
 
 from __future__ import annotations
 
@@ -15,15 +15,6 @@ PAGES = [
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
     if page.name != "CHANGELOG.md"
 ]
-LONGEST = {
-    "README.md": 120,
-    "configs/llama.yaml": 45,
-    "benchmarks/RESULTS.md": 130,
-    "docs/how_it_works.md": 100,
-    "docs/deploying.md": 120,
-    "docs/tuning.md": 80,
-    **{f"docs/adding/{name}.md": 40 for name in ("endpoint", "model", "attention_backend", "parser")},
-}
 _MADE_UP = (
     "1_Pooling/config.json",
     "raylm/ingress/openai/count_words.py",
@@ -51,11 +42,6 @@ def test_every_path_in_a_page_exists(page: Path) -> None:
     assert [link for link in _LINK.findall(text) if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("path", list(LONGEST))
-def test_pages_are_short(path: str) -> None:
-    assert (ROOT / path).read_text().count("\n") <= LONGEST[path]
-
-
 def test_the_table_of_extras_is_that_of_the_check() -> None:
     text = (ROOT / "docs/extras/README.md").read_text()
     rows = re.findall(r"^\| \[(\w+)\]\((\w+)\.md\) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
@@ -66,8 +52,3 @@ def test_the_table_of_extras_is_that_of_the_check() -> None:
         assert (ROOT / f"docs/extras/{name}.md").exists()
         assert set(re.findall(r"`([^`]+)`", folders + tests)) == set(extra.paths)
         assert set(re.findall(r"`([^`]+)`", files)) == set(extra.lines)
-
-
-def test_the_glossary_has_at_most_thirty_words_of_our_own() -> None:
-    rows = re.findall(r"^\| \*\*", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
-    assert 10 <= len(rows) <= 30
