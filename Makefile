@@ -7,7 +7,7 @@ CONFIG ?= configs/llama.yaml
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all software check conformance clients extras long fuzz sanitizers format figures pictures boards clean
+.PHONY: help serve test test-all software check conformance clients long fuzz sanitizers format figures pictures boards clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -18,7 +18,7 @@ serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded mo
 test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones
 	@$(BIN)/pytest -m "not long"
 
-test-all: check software test long conformance clients extras  ## everything, also what takes long or needs other software
+test-all: check software test long conformance clients  ## everything, also what takes long or needs other software
 
 software: $(VENV)/.dev  ## the programs that tests drive, Chromium and Prometheus: installed as root, else named
 	@$(BIN)/python -m tests.software
@@ -38,9 +38,6 @@ conformance: $(VENV)/.dev  ## check every endpoint's answers against the specifi
 clients: $(VENV)/.dev $(OTHERS)/.installed  ## try clients that need other packages than ours: litellm, openai 2.x
 	@LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python -m tests.conformance.with_server \
 		$(OTHERS)/bin/python tests/conformance/clients.py {url} openai litellm
-
-extras: $(VENV)/.dev  ## copies of the tree without all extras, and without each one, import, type-check and pass their tests
-	@$(BIN)/python tests/house.py --extras
 
 fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10
 	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)

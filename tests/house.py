@@ -1,8 +1,6 @@
 """The rules of the code, read from the source: imports between folders, circles, annotations, and long functions.
 
-Run as a command it prints the figures of size as a report, and exits with 1 when a rule is broken. With
-``--without NAME`` it checks a copy of the tree from which an extra was taken out, with ``--extras`` all of them
-(tests/extras.py).
+Run as a command it prints the figures of size as a report, and exits with 1 when a rule is broken.
 """
 
 from __future__ import annotations
@@ -279,12 +277,7 @@ def all_layer_faults() -> list[str]:
 
 
 def main() -> int:
-    """Print the figures and the breaches, or check copies of the tree without extras (``--without``, ``--extras``)."""
-    if sys.argv[1:2] in (["--without"], ["--extras"]):
-        sys.path.insert(0, str(ROOT.parent))
-        from tests.extras import check_extras, check_without
-
-        return check_without(*sys.argv[2:]) if sys.argv[1] == "--without" else check_extras()
+    """Print the figures and the breaches."""
     figures = measure()
     table, faults = list(rows(figures)), all_layer_faults()
     for what, measured, bound, holds in table:

@@ -1,4 +1,4 @@
-"""The documents name files that exist, and list what the code lists."""
+"""The documents name files that exist."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-from tests.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -40,15 +38,3 @@ def test_every_path_in_a_page_exists(page: Path) -> None:
     named = _PATH.findall(text)
     assert [path for path in named if not exists(path, page)] == []
     assert [link for link in _LINK.findall(text) if not (page.parent / link).exists()] == []
-
-
-def test_the_table_of_extras_is_that_of_the_check() -> None:
-    text = (ROOT / "docs/extras/README.md").read_text()
-    rows = re.findall(r"^\| \[(\w+)\]\((\w+)\.md\) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
-    assert [name for name, *_ in rows] == list(EXTRAS)
-    for name, page, folders, files, tests in rows:
-        extra = EXTRAS[name]
-        assert page == name
-        assert (ROOT / f"docs/extras/{name}.md").exists()
-        assert set(re.findall(r"`([^`]+)`", folders + tests)) == set(extra.paths)
-        assert set(re.findall(r"`([^`]+)`", files)) == set(extra.lines)

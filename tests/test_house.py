@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
-from pathlib import Path
 
 import pytest
 
-from tests import extras, house
+from tests import house
 
 
 def test_imports_go_down_only() -> None:
@@ -76,29 +74,3 @@ def test_fields_of_dataclasses_and_models_are_attributes() -> None:
 def test_every_part_beside_the_core_is_there() -> None:
     files = [(1, name) for _, name in house.measure().files]
     assert set(house.parts(files)) == {"core", *house.BESIDE_THE_CORE}
-
-
-def test_what_is_taken_out_is_gone(tmp_path: Path) -> None:
-    extras.without(["anthropic"], tmp_path / "copy")
-    assert not (tmp_path / "copy/raylm/ingress/anthropic").exists()
-    assert "raylm.ingress.anthropic" not in (tmp_path / "copy/raylm/ingress/routes.py").read_text()
-    assert (tmp_path / "copy/raylm/ingress/openai").exists()
-
-
-def test_rooms_below_an_extra_are_not_tested_again() -> None:
-    assert extras.EXTRAS["anthropic"].rooms_below() == ["native", "models", "worker", "engine", "frontend"]
-    assert extras.EXTRAS["gpu"].rooms_below() == ["native"]
-
-
-@pytest.mark.parametrize("name", list(extras.EXTRAS))
-def test_nothing_else_names_an_extra(name: str) -> None:
-    """Beside its own files and registry lines: the full check is ``house.py --without NAME``."""
-    extra = extras.EXTRAS[name]
-    modules = [path.removesuffix(".py").replace("/", ".") for path in extra.paths if path.startswith("raylm/")]
-    taken = re.compile(rf"(?:(?:from|import) |[\"'])(?:{'|'.join(map(re.escape, modules))})[ .:\"']")
-    for path in sorted(house.ROOT.rglob("*.py")):
-        file = path.relative_to(house.ROOT.parent).as_posix()
-        if file.startswith(extra.paths):
-            continue
-        kept = [line for line in path.read_text().splitlines() if not any(t in line for t in extra.lines.get(file, ()))]
-        assert [line for line in kept if taken.search(line)] == []

@@ -72,8 +72,8 @@ def test_what_one_step_mixes_changes_nothing(llm: LLM, expected: list[list[int]]
     "options",
     [
         {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 4}},  # long prompts in chunks, sequences queue
-        pytest.param({"scheduler": {"speculative_tokens": 4}}, marks=pytest.mark.uses("speculation")),
-        pytest.param({"quantization": "int8"}, marks=pytest.mark.uses("quantization")),
+        pytest.param({"scheduler": {"speculative_tokens": 4}}),
+        pytest.param({"quantization": "int8"}),
     ],
     ids=["chunked", "speculating", "int8"],
 )

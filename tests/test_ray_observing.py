@@ -12,7 +12,7 @@ import pytest
 
 from tests.serving import Server, chat, free_port, serve_file
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.uses("otel")]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 PLANTED = "planted-prompt"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

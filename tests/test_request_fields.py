@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylm.checkpoint import EMBEDDED
-from tests import extras
 from tests.embedded_server import EmbeddedServer
 from tests.reference import greedy, random_prompts
 
@@ -263,9 +262,8 @@ def check_length_of_chat(api: httpx.Client) -> None:
     chat = {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
     assert post(api, "/v1/chat/completions", chat)["usage"]["completion_tokens"] == 9
     assert post(api, "/v1/chat/completions", chat | {"max_tokens": 14})["usage"]["completion_tokens"] == 14
-    if extras.has("responses"):
-        response = post(api, "/v1/responses", {"model": "embedded", "input": "Count to a hundred."})
-        assert response["usage"]["output_tokens"] <= 9
+    response = post(api, "/v1/responses", {"model": "embedded", "input": "Count to a hundred."})
+    assert response["usage"]["output_tokens"] <= 9
 
 
 @torch.inference_mode()

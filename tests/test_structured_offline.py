@@ -16,7 +16,6 @@ from raylm.params import StructuredOutputs
 from raylm.worker.sampling.grammars import Answer
 
 
-@pytest.mark.uses("speculation")
 def test_preemption_and_speculation_change_nothing() -> None:
     """A pool too small for all, chunks, and guesses: the same tokens as with room for everything."""
     schema = {
@@ -46,7 +45,6 @@ def test_preemption_and_speculation_change_nothing() -> None:
             jsonschema.validate(json.loads(completion.text), schema)
 
 
-@pytest.mark.uses("speculation")
 def test_late_masks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that sit steps out, are preempted, are drawn beside rows with guesses: tokens and logprobs are the same."""
     form = StructuredOutputs(regex="([ab]{2,5} )+[xyz]+")

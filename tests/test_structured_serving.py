@@ -18,7 +18,6 @@ from benchmarks.engine.structured import grade, in_process
 from benchmarks.engine.structured_cases import KINDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-USES_TOOLS = pytest.mark.uses("tool_parsers")
 MODEL = "embedded"
 WEATHER = {
     "type": "function",
@@ -48,9 +47,7 @@ async def api(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://raylm/v1", api_key="none", max_retries=0, http_client=client)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[USES_TOOLS] * (kind in ("required", "named"))) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_answers_have_the_form_that_was_asked_for(client: httpx.AsyncClient, kind: str) -> None:
     found, faults = await grade(client, MODEL, kind, 40)
     assert faults == []
@@ -107,10 +104,10 @@ async def test_streams_stop_strings_logprobs_and_free_requests_beside(client: ht
             "response_format.json_schema.schema",
         ),
         pytest.param(
-            {"tools": [WEATHER, BAD_TOOL], "tool_choice": "required"}, "tools[1].function.parameters", marks=USES_TOOLS
+            {"tools": [WEATHER, BAD_TOOL], "tool_choice": "required"}, "tools[1].function.parameters"
         ),
         pytest.param(
-            {"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex", marks=USES_TOOLS
+            {"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"
         ),
     ],
 )  # fmt: skip
@@ -144,7 +141,6 @@ async def test_parse_into_a_model(api: openai.AsyncOpenAI) -> None:
         assert isinstance(answer.choices[0].message.parsed, Booking)
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_parse_calls_into_a_model(api: openai.AsyncOpenAI) -> None:
     tools: Any = [openai.pydantic_function_tool(GetWeather)]
     for choice in ("auto", "required"):
@@ -154,7 +150,6 @@ async def test_parse_calls_into_a_model(api: openai.AsyncOpenAI) -> None:
     assert called.choices[0].message.tool_calls
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_a_whole_round_trip_with_tools(api: openai.AsyncOpenAI) -> None:
     """The model was trained for this: it calls by itself, and tells what the tool said."""
     tools: Any = [WEATHER]
@@ -171,7 +166,6 @@ async def test_a_whole_round_trip_with_tools(api: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-@pytest.mark.uses("tool_parsers")
 async def test_calls_that_must_come_are_streamed(api: openai.AsyncOpenAI, choice: Any) -> None:
     body: Any = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "tool_choice": choice, "seed": 2}
     async with api.chat.completions.stream(**body, temperature=1.0) as stream:
@@ -186,7 +180,6 @@ async def test_calls_that_must_come_are_streamed(api: openai.AsyncOpenAI, choice
     assert events.count("tool_calls.function.arguments.delta") > len(calls)
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_a_call_or_an_answer_in_json(api: openai.AsyncOpenAI) -> None:
     body: Any = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "response_format": {"type": "json_object"}}
     for seed in range(5):

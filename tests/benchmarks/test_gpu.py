@@ -28,7 +28,6 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-@pytest.mark.uses("gpu")
 def test_it_runs_on_a_cpu_and_without_ray(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     out = tmp_path / "results"

@@ -128,7 +128,6 @@ def test_steps_are_timed_beside_busy_processes() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.uses("quantization")
 def test_a_layer_is_timed_in_all_formats() -> None:
     said = run("model.linear", "--threads", "2", "--inputs", "256", "--outputs", "64", "--rows", "2", "--repeats", "1",
                "--calls", "1", "--mib", "1")  # fmt: skip

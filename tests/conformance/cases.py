@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.extras import has
-
 QUESTION = "What is a KV cache?"
 TOOL = {
     "name": "get_weather",
@@ -27,9 +25,6 @@ RESPONSE: dict[str, Any] = {"input": QUESTION, "max_output_tokens": 24}
 MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24}
 
 
-_OF_EXTRAS = {"anthropic": "/v1/messages", "responses": "/v1/responses"}
-
-
 @dataclass(frozen=True)
 class Case:
     """One request; its answer, or each of its chunks, is to conform to ``schema``."""
@@ -40,17 +35,8 @@ class Case:
     status: int = 200
 
 
-def served(path: str) -> bool:
-    """Whether the extra that has this path, if it is one, is there."""
-    return all(has(extra) for extra, paths in _OF_EXTRAS.items() if path.startswith(paths))
-
-
 def cases() -> Iterator[Case]:
-    """All of them that are served here, without ``model``."""
-    return (case for case in _all_cases() if served(case.path))
-
-
-def _all_cases() -> Iterator[Case]:
+    """All of them, without ``model``."""
     yield from _both("/v1/chat/completions", CHAT, _CHAT_OPTIONS, "CreateChatCompletion{}Response", "Stream")
     yield from _both("/v1/completions", TEXT, _TEXT_OPTIONS, "CreateCompletionResponse", "")
     for options in _RESPONSE_OPTIONS:

@@ -9,20 +9,7 @@ import pytest
 
 from tests.conformance.clients import CHECKS
 
-USED = {
-    "openai_tools": ("tool_parsers",),
-    "openai_parallel_tools": ("tool_parsers",),
-    "openai_several_calls": ("tool_parsers",),
-    "openai_structured": ("tool_parsers", "responses"),
-    "openai_responses": ("tool_parsers", "responses"),
-    "anthropic_messages": ("tool_parsers", "anthropic"),
-    "langchain_chat": ("tool_parsers", "responses"),
-}
-INSTALLED = [
-    pytest.param(check, marks=pytest.mark.uses(*USED.get(check.__name__, ())))
-    for library in ("openai", "anthropic", "langchain_openai")
-    for check in CHECKS[library]
-]
+INSTALLED = [check for library in ("openai", "anthropic", "langchain_openai") for check in CHECKS[library]]
 
 
 @pytest.mark.parametrize("check", INSTALLED, ids=lambda check: check.__name__)

@@ -17,7 +17,6 @@ from raylm.ingress.openai.embeddings import EmbeddingRequest
 from raylm.ingress.openai.models import LoadAdapterRequest, UnloadAdapterRequest
 from raylm.ingress.openai.scores import RerankRequest, ScoreRequest
 from raylm.ingress.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from tests import extras
 from tests.ingress.wrong_values import (
     BOOLEAN,
     CHAT,
@@ -139,9 +138,8 @@ ENDPOINTS: dict[str, Endpoint] = {
     ),
 }  # fmt: skip
 
-for _extra in ("anthropic", "responses"):
-    if extras.has(_extra):
-        ENDPOINTS |= import_module(f"tests.ingress.{_extra}.bad_inputs").ENDPOINTS
+for _api in ("anthropic", "responses"):
+    ENDPOINTS |= import_module(f"tests.ingress.{_api}.bad_inputs").ENDPOINTS
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,6 @@ async def test_a_collected_answer_is_what_the_stream_brings(streamed: str, colle
     assert whole.num_cached_tokens == len(whole.prompt_token_ids) // 2
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_an_answer_has_its_reasoning_and_calls_apart_from_its_text() -> None:
     llm = FakeAsyncLLM()
     think_and_call(llm)

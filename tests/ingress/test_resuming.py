@@ -139,7 +139,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)  # shares of the events that are still to come
 
 
-@pytest.mark.uses("tool_parsers")
 @given(case=st.sampled_from(BODIES), seed=st.none() | st.integers(0, 7), luck=st.integers(), cuts=CUTS)
 @settings(max_examples=60, deadline=None)
 def test_a_stream_goes_on_behind_any_event(

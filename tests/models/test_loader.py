@@ -122,7 +122,6 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         pytest.param(
             {"quantization_config": {"quant_method": "aqlm"}},
             r"quant_method is 'aqlm'; supported: 'awq', 'compr",
-            marks=pytest.mark.uses("quantization"),
         ),
         ({"num_hidden_layers": 3}, "lacks weights"),
         ({"hidden_size": 66}, r"weight has the shape \(320, 64\), config.json asks for \(320, 66\)"),

@@ -208,7 +208,6 @@ def test_weights_are_counted_by_rank(tmp_path: Path) -> None:
     assert 0.5 * whole < half < 0.52 * whole
 
 
-@pytest.mark.uses("quantization")
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_ranks_round_their_own_weights(tmp_path: Path, asked: str) -> None:
     make_checkpoint(tmp_path, "qwen3", tokenizer=False, hidden_size=128, intermediate_size=128, head_dim=32)
@@ -244,7 +243,6 @@ def test_what_ranks_cannot_share_is_refused_by_name(
         load(Checkpoint(tmp_path), Apart(0, size))
 
 
-@pytest.mark.uses("transformers_backend")
 def test_a_model_of_transformers_code_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma2ForCausalLM"]}')
     with pytest.raises(

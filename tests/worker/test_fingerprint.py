@@ -36,12 +36,10 @@ def test_what_does_not_change_the_tokens_does_not_change_it(path: Path, tmp_path
     assert not found.pop().endswith("_varies")
 
 
-@pytest.mark.uses("speculation")
 def test_guesses_do_not_change_it(path: Path) -> None:
     assert fingerprint_of(path, scheduler={"speculative_tokens": 3}) == fingerprint_of(path)
 
 
-@pytest.mark.uses("quantization")
 def test_quantization_changes_it(path: Path) -> None:
     assert len({fingerprint_of(path), *(fingerprint_of(path, quantization=name) for name in ("int8", "int4"))}) == 3
 

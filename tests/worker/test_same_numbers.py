@@ -48,11 +48,6 @@ LENGTHS = (1300, 1025, 700, 513, 512, 271, 330, 17, 2, 150, 99, 395)
 PREFIX = random_prompt(96, seed=99)
 
 
-def _needing(name: str) -> Any:
-    marks = [pytest.mark.uses("quantization")] if "quantization" in MODELS[name] else []
-    return pytest.param(name, marks=marks)
-
-
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Driver]:
     known = MODELS | LARGER
@@ -154,13 +149,13 @@ def check_schedules(
             Schedule(driver, texts, seed=1000 * count + seed).run(check)
 
 
-@pytest.mark.parametrize("name", [_needing(name) for name in MODELS])
+@pytest.mark.parametrize("name", list(MODELS))
 def test_logits_are_the_same_bits_in_every_schedule(make: Callable[..., Driver], name: str) -> None:
     check_schedules(make, name, threads=(1, 3))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [_needing(name) for name in MODELS])
+@pytest.mark.parametrize("name", list(MODELS))
 def test_and_by_teams_of_two_and_four(make: Callable[..., Driver], name: str) -> None:
     check_schedules(make, name, threads=(2, 4))
 
@@ -194,7 +189,7 @@ def test_and_in_two_hundred(make: Callable[..., Driver], name: str, lengths: Seq
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [_needing("llama int4"), "llama bfloat16"])
+@pytest.mark.parametrize("name", ["llama int4", "llama bfloat16"])
 @pytest.mark.parametrize("instructions", [name for name in INSTRUCTION_SETS if offered(name)][1:])
 def test_and_on_every_instruction_set(
     make: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, instructions: str, name: str

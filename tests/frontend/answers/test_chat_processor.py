@@ -66,7 +66,6 @@ async def answer(
         output = await anext(outputs)
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_calls_and_thoughts_are_told_from_the_text(embedded: tuple[AsyncLLM, PlayedEngine]) -> None:
     thinking = {"enable_thinking": True}
     text = f"<think>\nI call it.\n</think>\n\n{CALL}"
@@ -84,7 +83,6 @@ async def test_without_tools_or_with_none_text_stays_text(embedded: tuple[AsyncL
         assert (got.text, got.tool_calls, got.finish_reason) == (CALL, None, "stop")
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_an_answer_cut_short_has_made_no_tool_call(embedded: tuple[AsyncLLM, PlayedEngine]) -> None:
     got = await answer(*embedded, CALL[:50], reason="length", tools=[TOOL])
     assert got.finish_reason == "length"
@@ -92,7 +90,6 @@ async def test_an_answer_cut_short_has_made_no_tool_call(embedded: tuple[AsyncLL
     assert got.tool_calls[0].name == "get_weather"
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_one_call_ends_the_answer_and_not_what_comes_behind_it(embedded: tuple[AsyncLLM, PlayedEngine]) -> None:
     llm, engine = embedded
     params = replace(PARAMS, stop=("More",))
@@ -149,7 +146,6 @@ async def test_a_template_that_opens_the_thoughts(tmp_path: Path) -> None:
     await llm.stop()
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_markers_that_are_special_tokens_are_shown_to_their_parsers(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_special_tokens(["[TOOL_CALLS]", "[THINK]", "[/THINK]"])
@@ -162,7 +158,6 @@ async def test_markers_that_are_special_tokens_are_shown_to_their_parsers(tmp_pa
     await llm.stop()
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_parsers_are_chosen_by_name_or_not_at_all(llm: AsyncLLM, checkpoint: Path) -> None:
     assert llm.chat_description == "tool calls: hermes; reasoning: none"
     with pytest.raises(UnsupportedFieldError) as refused:

@@ -66,7 +66,6 @@ def test_a_refused_request_may_be_slow_too(caplog: pytest.LogCaptureFixture) -> 
     assert "request refused took 1.000 s" in line.getMessage()
 
 
-@pytest.mark.uses("otel")
 def test_without_the_package_spans_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.model_validate({"ingress": {"otlp_endpoint": "http://localhost:4318"}})
     check_observers(Config())

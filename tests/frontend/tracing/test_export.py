@@ -129,7 +129,6 @@ async def test_a_request_is_a_span_with_its_phases(collector: Collector) -> None
             "/v1/messages",
             CHAT | {"model": "embedded", "max_tokens": 2},
             "chat embedded",
-            marks=pytest.mark.uses("anthropic"),
         ),
         ("/tokenize", {"model": "embedded", "prompt": "Hi"}, "tokenize embedded"),
     ],

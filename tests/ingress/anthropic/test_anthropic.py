@@ -75,7 +75,6 @@ async def test_events_come_in_order(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 500])
-@pytest.mark.uses("tool_parsers")
 async def test_thoughts_text_and_calls_are_blocks(client: httpx.AsyncClient, llm: FakeAsyncLLM, step: int) -> None:
     think_and_call(llm)
     llm.step = step
@@ -210,7 +209,6 @@ async def api(app: Starlette) -> AsyncIterator[anthropic.AsyncAnthropic]:
         yield found
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_the_official_client(api: anthropic.AsyncAnthropic, llm: FakeAsyncLLM) -> None:
     ask: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "Hi"}]}
     message = await api.messages.create(**ask)

@@ -90,7 +90,6 @@ def joined(told: Told) -> dict[str, Any]:
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=4)  # shares of the events that are still to come
 
 
-@pytest.mark.uses("tool_parsers")
 @given(fields=st.sampled_from(BODIES), said=st.integers(0, len(SAID) - 1), luck=st.integers(), cuts=CUTS)
 @settings(max_examples=30, deadline=None)
 def test_a_message_goes_on_behind_any_event(
@@ -113,7 +112,6 @@ def test_a_message_goes_on_behind_any_event(
     assert got == want
 
 
-@pytest.mark.uses("tool_parsers")
 def test_every_event_is_a_place_to_go_on_from(stack: Stack) -> None:
     body = BODY | {"tools": TOOLS, "thinking": {"type": "adaptive"}}
     undisturbed = events(stack, body, said=2)

@@ -135,13 +135,11 @@ async def test_tokens_are_sent_as_they_come(app: Starlette, llm: FakeAsyncLLM) -
             "/v1/responses",
             {"model": "org/fake-model", "input": "Hi"},
             ": waiting",
-            marks=pytest.mark.uses("responses"),
         ),
         pytest.param(
             "/v1/messages",
             CHAT | {"max_tokens": 9},
             'event: ping\ndata: {"type":"ping"}',
-            marks=pytest.mark.uses("anthropic"),
         ),
     ],
 )
@@ -189,7 +187,6 @@ async def test_what_goes_wrong_after_a_sign_of_life_is_an_error_event(
     assert llm.calls[0].ended == "aborted"
 
 
-@pytest.mark.uses("anthropic", "responses")
 async def test_clients_of_openai_and_anthropic_leave_signs_of_life_out(
     app: Starlette, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from raylm.checkpoint import EMBEDDED
 from raylm.messages import LoRAAdapter
-from tests import extras
 from tests.adapters import peft_tokens
 from tests.embedded_server import EmbeddedServer
 from tests.ingress.fake_llm import FakeAsyncLLM
@@ -20,11 +19,9 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "lora_adapter"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "Hi"},
 }
-if extras.has("anthropic"):
-    BODIES["/v1/messages"] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-if extras.has("responses"):
-    BODIES["/v1/responses"] = {"input": "Hi"}
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -18,8 +18,6 @@ from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, events, served
 from tests.ingress.openai.test_openai_schema import check
 
-pytestmark = pytest.mark.uses("tool_parsers")
-
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}]
 CALLS = [{"city": "Rome"}, {"city": "Oslo", "days": 2}]
 TEXT = "<think>\nHm.\n</think>\n\nI ask.\n" + "\n".join(

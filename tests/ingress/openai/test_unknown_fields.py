@@ -135,7 +135,6 @@ async def test_what_only_other_models_serve_is_left_out_too(
     assert llm.calls[-1].params.thinking_token_budget is None
 
 
-@pytest.mark.uses("responses", "anthropic")
 async def test_objects_lose_what_only_other_models_serve(warning: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     llm.reasons = False
     answer = await warning.post("/v1/responses", json={"input": "Hi", "reasoning": {"effort": "low", "summary": None}})

@@ -128,7 +128,6 @@ async def test_who_follows_knows_the_id_before_anything_is_computed(tmp_path: Pa
             check(event, "ResponseStreamEvent")
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
     async with replica(tmp_path / "store") as one:
         answer = await one.create(stream=True, seed=7, tools=TOOLS, top_logprobs=1)
@@ -151,7 +150,6 @@ async def test_a_response_is_followed_from_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quota", [0, 1, 4, 9])
 @pytest.mark.parametrize("seed", [1, 7])
-@pytest.mark.uses("tool_parsers")
 async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, seed: int) -> None:
     # Log-probabilities are those of a text's tokens, and which deltas merge decides what counts as such beside calls.
     fields: dict[str, Any] = {"stream": True, "seed": seed} | ({"tools": TOOLS} if seed == 7 else {"top_logprobs": 1})

@@ -203,7 +203,6 @@ TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "pro
 
 
 @pytest.mark.parametrize("step", [1, 7, 500])
-@pytest.mark.uses("tool_parsers")
 async def test_thoughts_text_and_calls_are_items(client: httpx.AsyncClient, llm: FakeAsyncLLM, step: int) -> None:
     think_and_call(llm)
     llm.step = step
@@ -223,7 +222,6 @@ async def test_thoughts_text_and_calls_are_items(client: httpx.AsyncClient, llm:
     assert edges == [(index, edge) for index in range(4) for edge in ("added", ".done")]
 
 
-@pytest.mark.uses("tool_parsers")
 async def test_a_round_trip_of_a_call(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     think_and_call(llm)
     first = await create(client, tools=TOOLS)

@@ -107,7 +107,6 @@ def test_inputs_that_fill_no_block_and_scales_that_are_none_are_refused(tmp_path
         load_model(Checkpoint(fp8), torch.float32, CPU)
 
 
-@pytest.mark.uses("gpu")
 def test_old_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8, _ = make(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))

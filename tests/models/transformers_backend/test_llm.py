@@ -56,7 +56,6 @@ def test_with_a_warm_prefix_cache(path: Path) -> None:
     assert all(result.num_cached_tokens >= 48 for result in [*first[1:], *again])
 
 
-@pytest.mark.uses("speculation")
 def test_draft_tokens_are_verified(path: Path) -> None:
     prompts = [prompt * 3 for prompt in random_prompts(6, 320, longest=12, seed=3)]
     with served(path, cache={"num_blocks": 256}, scheduler={"speculative_tokens": 4}) as llm:

@@ -165,7 +165,6 @@ def test_all_wishes_draw_what_they_draw_on_a_cpu(machine: Gpu, path: Path, sched
 
 
 @pytest.mark.long
-@pytest.mark.uses("transformers_backend")
 def test_transformers_modeling_is_captured_too(machine: Gpu, tmp_path: Path) -> None:
     from tests.models.transformers_backend.families import make_family
 
@@ -311,7 +310,6 @@ def test_a_step_with_a_prompt_is_one_launch_whatever_its_layers(machine: Gpu, tm
     assert counts[False][1] - counts[False][0] == 13  # and on a GPU both calls of attention have a second kernel
 
 
-@pytest.mark.uses("transformers_backend")
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Olmo2ForCausalLM"])
 def test_logits_are_not_rounded_to_bfloat16(machine: Gpu, tmp_path: Path, architecture: str) -> None:
     """As they are not on a CPU: of two tokens that round to the same the better one is to be drawn."""

@@ -19,8 +19,6 @@ from tests.worker.gpu.test_async_decode import Life, blocks
 from tests.worker.gpu.test_simulated_gpu import machine, start  # noqa: F401 (fixtures)
 from tests.worker.gpu.test_simulated_gpu_features import drawn
 
-pytestmark = pytest.mark.uses("transformers_backend")
-
 OTHERS = [
     "AfmoeForCausalLM", "Cohere2MoeForCausalLM", "Dots1ForCausalLM", "Ernie4_5_MoeForCausalLM", "ExaoneMoeForCausalLM",
     "FlexOlmoForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM",

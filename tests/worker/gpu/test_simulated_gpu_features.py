@@ -295,7 +295,6 @@ def count_launches(runner: ModelRunner) -> list[object]:
     return taken
 
 
-@pytest.mark.uses("quantization")
 def test_fp8_is_captured(machine: Gpu, tmp_path: Path) -> None:  # noqa: F811
     """No CPU path has fp8 to compare with; what it multiplies is tested elsewhere."""
     from tests.models.quantization.test_fp8 import make as make_fp8
@@ -310,7 +309,6 @@ def test_fp8_is_captured(machine: Gpu, tmp_path: Path) -> None:  # noqa: F811
 FORMATS = ["GPTQ", "AWQ", "compressed W4A16 with zeros, a layer ignored"]
 
 
-@pytest.mark.uses("quantization")
 @pytest.mark.parametrize("name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS[1:])])
 def test_4_bit_weights(machine: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:  # noqa: F811
     """What the kernel computes is compared with torch by interpreted_int4.py."""
@@ -336,7 +334,6 @@ def test_4_bit_weights(machine: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert machine.replays
 
 
-@pytest.mark.uses("quantization")
 def test_fp8_weights_with_scales_by_blocks(
     machine: Gpu,  # noqa: F811
     tmp_path: Path,

@@ -171,7 +171,6 @@ def test_sequences_come_and_go_with_graphs_as_without(machine: Gpu, scaled: Path
 
 
 @pytest.mark.long
-@pytest.mark.uses("transformers_backend")
 def test_transformers_modeling(machine: Gpu, tmp_path: Path) -> None:
     """Its layers leave it to attention to write keys and values."""
     from tests.models.transformers_backend.families import make_family
