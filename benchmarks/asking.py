@@ -73,7 +73,7 @@ async def ask(client: aiohttp.ClientSession, url: str, asked: Asked) -> None:
     streamed = asked.question.body.get("stream")
     if not asked.last_event:
         asked.lines.clear()
-    headers = {"last-event-id": asked.last_event} if asked.last_event else {}
+    headers = {"x-raylm-resumable": "true"} | ({"last-event-id": asked.last_event} if asked.last_event else {})
     try:
         async with client.post(url + asked.question.path, json=asked.question.body, headers=headers) as response:
             if response.status != 200:

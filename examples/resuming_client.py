@@ -32,7 +32,7 @@ def read_events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
 def resumed(client: httpx.Client, url: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[str]:
     """The data of each event of a stream; after a cut the same bytes are sent again with the id of the last event."""
     content = json.dumps(body).encode()
-    headers = {"content-type": "application/json", **headers}
+    headers = {"content-type": "application/json", "x-raylm-resumable": "true", **headers}
     last_event = time.monotonic()
     while True:
         try:

@@ -14,6 +14,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _ADDRESS = re.compile(r"(https?://.+|(\[[0-9a-f:]+\]|[\w.-]+):\d+(/.*)?|localhost)$", re.IGNORECASE)
 _LONGEST_MESSAGE = 300
 _BUFFER = 2**20  # bytes; a line may have twice as many
+_READS_COMMENTS = {"x-raylm-resumable": "true"}  # RayLM then keeps a stream alive while it has nothing to tell
 
 
 class ServerError(Exception):
@@ -47,7 +48,7 @@ class Connection:
     ) -> None:
         whole = url if "://" in url else f"http://{url}"
         self.url = whole.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = _READS_COMMENTS | ({"Authorization": f"Bearer {key}"} if key else {})
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=not keep_alive),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=30),

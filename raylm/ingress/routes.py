@@ -25,7 +25,6 @@ from raylm.ingress.http.endpoint import Answer, Gate, JSONEndpoint
 from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
-from raylm.ingress.http.sse import WAITING
 from raylm.ingress.http.stream_ids import Posted, StreamIds
 from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
@@ -106,7 +105,7 @@ def build_asgi_app(
         | Callable[[B, str, Posted], Awaitable[Answer]],
         admission: Admission | None = None,
         *,
-        keep_alive: bytes = WAITING,
+        keep_alive: bytes = b"",
         by_key: bool = False,
         for_admins: bool = False,
         resumable: bool = False,

@@ -22,6 +22,7 @@ from tests.ingress.refused import error_of
 from tests.ingress.writing_engine import WritingEngine
 
 SECRET = b"s" * 32
+RESUMABLE = {"x-raylm-resumable": "true"}
 
 
 class Stack:
@@ -51,7 +52,7 @@ class Stack:
         return self.runner.run(self._events(path, body, event_id))
 
     async def _events(self, path: str, body: dict[str, Any], event_id: str) -> list[tuple[str, Any]]:
-        headers = {"last-event-id": event_id} if event_id else {}
+        headers = {"last-event-id": event_id} if event_id else RESUMABLE
         answer = await self.random.choice(self.clients).post(path, json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         found = []
@@ -220,7 +221,7 @@ async def test_whose_stream_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     async with client_of(build_asgi_app(llm, config, surroundings=Surroundings(secret=SECRET))) as client:
 
         async def post(key: str, event_id: str = "") -> httpx.Response:
-            headers = {"x-api-key": key} | ({"last-event-id": event_id} if event_id else {})
+            headers = {"x-api-key": key} | ({"last-event-id": event_id} if event_id else RESUMABLE)
             return await client.post(CHAT, json=body, headers=headers)
 
         event_id = (await post("sk-alice")).text.split("\n")[0].removeprefix("id: ")
@@ -240,8 +241,24 @@ async def test_whose_stream_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stream_of_too_many_choices_has_no_ids(stack: Stack) -> None:
     for n, begins in ((11, "id: "), (12, "data: ")):
         body = {"model": "embedded", "stream": True, "messages": MESSAGES, "n": n}
-        answer = stack.runner.run(stack.clients[0].post(CHAT, json=body))
+        answer = stack.runner.run(stack.clients[0].post(CHAT, json=body, headers=RESUMABLE))
         assert answer.text.startswith(begins)
+
+
+def test_a_client_that_does_not_ask_gets_one_line_of_data_an_event(stack: Stack) -> None:
+    for path, fields in BODIES:
+        body = {"model": "embedded", "stream": True} | fields
+        for headers in ({}, {"x-raylm-resumable": "false"}):
+            answer = stack.runner.run(stack.clients[0].post(path, json=body, headers=headers))
+            blocks = answer.text.removesuffix("\n\n").split("\n\n")
+            assert [block.count("\n") for block in blocks] == [0] * len(blocks)
+            assert all(block.startswith("data: ") for block in blocks)
+
+
+def test_a_wrong_value_of_the_header_is_refused(stack: Stack) -> None:
+    body = {"model": "embedded", "stream": True, "messages": MESSAGES}
+    answer = stack.runner.run(stack.clients[0].post(CHAT, json=body, headers={"x-raylm-resumable": "yes"}))
+    assert error_of(answer, 400)["param"] == "x-raylm-resumable"
 
 
 async def test_a_stream_waits_for_an_engine_that_can_go_on_with_it() -> None:
@@ -250,7 +267,7 @@ async def test_a_stream_waits_for_an_engine_that_can_go_on_with_it() -> None:
     first = WritingEngine("a", Random(0))
     llm.add_engine(first)
     async with client_of(build_asgi_app(llm, config, surroundings=Surroundings(secret=SECRET))) as client:
-        whole = (await client.post(CHAT, json=body)).text
+        whole = (await client.post(CHAT, json=body, headers=RESUMABLE)).text
         headers = {"last-event-id": whole.split("\n")[0].removeprefix("id: ")}
         first.die()
         await until(lambda: not llm.is_ready)

@@ -32,7 +32,8 @@ from raylm.frontend import (
 from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
-from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted
+from raylm.ingress.http.sse import WAITING
+from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted, reads_all_events
 from raylm.ingress.openai.fields import Body
 from raylm.messages import ServiceLevel
 from raylm.stages import about
@@ -94,7 +95,8 @@ class JSONEndpoint:
 
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
     its true status; what goes wrong later becomes an error event and the end of the stream. While there is nothing to
-    tell for KEEP_ALIVE_S ``keep_alive`` is sent, an event that clients leave out, at first behind the head.
+    tell for KEEP_ALIVE_S ``keep_alive`` is sent, an event that clients leave out, at first behind the head. Without
+    ``keep_alive`` it is a comment, for clients that ask for all events.
     """
 
     body: type[Body]
@@ -143,28 +145,31 @@ class JSONEndpoint:
         try:
             with place.wait(len(content)) as reservation:
                 with ongoing:
+                    reads_all = reads_all_events(Headers(scope=scope))
                     data = await read_json_object(content)
                     data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
                     body = (await self.body.read(data)).at(place)
                     place.service = service_level(Headers(scope=scope), place.key, body)
                     note_body(getattr(body, "model", None), getattr(body, "stream", None))
-                    answer = await self.handler(body, scope["raylm.request_id"], *self._further(content, scope))
+                    further = self._further(content, scope, reads_all)
+                    answer = await self.handler(body, scope["raylm.request_id"], *further)
                 if isinstance(answer, (bytes, list)):
                     on_begin()
                     reservation.release()  # however slowly the client reads
                     await _send_whole([answer] if isinstance(answer, bytes) else answer, record.sending(send))
                 else:
                     async with aclosing(answer):
-                        events = EventStream(send, self.keep_alive, record)
+                        keep_alive = self.keep_alive or (WAITING if reads_all else b"")
+                        events = EventStream(send, keep_alive, record)
                         await _send_stream(answer, ongoing, on_begin, scope, events)
         finally:
             watch.cancel()
 
-    def _further(self, content: bytes, scope: Scope) -> tuple[str | Posted, ...]:
+    def _further(self, content: bytes, scope: Scope, reads_all: bool) -> tuple[str | Posted, ...]:
         """What the handler gets beside the body and the request's id."""
         key = scope.get("raylm.key", "")
         if self.resumable:
-            return (Posted(content, key, Headers(scope=scope).get(LAST_EVENT_ID, "")),)
+            return (Posted(content, key, Headers(scope=scope).get(LAST_EVENT_ID, ""), reads_all),)
         return (key,) if self.by_key else ()
 
 

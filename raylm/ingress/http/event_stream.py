@@ -20,7 +20,7 @@ _HEADERS = [
 
 
 class EventStream:
-    """Sends the head before the first chunk, and ``keep_alive`` when KEEP_ALIVE_S have passed without one.
+    """Sends the head before the first chunk, and ``keep_alive``, if any, when KEEP_ALIVE_S have passed without one.
 
     Until then ``begun`` is False, and the answer can still have another status. What is written is noted in ``record``.
     """
@@ -35,14 +35,13 @@ class EventStream:
     async def __aenter__(self) -> EventStream:
         self._time = asyncio.get_running_loop().time
         self._last = self._time()
-        self._timer = asyncio.create_task(self._keep_alive_when_idle())
+        self._timer = asyncio.create_task(self._keep_alive_when_idle()) if self._keep_alive else None
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._timer.cancel()
-        del self._timer  # it refers to this stream, as a ring that only the collector would free
+        self._stop_timer()
 
     async def send(self, chunk: bytes) -> None:
         self._last = self._time()
@@ -50,7 +49,12 @@ class EventStream:
 
     async def end(self, chunk: bytes = b"") -> None:
         await self._put(chunk, more=False)
-        self._timer.cancel()
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None  # it refers to this stream, as a ring that only the collector would free
 
     async def _put(self, chunk: bytes, *, more: bool) -> None:
         record = self._record

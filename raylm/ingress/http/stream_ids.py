@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from starlette.datastructures import Headers
+
 from raylm.errors import ConflictError, InvalidRequestError, NotFoundError
 from raylm.frontend import RequestHead, offload
 from raylm.params import SamplingParams
 
 LAST_EVENT_ID = "Last-Event-ID"
+RESUMABLE = "x-raylm-resumable"
 MOST_CHOICES = 11  # more do not fit into MAX_ID
 MAX_ID = 80  # bytes
 _NONCE, _KEY, _FINGERPRINT, _BODY, _MAC = 8, 3, 3, 6, 7  # bytes of the head of an id, in this order
@@ -32,11 +35,27 @@ NOTHING, FIRST_OPENING, TEXT_TO_THE_END, FINISH, USAGE, OPEN = range(6)
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A body as it was sent, the name of the key that it came with, and its Last-Event-ID, "" without one."""
+    """A body as it was sent, the name of the key that it came with, and its Last-Event-ID, "" without one.
+
+    A stream has ids only where its client ``reads_ids``.
+    """
 
     content: bytes
     key: str
     last_event_id: str
+    reads_ids: bool
+
+
+def reads_all_events(headers: Headers) -> bool:
+    """Whether a client asks for what many readers of streams do not know: ids of events, and comments.
+
+    Raises:
+        InvalidRequestError: the header RESUMABLE has another value than true and false.
+    """
+    asked = headers.get(RESUMABLE, "false").lower()
+    if asked not in ("true", "false"):
+        raise InvalidRequestError(f"The header '{RESUMABLE}' must be true or false.", param=RESUMABLE)
+    return asked == "true" or LAST_EVENT_ID in headers
 
 
 class StreamId:

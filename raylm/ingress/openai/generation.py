@@ -145,14 +145,14 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
 async def open_stream(
     model: str, posted: Posted, num_choices: int, ids: StreamIds, llm: AsyncLLM, *, streamed: bool | None
 ) -> StreamId:
-    """The id of the answer's events; UNRESUMABLE where it is not ``streamed``.
+    """The id of the answer's events; UNRESUMABLE where it is not ``streamed``, or its client does not read ids.
 
     Raises:
         RayLMError: as StreamIds.open, or no engine has come that could go on.
     """
     if not streamed and posted.last_event_id:
         raise InvalidRequestError(f"'{LAST_EVENT_ID}' needs 'stream' to be true.", param=LAST_EVENT_ID)
-    if not streamed:
+    if not streamed or not posted.reads_ids:
         return UNRESUMABLE
     if posted.last_event_id:
         await llm.until_ready()

@@ -248,14 +248,18 @@ def _told(events: Events, last: int, tokens: int) -> ToldEvents:
     return ToldEvents(last + len(events), tokens, orjson.dumps(numbered))
 
 
-async def follow(store: ResponseStore, owner: str, response_id: str, after: int) -> Chunks:
-    """The events of a response in the background that come after the number ``after``, as they come."""
+async def follow(store: ResponseStore, owner: str, response_id: str, after: int, *, comments: bool = False) -> Chunks:
+    """The events of a response in the background that come after the number ``after``, as they come.
+
+    With ``comments``, also one whenever none has come for a while.
+    """
     while True:
         try:
             found = await store.follow(owner, response_id, after)
         except StoreLostError:
             await asyncio.sleep(_RENEW_S)
-            yield WAITING
+            if comments:
+                yield WAITING
             continue
         if found is None:
             return
@@ -266,5 +270,5 @@ async def follow(store: ResponseStore, owner: str, response_id: str, after: int)
             yield b"".join(map(named_event, told))
         elif status not in UNFINISHED:
             return
-        else:
+        elif comments:
             yield WAITING

@@ -11,6 +11,7 @@ from raylm.errors import InvalidRequestError, NotFoundError
 from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
+from raylm.ingress.http.stream_ids import reads_all_events
 from raylm.ingress.openai.fields import unsupported
 from raylm.ingress.responses.create import follow
 from raylm.ingress.responses.store import ResponseStore
@@ -33,7 +34,8 @@ def response_routes(store: ResponseStore) -> list[Route]:
         after = query.get("starting_after")
         if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 10):
             raise InvalidRequestError("'starting_after' must be the number of an event.", param="starting_after")
-        events = follow(store, *_names(request), -1 if after is None else int(after))
+        comments = reads_all_events(request.headers)
+        events = follow(store, *_names(request), -1 if after is None else int(after), comments=comments)
         return StreamingResponse(events, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
 
     async def delete(request: Request) -> Response:

@@ -18,7 +18,7 @@ from raylm.config import Config
 from raylm.frontend import AsyncLLM
 from raylm.ingress import Surroundings, build_asgi_app
 from tests.ingress.harness import client_of, served
-from tests.ingress.test_resuming import SECRET, Stack
+from tests.ingress.test_resuming import RESUMABLE, SECRET, Stack
 from tests.ingress.writing_engine import SAID, WritingEngine
 
 PATH = "/v1/messages"
@@ -158,7 +158,7 @@ async def test_whose_stream_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     async with client_of(build_asgi_app(llm, config, surroundings=Surroundings(secret=SECRET))) as client:
 
         async def post(key: str, event_id: str = "") -> httpx.Response:
-            headers = {"x-api-key": key} | ({"last-event-id": event_id} if event_id else {})
+            headers = {"x-api-key": key} | ({"last-event-id": event_id} if event_id else RESUMABLE)
             return await client.post(PATH, json=BODY, headers=headers)
 
         event_id = (await post("sk-alice")).text.split("\n")[0].removeprefix("id: ")
@@ -176,7 +176,7 @@ async def test_the_official_client_reads_events_with_ids() -> None:
     async with (
         served(build_asgi_app(llm, config)) as url,
         anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
-        client.messages.stream(**ask) as answer,
+        client.messages.stream(**ask, extra_headers=RESUMABLE) as answer,
     ):
         assert "".join([piece async for piece in answer.text_stream]) == SAID[0]
     await llm.stop()

@@ -25,6 +25,7 @@ from tests.ingress.refused import error_of
 
 PATHS = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/v1/completions", TEXT | {"prompt": ["a", "b"]})]
 
+ALL_EVENTS = {"x-raylm-resumable": "true"}
 IMPATIENT = httpx.Timeout(30, read=0.2)
 
 
@@ -120,8 +121,8 @@ async def test_tokens_are_sent_as_they_come(app: Starlette, llm: FakeAsyncLLM) -
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
         async with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
             lines = (line async for line in answer.aiter_lines() if line)
-            texts = [(await anext(lines)) for _ in range(4)]
-            assert orjson.loads(texts[3][6:])["choices"][0]["delta"]["content"] == "H"
+            texts = [(await anext(lines)) for _ in range(2)]
+            assert orjson.loads(texts[1][6:])["choices"][0]["delta"]["content"] == "H"
             llm.gate.set()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
@@ -158,17 +159,32 @@ async def test_a_stream_with_nothing_to_tell_is_kept_alive_and_says_the_same(
     llm.gate, llm.open_outputs = asyncio.Event(), open_outputs
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
         found = ""
-        async with client.stream("POST", path, json=body | {"stream": True}) as answer:
+        async with client.stream("POST", path, json=body | {"stream": True}, headers=ALL_EVENTS) as answer:
             assert answer.status_code == 200
             async for text in answer.aiter_text():
                 found += text
                 if found.count(waiting) >= 4:
                     llm.gate.set()
         monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 100.0)
-        calm = (await client.post(path, json=body | {"stream": True})).text
+        calm = (await client.post(path, json=body | {"stream": True}, headers=ALL_EVENTS)).text
     blocks = [block for block in found.split("\n\n") if block != waiting]
     assert len(blocks) == len([block for block in calm.split("\n\n") if block != waiting])
     assert llm.calls[0].ended == "finished"
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_a_client_that_does_not_ask_gets_no_comments(
+    app: Starlette, llm: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+    llm.gate, llm.open_outputs = asyncio.Event(), 1
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        asking = asyncio.create_task(client.post(path, json=body | {"stream": True}))
+        await until(lambda: bool(llm.calls))
+        await asyncio.sleep(0.1)  # in which comments would come
+        llm.gate.set()
+        answer = await asking
+    assert all(block.startswith("data: ") for block in answer.text.removesuffix("\n\n").split("\n\n"))
 
 
 async def test_what_goes_wrong_after_a_sign_of_life_is_an_error_event(
@@ -176,7 +192,7 @@ async def test_what_goes_wrong_after_a_sign_of_life_is_an_error_event(
 ) -> None:
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
     llm.gate, llm.open_outputs = asyncio.Event(), 0
-    headers = {"request-timeout-ms": "300"}
+    headers = ALL_EVENTS | {"request-timeout-ms": "300"}
     async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers=headers)
     assert answer.status_code == 200
@@ -193,7 +209,9 @@ async def test_clients_of_openai_and_anthropic_leave_signs_of_life_out(
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
     opener = asyncio.create_task(open_when_told(llm))
     async with served(app) as url, AsyncExitStack() as clients:
-        openai = await clients.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key="-"))
+        openai = await clients.enter_async_context(
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="-", default_headers=ALL_EVENTS)
+        )
         anthropic = await clients.enter_async_context(AsyncAnthropic(base_url=url, api_key="-"))
         llm.gate, llm.open_outputs = asyncio.Event(), 0
         stream = await openai.chat.completions.create(**CHAT, stream=True)
