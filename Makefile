@@ -35,9 +35,9 @@ check: $(VENV)/.dev  ## format, lint, types, import rules and size figures
 conformance: $(VENV)/.dev  ## check every endpoint's answers against the specifications (URL=… for a running server)
 	@$(BIN)/python -m tests.conformance $(URL)
 
-clients: $(VENV)/.dev $(OTHERS)/.installed  ## try clients that need other packages than ours: litellm, openai 2.x
+clients: $(VENV)/.dev $(OTHERS)/.installed  ## try clients that need other packages than ours: litellm, openai 2.x, the benches of vLLM and SGLang
 	@LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python -m tests.conformance.with_server \
-		$(OTHERS)/bin/python tests/conformance/clients.py {url} openai litellm
+		$(OTHERS)/bin/python -m tests.conformance.clients {url} openai litellm vllm sglang
 
 fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10
 	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)
@@ -76,8 +76,9 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
 
-$(OTHERS)/.installed: tests/conformance/clients.txt
+$(OTHERS)/.installed: tests/conformance/clients.txt tests/conformance/benches.txt
 	@echo "make: installing other clients into $(OTHERS)"
 	@$(PYTHON) -m venv --clear $(OTHERS)
 	@$(OTHERS)/bin/python -m pip install --quiet --requirement $<
+	@$(OTHERS)/bin/python -m pip install --quiet --no-deps --requirement tests/conformance/benches.txt
 	@touch $@

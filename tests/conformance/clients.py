@@ -1,19 +1,22 @@
 """What client libraries do against a running server: chat, tools, thoughts, responses, embeddings, typed errors.
 
-    python tests/conformance/clients.py URL             # all that are installed
-    python tests/conformance/clients.py URL litellm     # those named, which must be installed
+    python -m tests.conformance.clients URL             # all that are installed
+    python -m tests.conformance.clients URL litellm     # those named, which must be installed
 
-It needs nothing else of this repository, so that other versions of a library can be tried from an environment of their
+It needs no package of this repository, so that other versions of a library can be tried from an environment of their
 own: `make clients` does.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from tests.conformance.benches import sglang_bench, vllm_bench
 
 MODEL = "embedded"
 HOSTED = f"hosted_vllm/{MODEL}"
@@ -291,6 +294,8 @@ CHECKS: dict[str, list[Callable[[str], None]]] = {
     "anthropic": [anthropic_messages],
     "langchain_openai": [langchain_chat],
     "litellm": [litellm_chat, litellm_tools, litellm_rest],
+    "vllm": [vllm_bench],
+    "sglang": [sglang_bench],
 }
 
 
@@ -320,13 +325,11 @@ def main() -> int:
     url, *named = sys.argv[1:]
     failed = False
     for library in named or CHECKS:
-        try:
-            module = importlib.import_module(library)
-        except ImportError:
+        if importlib.util.find_spec(library) is None:
             print(f"{'FAIL' if named else '--  '}  {library} is not installed")
             failed = failed or bool(named)
             continue
-        version = getattr(module, "__version__", "")
+        version = importlib.metadata.version(importlib.metadata.packages_distributions()[library][0])
         for check in CHECKS[library]:
             try:
                 check(url)
