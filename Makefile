@@ -26,11 +26,12 @@ software: $(VENV)/.dev  ## the programs that tests drive, Chromium and Prometheu
 long: $(VENV)/.dev  ## the tests that take minutes
 	@$(BIN)/pytest -m long
 
-check: $(VENV)/.dev  ## format, lint, types, import rules and size figures
+check: $(VENV)/.dev  ## format, lint, types, import rules, size figures and licences
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python tests/house.py
+	@$(BIN)/reuse lint --quiet
 
 conformance: $(VENV)/.dev  ## check every endpoint's answers against the specifications (URL=… for a running server)
 	@$(BIN)/python -m tests.conformance $(URL)

@@ -1,8 +1,9 @@
-"""The documents name files that exist."""
+"""The documents name files that exist, and the licence of every package that RayLM asks for."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,11 @@ def test_every_path_in_a_page_exists(page: Path) -> None:
     named = _PATH.findall(text)
     assert [path for path in named if not exists(path, page)] == []
     assert [link for link in _LINK.findall(text) if not (page.parent / link).exists()] == []
+
+
+def test_every_package_that_is_asked_for_has_its_licence_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    names = [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in asked]
+    page = (ROOT / "docs" / "licenses.md").read_text()
+    assert [name for name in names if not re.search(rf"\| {name} \| \S+ \| \S", page)] == []
