@@ -4,7 +4,8 @@
     python -m benchmarks.plot benchmarks/results/*.jsonl --to pictures     # all questions
 
 Where a case has several values of one metric, the bar ends at their median, and a line spans the least and the largest.
-Bars of ratios begin at 1, on a logarithmic axis.
+Bars of ratios begin at 1, on a logarithmic axis. Questions of ``BY_CLIENTS`` are drawn as groups of bars, a group for
+each number of clients and a bar for each engine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 from benchmarks.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
-DRAWN = ("compare_offline", "compare_http", "sampler", "event_loop")
+DRAWN = ("compare_chat", "compare_offline", "compare_http", "sampler", "event_loop")
+BY_CLIENTS = {  # question -> metrics that are drawn, with the titles of their panels
+    "compare_chat": {
+        "output": "Tokens per second (more is better)",
+        "TTFT p50": "Time to first token, ms (less is better)",
+    }
+}
+_COLORS = ("#4477aa", "#bbbbbb", "#999999", "#ddaa77", "#77aa88")
 
 
 @contextmanager
@@ -42,6 +50,9 @@ def picture(path: Path, panels: int, size: tuple[float, float], title: str = "")
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """A picture of one question."""
+    if rows[0].question in BY_CLIENTS:
+        draw_by_clients(rows, path)
+        return
     every = list(dict.fromkeys(row.metric for row in rows))
     metrics = [metric for metric in every if "ratio" in metric] or every
     cases = list(dict.fromkeys(row.case for row in rows if row.metric in metrics))
@@ -51,6 +62,29 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             _panel(axis, [row for row in rows if row.metric == metric], cases)
         for axis in axes[1:]:
             axis.tick_params(labelleft=False)
+
+
+def draw_by_clients(rows: Sequence[Row], path: Path) -> None:
+    """A group of bars for each number of clients, from cases such as "RayLM, 8 clients"."""
+    titles = BY_CLIENTS[rows[0].question]
+    values: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        engine, _, clients = row.case.rpartition(", ")
+        values.setdefault((row.metric, engine, clients), []).append(row.value)
+    engines = list(dict.fromkeys(engine for _, engine, _ in values))
+    groups = sorted({clients for _, _, clients in values}, key=lambda text: int(text.split()[0]))
+    width = 0.84 / len(engines)
+    with picture(path, len(titles), (11, 3.6), f"{rows[0].machine}, {rows[0].date}") as axes:
+        for axis, (metric, title) in zip(axes, titles.items(), strict=True):
+            for place, engine in enumerate(engines):
+                found = [statistics.median(values.get((metric, engine, group), [0.0])) for group in groups]
+                at = [group + (place - (len(engines) - 1) / 2) * width for group in range(len(groups))]
+                bars = axis.bar(at, found, width * 0.94, color=_COLORS[place % len(_COLORS)], label=engine)
+                axis.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=1)
+            axis.set_xticks(range(len(groups)), groups)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_title(title, fontsize=10)
+        axes[0].legend(fontsize=8, frameon=False, loc="upper left")
 
 
 def _panel(axis: Any, rows: Sequence[Row], cases: Sequence[str]) -> None:

@@ -64,8 +64,15 @@ class Report:
 
 
 def append(path: Path, question: str, case: str, figures: Mapping[str, float], units: Mapping[str, str]) -> None:
-    """Add the rows of one case to a file; values have six digits."""
-    command, date = shlex.join(["python", "-m", _module(), *sys.argv[1:]]), datetime.now(UTC).date().isoformat()
+    """Add the rows of one case to a file.
+
+    Values have six digits; of absolute paths the command has the last part alone.
+    """
+    words = [f"…/{Path(word).name}" if word.startswith("/") else word for word in sys.argv[1:]]
+    command = " ".join(
+        word if word.startswith("…/") else shlex.quote(word) for word in ["python", "-m", _module(), *words]
+    )
+    date = datetime.now(UTC).date().isoformat()
     with path.open("a") as file:
         for metric, value in figures.items():
             row = Row(question, case, metric, float(f"{value:.6g}"), units[metric], machine(), date, command)

@@ -2,12 +2,14 @@
 
     python -m benchmarks.compare --model CHECKPOINT \\
         --vllm-python ENV/bin/python --llama-server BUILD/bin/llama-server --gguf BF16.gguf Q8_0.gguf \\
-        --openvino-python ENV/bin/python --openvino-model FP16_DIR INT8_DIR [--quick]
+        --openvino-python ENV/bin/python --openvino-model FP16_DIR INT8_DIR --ray-serve-llm-python ENV/bin/python \\
+        [--quick]
 
 A peer is whose options are given; none means RayLM alone. Offline loads W1, W2, W4, W5 (see workloads.py), then
 streamed serving over HTTP (RayLM in its default topology). A peer and RayLM are up beside each other and take turns,
 round by round, one working while the other waits; a ratio is RayLM's figure by the peer's of the same round, its
 spread the lowest and highest round. The machine's limit is measured before each offline round (with --quick once).
+--loads chat serves streamed chats in place of completions; --rows appends each sample to a file as it is measured.
 Figures marked * were taken while other processes used more than 0.4 cores.
 --quick: one round, fewer clients, the first of several checkpoints of a peer, ended within 10 minutes.
 The last line is one JSON object with the ratios. Logs, all samples, raw rows and the picture lie in --out.
@@ -16,6 +18,7 @@ The last line is one JSON object with the ratios. Logs, all samples, raw rows an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -35,7 +38,17 @@ from benchmarks.compare.engines import Engine, EngineError, ServerEngine, adopt_
 from benchmarks.compare.limits import Limits, bounds, read_shape
 from benchmarks.compare.peers import ROOT, Contender, Field, Starter, knob, raylm_options
 from benchmarks.compare.report import OURS, OWN_OFFLINE, Sample, StepTimes
-from benchmarks.compare.workloads import OFFLINE, ClosedLoop, Figures, Prompts, Words, requests, warm_up, waves
+from benchmarks.compare.workloads import (
+    OFFLINE,
+    SERVED,
+    ClosedLoop,
+    Figures,
+    Prompts,
+    Words,
+    requests,
+    warm_up,
+    waves,
+)
 from benchmarks.rows import append
 from raylm.checkpoint import resolve
 
@@ -43,7 +56,8 @@ QUICK = {"repeats": 1, "concurrency": [1, 8, 32], "minutes": 7.0, "timeout": 100
 WHOLE = {"repeats": 3, "concurrency": [1, 8, 32, 64], "minutes": 240.0, "timeout": 900.0}
 STEP_BATCHES = (1, 8, 32)
 SETTLE_S = 1.0  # threads of the engine before may spin for a while before they sleep
-LOADS = ["steps", *OFFLINE, "HTTP"]
+LOADS = ["steps", *OFFLINE, *SERVED]
+BY_DEFAULT = [name for name in LOADS if name != "chat"]
 IDLE_CORES, IDLE_S = 0.1, 2.0
 OFFLINE_SHARE = 0.6
 
@@ -55,6 +69,12 @@ class Place:
     peer: str
     repeat: int
     clients: int = 0
+
+    @property
+    def case(self) -> str:
+        """The case of a row."""
+        name = report.shown(self.engine)
+        return f"{name}, {self.clients} client{'s' * (self.clients > 1)}" if self.clients else name
 
     def sample(self, figures: Figures, others: float, limits: Mapping[tuple[str, str], float]) -> Sample:
         named = {f"{name} at {self.clients}" if self.clients else name: value for name, value in figures.items()}
@@ -140,7 +160,7 @@ class Comparison:
 
     def serving(self) -> None:
         """Streams over HTTP, RayLM beside each peer that has a server."""
-        if "HTTP" not in self.args.loads:
+        if not set(SERVED) & set(self.args.loads):
             return
         with ExitStack() as stack:
             assert self.contenders.ours.serve is not None
@@ -157,12 +177,13 @@ class Comparison:
                 self._loads([ours], OURS)
 
     def _loads(self, engines: list[Engine], peer: str) -> None:
-        for clients in self.args.concurrency:
-            load = ClosedLoop(clients, requests(clients, self.args.quick))
+        served = [name for name in SERVED if name in self.args.loads]
+        for workload, clients in itertools.product(served, self.args.concurrency):
+            load = ClosedLoop(clients, requests(clients, self.args.quick), SERVED[workload])
             for repeat in range(self.args.repeats):
                 for engine in in_turn(engines, repeat):
                     assert isinstance(engine, ServerEngine)
-                    place = Place("HTTP", engine.name, peer, repeat, clients)
+                    place = Place(workload, engine.name, peer, repeat, clients)
                     self._sample(engine, place, partial(load.run, engine))
 
     # ---------------------------------------------------------------- one measurement
@@ -189,6 +210,13 @@ class Comparison:
             if not sample.disturbed:
                 break
         self.samples.append(sample)
+        self.keep(place, figures, used.others)
+
+    def keep(self, place: Place, figures: Figures, others: float) -> None:
+        """Append a sample to the file of rows, if there is one."""
+        if self.args.rows is not None:
+            named = report.named(figures | {"others_cores": others})
+            append(self.args.rows, f"compare_{place.workload}", place.case, *named)
 
     def _enter(self, stack: ExitStack, start: Callable[[], Engine] | None) -> Engine | None:
         """Start an engine, warm it up and look whether it keeps still; None if that fails, or there is no time."""
@@ -276,12 +304,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--llama-server", help="llama.cpp's server binary")
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="the model for llama.cpp, one peer each")
+    parser.add_argument(
+        "--ray-serve-llm-python", help="interpreter of an environment with ray[llm] and vLLM's CPU build"
+    )
     parser.add_argument("--openvino-python", help="interpreter of an environment with openvino-genai")
     parser.add_argument("--openvino-model", type=Path, nargs="+", default=[], help="exported models, one peer each")
     parser.add_argument(
         "--raylm", type=knob, nargs="+", default=[], metavar="KNOB=VALUE", help="knobs of RayLM's Config"
     )
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=BY_DEFAULT)
     parser.add_argument("--quick", action="store_true", help="ends within 10 minutes")
     parser.add_argument("--repeats", type=int, help="rounds")
     parser.add_argument("--retries", type=int, default=0, help="times to measure again what was disturbed")
@@ -290,8 +321,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=int, default=4, help="KV cache of every engine that has such a limit")
     parser.add_argument("--minutes", type=float, help="begin nothing new after so long")
     parser.add_argument("--timeout", type=float, help="seconds for an engine to start, or for a sample")
-    parser.add_argument("--port", type=int, default=18811, help="the first of three")
+    parser.add_argument("--port", type=int, default=18811, help="the first of seven")
     parser.add_argument("--out", type=Path, help="folder of logs, samples and picture; by default a new temporary one")
+    parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="append the figures of each sample as rows")
     args = parser.parse_args()
     for name, value in (QUICK if args.quick else WHOLE).items():
         if getattr(args, name) is None:

@@ -113,7 +113,7 @@ class Engine(ABC):
     def __init__(self, name: str, command: Command, log: Path, timeout_s: float) -> None:
         self.name, self.log = name, log
         self.about: dict[str, Any] = {}
-        self._command, self._timeout_s = command, timeout_s
+        self.command, self._timeout_s = command, timeout_s
         self._deadline = time.monotonic() + timeout_s
 
     def begin(self) -> None:
@@ -129,11 +129,11 @@ class Engine(ABC):
         self.begin()
         with self.log.open("w") as log:
             self._child = subprocess.Popen(
-                self._command.words,
+                self.command.words,
                 stdin=subprocess.PIPE,
                 stdout=self._stdout(log),
                 stderr=log,
-                env=os.environ | self._command.environment,
+                env=os.environ | self.command.environment,
                 text=True,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
@@ -268,11 +268,15 @@ class ServerEngine(Engine):
         while time.monotonic() < self._deadline:
             if self._child.poll() is not None:
                 raise self._failed(f"{self.name} has ended with {self._child.returncode}")
-            with suppress(URLError, OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                if answer.status == 200:
-                    return
+            if self._is_up():
+                return
             time.sleep(_POLL_S)
         raise self._failed(f"{self.name} was not up after {self._timeout_s:g} s")
+
+    def _is_up(self) -> bool:
+        with suppress(URLError, OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+        return False
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> float:
         """Over HTTP, not streamed."""
@@ -296,3 +300,13 @@ class ServerEngine(Engine):
                 return int((await response.json())["usage"]["completion_tokens"])
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"{self.name}: {error!r}") from error
+
+
+class AnsweringServer(ServerEngine):
+    """A server that is up when it answers a completion; its /health says nothing of the model."""
+
+    def _is_up(self) -> bool:
+        with suppress(EngineError):
+            self.generate([[1, 2, 3]], 1)
+            return True
+        return False

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.compare.engines import Command, Engine, RunnerEngine, ServerEngine
+from benchmarks.compare.engines import AnsweringServer, Command, Engine, RunnerEngine, ServerEngine
 from benchmarks.compare.report import OURS
 from benchmarks.compare.workloads import OFFLINE
 
@@ -62,12 +62,16 @@ class Starter:
         args, missing = self._args, {}
         most = 1 if args.quick else None
         peers = [self._vllm(args.vllm_python)] if args.vllm_python else []
+        if args.ray_serve_llm_python:
+            peers += [self._ray_serve_llm(args.ray_serve_llm_python, direct) for direct in (False, True)]
         if args.llama_server and args.gguf:
             peers += [self._llama(path) for path in args.gguf[:most]]
         if args.openvino_python and args.openvino_model:
             peers += [self._openvino(path) for path in args.openvino_model[:most]]
         if not args.vllm_python:
             missing["vllm"] = "not given: --vllm-python"
+        if not args.ray_serve_llm_python:
+            missing["ray serve llm"] = "not given: --ray-serve-llm-python"
         if not (args.llama_server and args.gguf):
             missing["llama.cpp"] = "not given: --llama-server and --gguf"
         if not (args.openvino_python and args.openvino_model):
@@ -123,6 +127,31 @@ class Starter:
             lambda: self._server("vllm", port, Command(words, environment)),
         )
 
+    def _ray_serve_llm(self, python: str, direct: bool) -> Contender:
+        """At its defaults, or with direct streaming; beside RayLM, whose Serve has the usual ports and paths."""
+        name, port = ("Ray Serve LLM, direct streaming" if direct else "Ray Serve LLM"), self._args.port + 3
+        state = self._folder / f"serve-{port}"
+        state.mkdir(exist_ok=True)
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": str(self._args.kv_gib),
+            "HF_HUB_OFFLINE": "1",
+            "DO_NOT_TRACK": "1",
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(port + 1),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(port + 2),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(port + 3),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": "31100",
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": "32000",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(state / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(state / "admin.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(state),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(state / "server-state"),
+        }
+        if direct:
+            environment |= {"RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
+        script = str(Path(__file__).with_name("ray_serve_llm.py"))
+        command = Command([python, script, str(self._model), SERVED_NAME, str(port), self._cores], environment)
+        return Contender(name, [], lambda: self._server(name, port, command, AnsweringServer))
+
     def _llama(self, gguf: Path) -> Contender:
         name, clients = f"llama.cpp {gguf.stem}", max(self._args.concurrency)
         short = [workload for workload in OFFLINE if workload != "W5"]
@@ -155,12 +184,12 @@ class Starter:
         words = [python, str(Path(__file__).with_name("runner.py")), name.split()[0], json.dumps(options)]
         return RunnerEngine(name, Command(words, environment or {}), self._log(name, "offline"), self._args.timeout)
 
-    def _server(self, name: str, port: int, command: Command) -> ServerEngine:
+    def _server(self, name: str, port: int, command: Command, kind: type[ServerEngine] = ServerEngine) -> ServerEngine:
         url = f"http://127.0.0.1:{port}"
-        return ServerEngine(name, command, self._log(name, "server"), self._args.timeout, url, SERVED_NAME)
+        return kind(name, command, self._log(name, "server"), self._args.timeout, url, SERVED_NAME)
 
     def _log(self, name: str, what: str) -> Path:
-        return self._folder / f"{name.replace(' ', '-')}-{what}.log"
+        return self._folder / f"{name.replace(' ', '-').replace(',', '')}-{what}.log"
 
 
 def raylm_options(args: argparse.Namespace) -> dict[str, Any]:

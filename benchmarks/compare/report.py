@@ -18,6 +18,24 @@ WORKER_PARTS = ("linear", "attention", "elementwise", "forward", "sampling", "re
 CORE_PARTS = ("scheduler", "messages", "waiting")
 
 
+_SHOWN = {OURS: "RayLM", "vllm": "vLLM"}
+_FIGURES = {  # metric and unit of a row
+    "out_tok_s": ("output", "tok/s"), "ttft_p50_ms": ("TTFT p50", "ms"), "itl_p50_ms": ("ITL p50", "ms"),
+    "ttft_ms": ("TTFT", "ms"), "ms_per_token": ("ms a token", "ms"), "others_cores": ("other processes", "cores"),
+}  # fmt: skip
+
+
+def shown(engine: str) -> str:
+    """The name of an engine in rows and pictures."""
+    return _SHOWN.get(engine, engine)
+
+
+def named(figures: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
+    """The figures of a sample by the names that rows have, and the units of these."""
+    values = {_FIGURES[name][0]: value for name, value in figures.items()}
+    return values, {_FIGURES[name][0]: _FIGURES[name][1] for name in figures}
+
+
 @dataclass(frozen=True)
 class Sample:
     """One measurement: what ``engine`` did in round ``repeat`` of its pairing with ``peer`` (its own name if alone).

@@ -6,7 +6,7 @@
     W5  one prompt of 2,048 tokens: milliseconds until its first token
 
 and ``waves``, what serving is compared with: as many prompts at once as clients, 128 in / 64 out. Over HTTP:
-``ClosedLoop``, streamed completions of the same lengths from so many clients.
+``ClosedLoop``, streamed completions or chats of the same lengths from so many clients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.compare.engines import EngineError, ServerEngine
 from benchmarks.http.serving import Client, Load, closed_loop
-from raylm.client import Connection
+from raylm.client import Answer, Connection, ask
 
 Prompt = list[int]
 Generate = Callable[[list[Prompt], int], float]  # (prompts, tokens of each answer) -> seconds
@@ -132,6 +132,21 @@ class WordClient(Client):
         return super().body() | {"prompt": self._prompts.text(self._prompts.one(PROMPT))}
 
 
+class ChatClient(WordClient):
+    """Sends the same text as the message of a chat; the model's template adds its own tokens."""
+
+    def body(self) -> dict[str, object]:
+        body = super().body()
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        return body
+
+    async def ask(self) -> Answer:
+        return await ask(self.connection, "/v1/chat/completions", self.body(), self.max_tokens)
+
+
+SERVED: dict[str, type[WordClient]] = {"HTTP": WordClient, "chat": ChatClient}
+
+
 def requests(clients: int, quick: bool) -> int:
     least, waves = (4, 2) if quick else (8, 3 if clients <= 8 else 2)
     return max(least, waves * clients)
@@ -143,6 +158,7 @@ class ClosedLoop:
 
     clients: int
     total: int
+    kind: type[WordClient] = WordClient
 
     def run(self, engine: ServerEngine, prompts: Prompts) -> Figures:
         """Figures of one run against ``engine``.
@@ -162,7 +178,7 @@ class ClosedLoop:
     async def _load(self, engine: ServerEngine, prompts: Prompts) -> Load:
         connection = Connection(engine.url, timeout_s=engine.left_s, keep_alive=False)
         async with asyncio.timeout(engine.left_s), connection:
-            client = WordClient(connection, engine, prompts)
+            client = self.kind(connection, engine, prompts)
             started = time.perf_counter()
             answers = await closed_loop(client.ask, self.clients, self.total)
             return Load(time.perf_counter() - started, answers)

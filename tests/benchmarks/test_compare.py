@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import plot, rows
+from benchmarks.compare import __main__ as compare
 from benchmarks.compare import limits, report
 from benchmarks.compare.limits import Limits, Shape
+from benchmarks.compare.peers import Contender, Field, Starter
 from benchmarks.compare.report import OURS, Sample
+from benchmarks.compare.workloads import SERVED, ChatClient, Prompts, Words
+from raylm.checkpoint import EMBEDDED
+from raylm.client import Connection
+
+FIELD = Field(Contender(OURS, []), [])
 
 
 def sample(engine: str, repeat: int, others: float = 0.0, peer: str = "peer", **figures: float) -> Sample:
@@ -88,6 +98,59 @@ def test_the_share_of_the_limit_stands_in_the_table() -> None:
     assert [re.findall(r"(\d+)%", line) for line in table[2:]] == [["50"], ["25"]]
 
 
+# ---------------------------------------------------------------- served chats
+
+
+def options(*words: str) -> argparse.Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["compare", *words])
+        return compare.parse()
+
+
+def test_ray_serve_llm_is_two_peers_with_ports_and_files_apart_from_ours(tmp_path: Path) -> None:
+    args = options("--ray-serve-llm-python", "env/bin/python", "--port", "7000")
+    field = Starter(args, EMBEDDED, tmp_path).field()
+    assert [peer.name for peer in field.peers] == ["Ray Serve LLM", "Ray Serve LLM, direct streaming"]
+    assert set(field.missing) == {"vllm", "llama.cpp", "openvino"}
+    assert field.ours.serve is not None
+    ours = field.ours.serve().command
+    for peer in field.peers:
+        assert peer.serve is not None
+        server = peer.serve()
+        assert server.url == "http://127.0.0.1:7003"
+        own = {name: value for name, value in server.command.environment.items() if name.endswith(("PORT", "FILE"))}
+        assert not set(own.values()) & set(ours.environment.values())
+        assert server.command.environment.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING") == (
+            "1" if "," in peer.name else None
+        )
+
+
+async def test_a_chat_asks_for_the_same_text_as_a_completion(tmp_path: Path) -> None:
+    serve = Starter(options(), EMBEDDED, tmp_path).field().ours.serve
+    assert serve is not None
+    async with Connection("http://127.0.0.1:1") as connection:
+        prompts = (Prompts(Words(EMBEDDED), "seed") for _ in range(2))
+        plain, chat = (kind(connection, serve(), next(prompts)).body() for kind in (SERVED["HTTP"], ChatClient))
+    assert chat.pop("messages") == [{"role": "user", "content": plain.pop("prompt")}]
+    assert chat == plain
+
+
+def test_each_sample_is_a_row_by_engine_and_clients_as_soon_as_it_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    run = compare.Comparison(options("--rows", str(path), "--model", "/models/m"), EMBEDDED, FIELD)
+    for clients in (1, 8):
+        figures = {"out_tok_s": 10.0 * clients, "ttft_p50_ms": 5.0, "itl_p50_ms": 2.0}
+        run.keep(compare.Place("chat", OURS, "vllm", 0, clients), figures, others=0.25)
+    rates = [row for row in rows.read(path) if row.metric == "output"]
+    assert [(row.question, row.case, row.value, row.unit) for row in rates] == [
+        ("compare_chat", "RayLM, 1 client", 10.0, "tok/s"), ("compare_chat", "RayLM, 8 clients", 80.0, "tok/s"),
+    ]  # fmt: skip
+    assert [row.value for row in rows.read(path) if row.metric == "other processes"] == [0.25, 0.25]
+    plot.draw(rows.read(path), tmp_path / "rows.svg")
+    drawn = (tmp_path / "rows.svg").read_text()
+    assert [text in drawn for text in ("RayLM", "8 clients", ">80<")] == [True] * 3
+
+
 # ---------------------------------------------------------------- parts of a step
 
 MEASURED = {"wall": 0.1, "step": 0.09, "forward": 0.08, "scheduler": 0.001, "messages": 0.002}
@@ -158,8 +221,6 @@ def test_decoding_reads_the_shared_prefix_once() -> None:
 
 
 def test_the_shape_of_the_embedded_model_is_read_from_its_files() -> None:
-    from raylm.checkpoint import EMBEDDED
-
     config = json.loads((EMBEDDED / "config.json").read_text())
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     attention = hidden * config["head_dim"] * 2 * (heads + kv_heads)

@@ -37,7 +37,7 @@ def raylm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in run("git", "ls-files", "raylm", "pyproject.toml", "README.md", cwd=ROOT).splitlines():
+    for name in run("git", "ls-files", "raylm", "pyproject.toml", "README.md", "LICENSE", cwd=ROOT).splitlines():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
