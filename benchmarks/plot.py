@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
-DRAWN = ("compare_chat", "compare_offline", "compare_http", "sampler", "event_loop")
+DRAWN = ("compare_chat",)
 BY_CLIENTS = {  # question -> metrics that are drawn, with the titles of their panels
     "compare_chat": {
         "output": "Tokens per second (more is better)",

@@ -7,7 +7,7 @@
 Every request streams, asks for exactly --max-tokens tokens (ignore_eos) at temperature 0, and has a prompt of its own
 of about --prompt-tokens tokens, so that prefix caches do not help. TTFT is up to the first chunk with text; the
 inter-token latency of a request is (last chunk - first chunk) / (tokens - 1), tokens counted by the server's usage.
-`raylm bench` asks and measures; here are the rows of benchmarks/RESULTS.md, and what other benchmarks change about it.
+`raylm bench` asks and measures; here are its rows, and what other benchmarks change about it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Every result names a command that exists and knows the options it is given, and every ratio stands in raw rows."""
+"""Every result names a command that exists and knows its options.
+
+Every ratio stands in raw rows, and the figures of every headline on its page.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from benchmarks.rows import Report, Row
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-LONGEST = 130
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))}
+HEADLINES = [line.split(" | ") for line in RESULTS.splitlines() if line.startswith("| ")][1:]
 COMMAND = re.compile(r"python -m (benchmarks[.\w]*)([^`]*)")
-OTHERS = "clients"  # theirs are the commands
+FIGURE = re.compile(r"\d[\d,.]*\d|\d")
 
 
 def questions() -> dict[str, str]:
-    """What is said to each question: a section, or a line of the table of the last one."""
-    *sections, last = RESULTS.split("\n## ")[1:]
-    lines = [line.split(" | ", 1) for line in last.splitlines()[3:]]
-    return {section.split(":")[0]: section for section in sections} | {name[2:]: rest for name, rest in lines}
+    """What the pages say to each question, a section each."""
+    sections = [section for page in PAGES.values() for section in page.split("\n## ")[1:]]
+    return {section.split(":")[0]: section for section in sections}
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -46,13 +49,21 @@ def source(module: str) -> str:
     )
 
 
-def test_the_results_are_short() -> None:
-    assert len(RESULTS.splitlines()) <= LONGEST
+@pytest.mark.parametrize(("question", "answer", "link"), HEADLINES, ids=str)
+def test_a_headline_has_figures_of_the_page_that_it_links(question: str, answer: str, link: str) -> None:
+    page = PAGES[re.findall(r"\(results/(\w+)\.md\)", link)[0]]
+    assert question.endswith("?")
+    assert [figure for figure in FIGURE.findall(answer) if figure not in FIGURE.findall(page)] == []
+
+
+def test_there_are_ten_headlines_and_a_headline_for_each_page() -> None:
+    assert len(HEADLINES) == 10
+    assert [name for name in PAGES if f"(results/{name}.md)" not in RESULTS] == []
 
 
 @pytest.mark.parametrize("question", questions())
 def test_an_answer_has_a_command_and_rows(question: str) -> None:
-    assert commands(questions()[question]) or question == OTHERS
+    assert commands(questions()[question])
     found = rows.read(plot.RESULTS / f"{question}.jsonl")
     assert {row.question for row in found} == {question}
     ratios = {row.value for row in found if row.unit == "x"}
@@ -72,7 +83,7 @@ def test_rows_are_whole(path: Path) -> None:
         assert all(text or name == "unit" for name, text in row.items())
 
 
-NAMED = commands(RESULTS) + [
+NAMED = [found for page in PAGES.values() for found in commands(page)] + [
     found
     for path in sorted(plot.RESULTS.glob("*.jsonl"))
     for command in dict.fromkeys(row.command for row in rows.read(path))
@@ -131,6 +142,6 @@ def test_steps_are_timed_beside_busy_processes() -> None:
 def test_a_layer_is_timed_in_all_formats() -> None:
     said = run("model.linear", "--threads", "2", "--inputs", "256", "--outputs", "64", "--rows", "2", "--repeats", "1",
                "--calls", "1", "--mib", "1")  # fmt: skip
-    assert re.findall(r"^(2 rows, .*?) {2,}[\d.]+ +[\d.]+ +\S+$", said, re.M) == [
+    assert re.findall(r"^(2 rows, .*?) {2,}[\d.,]+ +[\d.,]+ +\S+$", said, re.M) == [
         "2 rows, bfloat16", "2 rows, int8", "2 rows, int4, groups of 64", "2 rows, int4 with zeros, groups of 64",
     ]  # fmt: skip
