@@ -67,6 +67,10 @@ class NotFoundError(InvalidRequestError):
     code = "not_found"
 
 
+class PreviousResponseNotFoundError(NotFoundError):
+    code = "previous_response_not_found"
+
+
 class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
 

@@ -30,11 +30,10 @@ from raylm.ingress.openai.chat import ChatCompletionRequest, ChatCompletions
 from raylm.ingress.openai.completions import CompletionRequest, Completions
 from raylm.ingress.openai.embeddings import EmbeddingRequest, Embeddings
 from raylm.ingress.openai.fields import Body
-from raylm.ingress.openai.generation import IncomingFields
 from raylm.ingress.openai.models import Adapters, LoadAdapterRequest, UnloadAdapterRequest, model_routes
 from raylm.ingress.openai.scores import Rerank, RerankRequest, Score, ScoreRequest
 from raylm.ingress.openai.tokenize import Detokenize, DetokenizeRequest, Tokenize, TokenizeRequest
-from raylm.ingress.openai.unknown_fields import KnownFields
+from raylm.ingress.openai.unknown_fields import IncomingFields, KnownFields
 from raylm.ingress.responses.body import ResponsesRequest
 from raylm.ingress.responses.create import CreateResponse
 from raylm.ingress.responses.routes import response_routes
@@ -93,7 +92,7 @@ def build_asgi_app(
     stream_ids = StreamIds(surroundings.secret)
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
-    responses = CreateResponse(async_llm, chat, store, lifecycle)
+    responses = CreateResponse(async_llm, chat, store, lifecycle, surroundings.secret)
     desk = Desk(async_llm, lifecycle)
     peers = surroundings.create_peers(desk)
 
@@ -112,7 +111,7 @@ def build_asgi_app(
     ) -> Route:
         queue = async_llm.admission if admission is None else admission
         endpoint = JSONEndpoint(
-            body, handler, incoming.prepare, gate, queue, keep_alive, async_llm.timelines, by_key, for_admins, resumable
+            body, handler, incoming, gate, queue, keep_alive, async_llm.timelines, by_key, for_admins, resumable
         )
         return Route(path, endpoint, methods=["POST"])
 

@@ -50,7 +50,7 @@ MESSAGES = [
     [], [{}], [{"role": "robot", "content": "x"}], [{"role": 1, "content": "x"}], [{"role": "user"}],
     [{"role": "user", "content": 5}], [{"role": "user", "content": []}], [{"role": "user", "content": ["x"]}],
     [{"role": "user", "content": [{"type": "text", "text": 5}]}], [{"role": "user", "content": [{"type": "nonsense"}]}],
-    [{"role": "user", "content": "x", "zzz": 1}], [{"role": "assistant", "content": "x", "tool_calls": "f"}],
+    [{"role": "assistant", "content": "x", "tool_calls": "f"}],
     [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}],
     [{"role": "tool", "content": "x"}], [{"role": "user", "content": "word " * 50_000}],
 ]  # fmt: skip

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Events = list[JSONObject]
 
+# Thoughts have no signature here, and clients that send them back look for one that is not empty. It is not read.
+SIGNATURE = "unsigned"
+
 # What a block begins as, the type of its deltas, and the field of a delta.
 _KINDS: dict[str, tuple[JSONObject, str, str]] = {
     "thinking": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
@@ -59,11 +62,16 @@ class MessageBlocks:
         if self._kind is None:
             return []
         text = "".join(self._pieces)
-        _, _, field = _KINDS[self._kind]
-        if self.blocks:
-            self.blocks[-1] |= {"input": _as_object(text)} if self._kind == "tool_use" else {field: text}
-        self._kind = None
-        return [self._event("stop")]
+        kind, self._kind = self._kind, None
+        events = []
+        if kind == "thinking":
+            events.append(self._event("delta", delta={"type": "signature_delta", "signature": SIGNATURE}))
+        if self.blocks and kind in _KINDS:
+            _, _, field = _KINDS[kind]
+            self.blocks[-1] |= {"input": _as_object(text)} if kind == "tool_use" else {field: text}
+            if kind == "thinking":
+                self.blocks[-1]["signature"] = SIGNATURE
+        return [*events, self._event("stop")]
 
     def _start(self, kind: str, **fields: object) -> Events:
         events = self.finish()

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import Body, Model, OneOf, Part, Strings, closed, refuse
+from raylm.ingress.openai.fields import Body, Model, OneOf, Part, Strings, closed, past, refuse
 from raylm.ingress.openai.messages import MAX_TOOLS
 
 # A chat completion's names of fields, and what they are called here; for errors.
@@ -30,6 +30,17 @@ Ignored: TypeAlias = Any
 
 
 @closed
+class SystemBlock(TypedDict):
+    type: Literal["text"]
+    text: str
+    cache_control: NotRequired[Ignored]
+    citations: NotRequired[Ignored]
+
+
+_OF_A_MESSAGE = past("messages[].content[]")
+
+
+@_OF_A_MESSAGE
 class TextBlock(TypedDict):
     type: Literal["text"]
     text: str
@@ -37,14 +48,14 @@ class TextBlock(TypedDict):
     citations: NotRequired[Ignored]
 
 
-@closed
+@_OF_A_MESSAGE
 class ThinkingBlock(TypedDict):
     type: Literal["thinking"]
     thinking: str
     signature: NotRequired[Ignored]
 
 
-@closed
+@_OF_A_MESSAGE
 class ToolUseBlock(TypedDict):
     type: Literal["tool_use"]
     id: str
@@ -62,9 +73,10 @@ _TEXT_OR_BLOCKS = OneOf("expected a string or an array of blocks, but got {got}"
 _SOME = Field(min_length=1, fail_fast=True)
 TextBlocks = Annotated[list[Annotated[TextBlock, _blocks("text")]], _SOME]
 Text = Annotated[str | TextBlocks, _TEXT_OR_BLOCKS]
+System = Annotated[str | Annotated[list[Annotated[SystemBlock, _blocks("text")]], _SOME], _TEXT_OR_BLOCKS]
 
 
-@closed
+@_OF_A_MESSAGE
 class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: str
@@ -77,19 +89,28 @@ UserBlock = Annotated[TextBlock | ToolResultBlock, _blocks("text, tool_result")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, _blocks("text, thinking, tool_use")]
 
 
-@closed
+@past("messages[]")
+class SystemMessage(TypedDict):
+    role: Literal["system"]
+    content: Text
+
+
+@past("messages[]")
 class UserMessage(TypedDict):
     role: Literal["user"]
     content: Annotated[str | Annotated[list[UserBlock], _SOME], _TEXT_OR_BLOCKS]
 
 
-@closed
+@past("messages[]")
 class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: Annotated[str | Annotated[list[AssistantBlock], _SOME], _TEXT_OR_BLOCKS]
 
 
-Message = Annotated[UserMessage | AssistantMessage, OneOf("expected user or assistant, but got {got}", key="role")]
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage,
+    OneOf("expected user, assistant or system, but got {got}", key="role"),
+]
 
 
 @closed
@@ -169,7 +190,7 @@ class CountTokensRequest(Body):
 
     model: Model = ""
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    system: Text | None = None
+    system: System | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -237,7 +258,7 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
-def _text(content: Text | None) -> str:
+def _text(content: Text | System | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(block["text"] for block in content or ())
@@ -249,10 +270,12 @@ def _function(tool: CustomTool) -> JSONObject:
     return {"type": "function", "function": function}
 
 
-def _turns(message: UserMessage | AssistantMessage) -> list[JSONObject]:
+def _turns(message: SystemMessage | UserMessage | AssistantMessage) -> list[JSONObject]:
     """A message as chat messages: first the results of tools, each a message of its own, then what the user says."""
     if isinstance(message["content"], str):
         return [{"role": message["role"], "content": message["content"]}]
+    if message["role"] == "system":
+        return [{"role": "system", "content": _text(message["content"])}]
     blocks: list[Any] = list(message["content"])
     texts = [block["text"] for block in blocks if block["type"] == "text"]
     if message["role"] == "user":

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 STATES = 7
 _PHASE, _BLOCKS, _OPEN_KIND, _THINKING, _TEXT, _CALLS, _ARGUMENTS = range(STATES)
 _PHASES = {"message_start": FIRST_OPENING, "ping": OPEN, "message_delta": FINISH, "message_stop": FINISH}
-_KINDS = (None, "thinking", "text", "tool_use")
+_SIGNED = "signed thinking"  # what a block of thoughts is between its signature and its end
+_KINDS = (None, "thinking", "text", "tool_use", _SIGNED)
 _COUNTED = {
     "thinking_delta": (_THINKING, "thinking"),
     "text_delta": (_TEXT, "text"),
@@ -95,7 +96,9 @@ class Told:
     def encode(self, event: JSONObject) -> bytes:
         """The event with the id that says how far the message is told by it."""
         kind = event["type"]
-        if kind == "content_block_delta":
+        if kind == "content_block_delta" and event["delta"]["type"] == "signature_delta":
+            self._reach(_OPEN_KIND, _KINDS.index(_SIGNED))
+        elif kind == "content_block_delta":
             place, field = _COUNTED[event["delta"]["type"]]
             self._reach(place, self._counts[place] + len(event["delta"][field]))
         elif kind == "content_block_start":

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -29,7 +30,7 @@ from raylm.frontend import (
     note_body,
     trace_of,
 )
-from raylm.ingress.http.body import BodyReader, JSONObject, check_head, read_json_object
+from raylm.ingress.http.body import BodyReader, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
 from raylm.ingress.http.sse import WAITING
@@ -37,6 +38,9 @@ from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted, reads_all_event
 from raylm.ingress.openai.fields import Body
 from raylm.messages import ServiceLevel
 from raylm.stages import about
+
+if TYPE_CHECKING:
+    from raylm.ingress.openai.unknown_fields import IncomingFields
 
 Chunks = AsyncGenerator[bytes, None]
 Answer = bytes | list[bytes] | Chunks
@@ -91,7 +95,7 @@ class JSONEndpoint:
     A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed. One that
     is ``for_admins`` is called for keys of admins alone; one whose streams are ``resumable`` gets what was Posted.
 
-    ``prepare`` makes of the JSON what the body is read from, and names the fields that it left out.
+    ``incoming`` makes of the JSON what the body is read from, and names the fields that it left out.
 
     A stream's head is held back until the first chunk is there, so that what goes wrong before the first token gets
     its true status; what goes wrong later becomes an error event and the end of the stream. While there is nothing to
@@ -101,7 +105,7 @@ class JSONEndpoint:
 
     body: type[Body]
     handler: Callable[..., Awaitable[Answer]]
-    prepare: Callable[[type[Body], JSONObject], Awaitable[tuple[JSONObject, list[str]]]]
+    incoming: IncomingFields
     gate: Gate
     queue: Admission
     keep_alive: bytes
@@ -147,8 +151,11 @@ class JSONEndpoint:
                 with ongoing:
                     reads_all = reads_all_events(Headers(scope=scope))
                     data = await read_json_object(content)
-                    data, scope["raylm.ignored_fields"] = await self.prepare(self.body, data)
+                    data, ignored = await self.incoming.prepare(self.body, data)
+                    scope["raylm.ignored_fields"] = ignored
                     body = (await self.body.read(data)).at(place)
+                    self.incoming.tell(body.left_out)
+                    ignored += [name for name in body.left_out if name not in ignored]
                     place.service = service_level(Headers(scope=scope), place.key, body)
                     note_body(getattr(body, "model", None), getattr(body, "stream", None))
                     further = self._further(content, scope, reads_all)

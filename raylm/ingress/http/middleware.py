@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
+MAX_SHOWN = 16  # names of ignored fields
 PROBES = frozenset({"/health", "/ready", "/ping"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-|\Z)")
@@ -90,7 +91,9 @@ class RequestContextMiddleware:
                 headers = [*message["headers"], (b"x-request-id", request_id.encode())]
                 headers += scope.get("raylm.answer_headers", list)()
                 if ignored := scope.get("raylm.ignored_fields"):
-                    headers.append((b"x-raylm-ignored-fields", ", ".join(ignored).encode()))
+                    more = [f"and {len(ignored) - MAX_SHOWN} more"] if len(ignored) > MAX_SHOWN else []
+                    shown = ", ".join(ignored[:MAX_SHOWN] + more)
+                    headers.append((b"x-raylm-ignored-fields", shown.encode()))
                 message = {**message, "headers": headers}
             await send(message)
 

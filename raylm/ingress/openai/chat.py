@@ -17,10 +17,10 @@ from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
-from raylm.ingress.openai.fields import at_most, unsupported, wrong
+from raylm.ingress.openai.fields import at_most, unsupported, wish, wrong
 from raylm.ingress.openai.generation import GenerationBody, check_model, open_stream, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
-from raylm.ingress.openai.messages import MAX_TOOLS, Messages, Tool, ToolChoice
+from raylm.ingress.openai.messages import MAX_TOOLS, Messages, TextPart, Tool, ToolChoice
 from raylm.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]
-_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "store": ((None, False), "answers are not stored; give false."),
-    "modalities": ((None, ["text"]), 'only ["text"] is supported.'),
-    "service_tier": ((None, "auto", "default"), "only auto and default are supported."),
-    "prompt_cache_retention": ((None, "in_memory"), "only in_memory is supported."),
-}
+CacheRetention = Annotated[
+    Literal["in_memory", "in-memory", "24h"] | None, wish("prompt_cache_retention", None, "in_memory", "in-memory")
+]
+ServiceTier = Annotated[
+    Literal["auto", "default", "flex", "scale", "priority", "fast"] | None,
+    wish("service_tier", None, "auto", "default"),
+]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -42,11 +44,12 @@ class ChatCompletionRequest(GenerationBody):
 
     Without effect on the answer by OpenAI's own definition: ``metadata`` (labels of stored answers),
     ``safety_identifier`` and ``user`` (abuse detection), ``prompt_cache_key`` (a hint for routing to caches).
-    Accepted only with what this server does anyway: the fields of _SERVED.
+    Wishes that change no answer here are accepted, and named in the answer's header where this server does something
+    else: ``store``, ``verbosity``, ``service_tier``, ``prompt_cache_retention``.
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "audio", "moderation", "prediction", "prompt_cache_options", "verbosity", "web_search_options",
+        "audio", "moderation", "prediction", "prompt_cache_options", "web_search_options",
     })  # fmt: skip
     served_by: ClassVar[dict[str, str]] = GenerationBody.served_by | {
         "best_of": "n",
@@ -78,16 +81,16 @@ class ChatCompletionRequest(GenerationBody):
     metadata: Annotated[dict[_MetadataKey, _MetadataValue] | None, at_most(16)] = None
     safety_identifier: Annotated[str, Field(max_length=64)] | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    prompt_cache_retention: CacheRetention = None
+    service_tier: ServiceTier = None
+    verbosity: Annotated[Verbosity | None, wish("verbosity", None, "medium")] = None
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
-    store: bool | None = None
+    store: Annotated[bool | None, wish("store", None, False)] = None
 
     def check(self, config: Config) -> None:
         super().check(config)
-        for name, (served, what) in _SERVED.items():
-            if getattr(self, name) not in served:
-                raise unsupported(name, what)
+        if self.modalities not in (None, ["text"]):
+            raise unsupported("modalities", 'only ["text"] is supported.')
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -122,7 +125,9 @@ class ChatCompletionRequest(GenerationBody):
         if not self.echo or (opens and self.messages[-1]["role"] != "assistant"):
             return ""
         content = self.messages[-1].get("content") or ""
-        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        if isinstance(content, str):
+            return content
+        return "\n".join(part["text"] for part in cast(list[TextPart], content))
 
     def _chosen_tool(self) -> ChosenTool:
         choice = self.tool_choice or "auto"

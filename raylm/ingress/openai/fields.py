@@ -6,6 +6,8 @@ How a body is described:
   ``@closed`` where the checked dict is used as it is, and a Part (a model) where it has rules or methods of its own.
 - A union is ``Annotated[A | B, OneOf(...)]``: its members are told apart by the Literals of one of their fields, or by
   their JSON types. Neither the tags of unions nor the names of models appear in ``param``.
+- What a client asks for is checked strictly. What describes the past of a conversation (messages, items of an input) is
+  read liberally: its objects are TypedDicts under ``@past`` in place of ``@closed``.
 - A rule is a validator that raises ValueError(rule) or ``refuse(rule, ...)``, for several fields of an object too
   (``at`` names the one to blame); ``param`` is then the dotted path. ``check`` of a body may also raise ``wrong`` and
   ``unsupported``, with the path written out.
@@ -19,11 +21,11 @@ import asyncio
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -37,6 +39,7 @@ from pydantic import (
     PrivateAttr,
     Tag,
     ValidationError,
+    ValidationInfo,
     model_validator,
     with_config,
 )
@@ -53,7 +56,9 @@ _EXPECTED = {
 _JSON_NAMES = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "an array"}
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
 _MAX_NAME = 64
+_MAX_SHOWN_NAME = 100
 _TAG = "\0"  # begins the tags of unions, which are left out of paths
+T = TypeVar("T")
 
 MAX_STRING = 2048  # characters of a string that is tokenized on the event loop
 MAX_FIELDS = 32  # of an object whose fields are all known
@@ -112,7 +117,7 @@ class OneOf:
             return tags.get(tag, tags.get("")) if isinstance(tag, str) else None
 
         return core_schema.tagged_union_schema(
-            {tags[tag]: handler.generate_schema(member) for tag, member in members.items()},
+            {tags[tag]: _read(member, handler.generate_schema(member)) for tag, member in members.items()},
             choose,
             custom_error_type="one_of",
             custom_error_message=self.refusal,
@@ -192,6 +197,12 @@ class Body(BaseModel):
     of_reasoning: ClassVar[tuple[str, ...]] = ()
 
     _place: Place | None = PrivateAttr(None)
+    _left_out: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of fields that it was read without, and of wishes that change nothing here."""
+        return self._left_out
 
     @property
     def place(self) -> Place | None:
@@ -224,10 +235,13 @@ class Body(BaseModel):
         for name in data:
             if name not in known:
                 cls._refuse(name, data[name])
+        left_out: dict[str, None] = {}
         try:
-            return cls.model_validate(data)
+            body = cls.model_validate(data, context=left_out)
         except ValidationError as error:
             raise _as_request_error(error.errors(include_url=False)[0]) from None
+        body._left_out = tuple(left_out)
+        return body
 
     @classmethod
     async def read(cls, data: Mapping[str, Any]) -> Self:
@@ -254,6 +268,79 @@ class Body(BaseModel):
 _CLOSED = _STRICT | ConfigDict(extra="forbid")
 closed = with_config(_CLOSED)
 """Decorates a TypedDict that has no other fields than its own."""
+
+
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+_PLACES: dict[Any, str] = {}  # of the past's types
+
+
+def past(place: str) -> Callable[[T], T]:
+    """Decorates a TypedDict that stands at ``place`` of a body and describes what was said before.
+
+    Fields that it does not have are left out, and named in the body's ``left_out`` unless they are null or empty. So
+    they are where OneOf chooses it, or where it has the annotation ``without_others``.
+    """
+
+    def decorate(kind: T) -> T:
+        _PLACES[kind] = place
+        return with_config(_STRICT)(kind)  # type: ignore[type-var]
+
+    return decorate
+
+
+def without_others(kind: Any) -> BeforeValidator:
+    """Leaves out of an object what a type of the past does not have; pydantic would do so without naming it."""
+    place, known = _PLACES[kind], kind.__required_keys__ | kind.__optional_keys__
+
+    def leave_out(value: object, info: ValidationInfo) -> object:
+        if type(value) is not dict or value.keys() <= known:
+            return value
+        for name, entry in value.items():
+            if name not in known and entry not in _EMPTY:
+                note_left_out(f"{place}.{name}", info)
+        return {name: entry for name, entry in value.items() if name in known}
+
+    return BeforeValidator(leave_out)
+
+
+def _read(member: Any, schema: CoreSchema) -> CoreSchema:
+    """The schema of a member of a union, without other fields if it is of the past."""
+    bare = get_args(member)[0] if get_origin(member) is Annotated else member
+    if bare not in _PLACES:
+        return schema
+    return core_schema.with_info_before_validator_function(without_others(bare).func, schema)  # type: ignore[arg-type]
+
+
+def note_left_out(path: str, info: ValidationInfo) -> None:
+    """Name a field in the ``left_out`` of the body that is being read."""
+    if info.context is not None:
+        info.context[plain_name(path)] = None
+
+
+def plain_name(path: str) -> str:
+    """A path as a header and a line of the log may hold it."""
+    return re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", clip(path, _MAX_SHOWN_NAME))
+
+
+def wish(path: str, *done: object) -> AfterValidator:
+    """For a field that changes no answer here: other values than those that are ``done`` anyway are named."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        if value not in done:
+            note_left_out(path, info)
+        return value
+
+    return AfterValidator(check)
+
+
+def left_out_of_the_past(path: str) -> BeforeValidator:
+    """For a known field of the past that means nothing here: whatever it holds becomes null, and is named."""
+
+    def check(value: object, info: ValidationInfo) -> None:
+        if value not in _EMPTY:
+            note_left_out(path, info)
+
+    return BeforeValidator(check)
 
 
 class Part(BaseModel):

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, ModelNotFoundError
 from raylm.frontend import RequestHead
-from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.stream_ids import LAST_EVENT_ID, UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.fields import (
@@ -87,31 +86,6 @@ class RequestBody(Body):
             adapter=check_model(self.model, llm),
             place=self.place,
         )
-
-
-class IncomingFields:
-    """What is done to a body before its handler checks it: where one model is served, its name is filled in."""
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-
-    async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
-        """``data`` as the handler gets it, and the names of fields that were left out of it.
-
-        Raises:
-            InvalidRequestError: no model is named, and there are several.
-        """
-        model = body.model_fields.get("model")
-        if model is not None and model.default == "" and data.get("model") is None:
-            data = data | {"model": self._only_model()}
-        return data, []
-
-    def _only_model(self) -> str:
-        if others := tuple(self._llm.adapters.known):
-            names = ", ".join(f"'{clip(name, 100)}'" for name in (self._llm.model_name, *others[:3]))
-            message = f"Missing required parameter: 'model'; this server has {1 + len(others)} models, as {names}."
-            raise InvalidRequestError(message, param="model")
-        return self._llm.model_name
 
 
 def check_schedule(body: RequestBody, config: Config) -> None:

@@ -5,38 +5,66 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo
 from typing_extensions import TypedDict
 
-from raylm.ingress.openai.fields import MAX_FIELDS, OneOf, at_most, closed, refuse
+from raylm.ingress.openai.fields import (
+    MAX_FIELDS,
+    OneOf,
+    at_most,
+    closed,
+    left_out_of_the_past,
+    note_left_out,
+    past,
+    refuse,
+    without_others,
+)
 
 MAX_TOOLS = 128
 _ROLES = ["developer", "system", "user", "assistant", "tool"]
 _CONTENT = "expected a string or an array of text parts, but got {got}"
 
 
-def _empty(value: object) -> None:
-    if value:
-        raise refuse("this field is not supported.", served=False)
+def _empty(rule: str) -> AfterValidator:
+    """For a field that holds nothing; it is refused by ``rule`` where it holds something."""
+
+    def check(value: object) -> None:
+        if value:
+            raise refuse(rule, served=False)
+
+    return AfterValidator(check)
 
 
-Empty = Annotated[Any, AfterValidator(_empty), Field(json_schema_extra={"enum": [None, "", []]})]
+_NOTHING = Field(json_schema_extra={"enum": [None, "", []]})
+NoAudio = Annotated[Any, _empty("audio is not read here; send its text as 'content'."), _NOTHING]
+NoFunctionCall = Annotated[Any, _empty("send calls as 'tool_calls'."), _NOTHING]
 Ignored = Annotated[Any, AfterValidator(lambda _: None)]
 
 
-@closed
+@past("messages[].content[]")
 class TextPart(TypedDict):
     type: Literal["text"]
     text: str
 
 
-ContentPart = Annotated[
-    TextPart, OneOf("parts of type {got} are not supported; only text is.", key="type", served=False)
-]
+@past("messages[].content[]")
+class RefusalPart(TypedDict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _as_text(part: TextPart | RefusalPart) -> TextPart:
+    return {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part
+
+
+_ONLY_TEXT = OneOf("parts of type {got} are not supported; only text is.", key="type", served=False)
+ContentPart = Annotated[TextPart, _ONLY_TEXT]
+AnswerPart = Annotated[Annotated[TextPart | RefusalPart, _ONLY_TEXT], AfterValidator(_as_text)]
 Content = Annotated[str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)], OneOf(_CONTENT)]
+AnswerContent = Annotated[str | Annotated[list[AnswerPart], Field(min_length=1, fail_fast=True)], OneOf(_CONTENT)]
 
 
-@closed
+@past("messages[].tool_calls[].function")
 class CalledFunction(TypedDict):
     """``arguments`` are a JSON object, as text."""
 
@@ -44,11 +72,11 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
-@closed
+@past("messages[].tool_calls[]")
 class ToolCall(TypedDict):
     type: Literal["function"]
     id: str
-    function: Annotated[CalledFunction, at_most(MAX_FIELDS)]
+    function: Annotated[CalledFunction, without_others(CalledFunction), at_most(MAX_FIELDS)]
     index: NotRequired[Ignored]
 
 
@@ -56,52 +84,59 @@ _ONLY_FUNCTIONS = OneOf("{got} is not supported; only function is.", key="type",
 ToolCalls = Annotated[list[Annotated[ToolCall, _ONLY_FUNCTIONS]], Field(fail_fast=True)]
 
 
-@closed
+@past("messages[]")
 class _Message(TypedDict):
-    """What every message may have: of an answer that is sent back as history also what it does not hold."""
+    """What every message may have: of an answer that is sent back as history also what is not read."""
 
     name: NotRequired[str | None]
-    refusal: NotRequired[Empty]
-    annotations: NotRequired[Empty]
-    audio: NotRequired[Empty]
-    function_call: NotRequired[Empty]
+    annotations: NotRequired[Annotated[Any, left_out_of_the_past("messages[].annotations")]]
+    audio: NotRequired[NoAudio]
+    function_call: NotRequired[NoFunctionCall]
 
 
-@closed
-class Instructions(_Message):
+@past("messages[]")
+class _Prompt(_Message):
+    refusal: NotRequired[Annotated[Any, left_out_of_the_past("messages[].refusal")]]
+
+
+@past("messages[]")
+class Instructions(_Prompt):
     role: Literal["developer", "system"]
     content: Content
 
 
-@closed
-class UserMessage(_Message):
+@past("messages[]")
+class UserMessage(_Prompt):
     role: Literal["user"]
     content: Content
 
 
-@closed
+@past("messages[]")
 class _Answer(_Message):
-    content: NotRequired[Content | None]
+    content: NotRequired[AnswerContent | None]
+    refusal: NotRequired[str | None]
     tool_calls: NotRequired[ToolCalls | None]
     reasoning: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
 
 
-@closed
+@past("messages[].provider_specific_fields")
 class WrappedAnswer(_Answer):
     role: NotRequired[Literal["assistant"] | None]
 
 
-@closed
+@past("messages[]")
 class AssistantMessage(_Answer):
     """litellm hands back what OpenAI's messages do not have in a field of its own."""
 
     role: Literal["assistant"]
-    provider_specific_fields: NotRequired[Annotated[WrappedAnswer, at_most(MAX_FIELDS)] | None]
+    provider_specific_fields: NotRequired[
+        Annotated[WrappedAnswer, without_others(WrappedAnswer), at_most(MAX_FIELDS)] | None
+    ]
 
 
-@closed
-class ToolMessage(_Message):
+@past("messages[]")
+class ToolMessage(_Prompt):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
@@ -116,19 +151,25 @@ def _not_misspelt(role: str) -> str:
 _CUSTOM_ROLE = Field(pattern=r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$", json_schema_extra={"not": {"enum": list(_ROLES)}})
 
 
-@closed
-class CustomMessage(_Message):
+@past("messages[]")
+class CustomMessage(_Prompt):
     """Of a role that only chat templates know; whether the model's does is found out when it is rendered."""
 
     role: Annotated[str, _CUSTOM_ROLE, AfterValidator(_not_misspelt)]
     content: Content
 
 
-def _complete(message: AssistantMessage) -> AssistantMessage:
+def _complete(message: AssistantMessage, info: ValidationInfo) -> AssistantMessage:
+    """The answer with what litellm wraps; a refusal is its text where it has no other, and without any it is empty."""
     if wrapped := message.pop("provider_specific_fields", None):
         message = {**wrapped, **message}
+    refusal = message.get("refusal")
     if message.get("content") is None and not message.get("tool_calls"):
-        raise refuse(_CONTENT.format(got="null"), at="content")
+        message["content"] = refusal or ""
+    elif refusal:
+        note_left_out("messages[].refusal", info)
+    if refusal is not None:
+        message["refusal"] = None
     return message
 
 

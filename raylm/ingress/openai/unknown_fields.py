@@ -1,9 +1,8 @@
-"""Fields that are not served are left out of a body, by the types that it is checked with, and told."""
+"""What is done to bodies before they are checked: fields that are not served are left out, by the types of a body."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints
@@ -11,35 +10,68 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Required, Union, 
 from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
+from raylm.errors import InvalidRequestError
 from raylm.frontend import LARGE, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.errors import clip, logger
-from raylm.ingress.openai.fields import Body, OneOf, count_entries
-from raylm.ingress.openai.generation import IncomingFields
+from raylm.ingress.openai.fields import Body, OneOf, count_entries, plain_name
 from raylm.stages import about
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
 
 MAX_TOLD = 256  # names in the log
-MAX_SHOWN = 16  # names in an answer's header
-_MAX_NAME = 100
+
+
+class IncomingFields:
+    """What is done to a body before its handler checks it: where one model is served, its name is filled in.
+
+    Owns which names of fields that were left out the log has.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._told: set[str] = set()
+
+    async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
+        """``data`` as the handler gets it, and the names of fields that were left out of it.
+
+        Raises:
+            InvalidRequestError: no model is named, and there are several.
+        """
+        model = body.model_fields.get("model")
+        if model is not None and model.default == "" and data.get("model") is None:
+            data = data | {"model": self._only_model()}
+        return data, []
+
+    def _only_model(self) -> str:
+        if others := tuple(self._llm.adapters.known):
+            names = ", ".join(f"'{clip(name, 100)}'" for name in (self._llm.model_name, *others[:3]))
+            message = f"Missing required parameter: 'model'; this server has {1 + len(others)} models, as {names}."
+            raise InvalidRequestError(message, param="model")
+        return self._llm.model_name
+
+    def tell(self, names: Iterable[str]) -> None:
+        """Write a line of the log for each name that it does not have yet."""
+        for name in names:
+            if name not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(name)
+                logger.warning(
+                    "a client sends the field %s, which is not served here and is left out",
+                    name,
+                    extra=about("field.ignored", field=name),
+                )
 
 
 class KnownFields(IncomingFields):
-    """``ingress.unknown_fields: warn``: bodies lose what is not served; owns which names the log has told."""
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        super().__init__(llm)
-        self._told: set[str] = set()
+    """``ingress.unknown_fields: warn``: bodies lose what is not served."""
 
     async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
         assert issubclass(body, Body)
         data, names = await offload(lambda: self._leave_out(body, data), _size(data))
-        self._tell(names)
+        self.tell(names)
         data, _ = await super().prepare(body, data)
-        more = [f"and {len(names) - MAX_SHOWN} more"] if len(names) > MAX_SHOWN else []
-        return data, names[:MAX_SHOWN] + more
+        return data, names
 
     def _leave_out(self, body: type[Body], data: JSONObject) -> tuple[JSONObject, list[str]]:
         """What names a field of this server by another name stays, to be refused with its name here."""
@@ -54,27 +86,12 @@ class KnownFields(IncomingFields):
         calls_tools, reasons = self._llm.calls_tools, self._llm.reasons
         for path in (() if calls_tools else body.of_tools) + (() if reasons else body.of_reasoning):
             rest = _without(rest, path, left_out)
-        return asked | rest, [_plain(path) for path in left_out]
-
-    def _tell(self, names: list[str]) -> None:
-        for name in names:
-            if name not in self._told and len(self._told) < MAX_TOLD:
-                self._told.add(name)
-                logger.warning(
-                    "a client sends the field %s, which is not served here and is left out",
-                    name,
-                    extra=about("field.ignored", field=name),
-                )
+        return asked | rest, [plain_name(path) for path in left_out]
 
 
 def _size(data: JSONObject) -> int:
     count = count_entries(data)
     return 0 if count <= LARGE else 2 * count
-
-
-def _plain(path: str) -> str:
-    """A path as a header and a line of the log may hold it."""
-    return re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", clip(path, _MAX_NAME))
 
 
 def _without(data: JSONObject, path: str, left_out: dict[str, None]) -> JSONObject:

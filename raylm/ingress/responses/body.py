@@ -9,14 +9,15 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.chat import ChatCompletionRequest
-from raylm.ingress.openai.fields import OneOf, Part, at_most, closed, refuse
+from raylm.ingress.openai.chat import CacheRetention, ChatCompletionRequest, ServiceTier, Verbosity
+from raylm.ingress.openai.fields import OneOf, Part, at_most, closed, refuse, wish
 from raylm.ingress.openai.generation import SamplingBody
 from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.ingress.responses.input import Input
 from raylm.params import MAX_LOGPROBS
 
 _LOGPROBS = "message.output_text.logprobs"
+_SEALED_REASONING = "reasoning.encrypted_content"
 # Fields that a chat completion has by the same names, beside those of SamplingBody.
 _SAME_NAME = (
     "chat_template_kwargs", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
@@ -67,7 +68,7 @@ def _only(rule: str, *served: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-_Summary = Annotated[Any, _only("the reasoning is returned whole and is not summarized.", None, "auto")]
+Summary = Literal["auto", "concise", "detailed", "none"]
 
 
 class StreamOptions(Part):
@@ -76,20 +77,23 @@ class StreamOptions(Part):
 
 class TextOptions(Part):
     format: dict[str, Any] | None = None
-    verbosity: Annotated[Any, _only("only medium is supported.", None, "medium")] = None
+    verbosity: Annotated[Verbosity | None, wish("text.verbosity", None, "medium")] = None
 
 
 class ReasoningOptions(Part):
     effort: Any = None
-    summary: _Summary = None
-    generate_summary: _Summary = None
+    summary: Annotated[Summary | None, wish("reasoning.summary", None, "auto")] = None
+    generate_summary: Annotated[Summary | None, wish("reasoning.generate_summary", None, "auto")] = None
 
 
 class ResponsesRequest(SamplingBody):
-    """``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them."""
+    """``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them.
+
+    ``max_tool_calls`` counts calls of tools that a server runs itself, of which there are none here.
+    """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "context_management", "conversation", "max_tool_calls", "moderation", "prompt", "prompt_cache_options",
+        "context_management", "conversation", "moderation", "prompt", "prompt_cache_options",
     })  # fmt: skip
 
     served_by: ClassVar[dict[str, str]] = SamplingBody.served_by | {
@@ -121,8 +125,9 @@ class ResponsesRequest(SamplingBody):
     metadata: Annotated[dict[str, Any] | None, at_most(16)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
+    prompt_cache_retention: CacheRetention = None
+    service_tier: ServiceTier = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
 
@@ -130,13 +135,17 @@ class ResponsesRequest(SamplingBody):
     def _served(self) -> ResponsesRequest:
         if self.background and self.store is False:
             raise refuse("it needs 'store': nobody could fetch the answer", at="background")
-        if any(name != _LOGPROBS for name in self.include or ()):
-            raise refuse(f"only {_LOGPROBS} is supported.", at="include", served=False)
+        if not {_LOGPROBS, _SEALED_REASONING}.issuperset(self.include or ()):
+            raise refuse(f"only {_LOGPROBS} and {_SEALED_REASONING} are supported.", at="include", served=False)
         return self
 
     @property
     def with_logprobs(self) -> bool:
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+
+    @property
+    def with_sealed_reasoning(self) -> bool:
+        return _SEALED_REASONING in (self.include or ())
 
     def as_chat(self, messages: list[JSONObject]) -> ChatCompletionRequest:
         """The chat completion over ``messages`` that answers this; errors have its names of fields (PARAM_NAMES)."""

@@ -8,16 +8,24 @@ import uuid
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from contextvars import Context
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from raylm.errors import EngineUnavailableError, NotFoundError, OverloadedError, ShuttingDownError, StoreLostError
+from raylm.errors import (
+    EngineUnavailableError,
+    NotFoundError,
+    OverloadedError,
+    PreviousResponseNotFoundError,
+    ShuttingDownError,
+    StoreLostError,
+)
 from raylm.frontend import Lifecycle, offload
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer, Chunks
-from raylm.ingress.http.errors import as_known_error, logger
+from raylm.ingress.http.errors import as_known_error, clip, logger
 from raylm.ingress.http.sse import WAITING, named_event
 from raylm.ingress.http.stream_ids import NOTHING, OPEN, UNRESUMABLE, StreamId
 from raylm.ingress.openai.chat import ChatCompletions
@@ -25,8 +33,9 @@ from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
-from raylm.ingress.responses.input import chat_messages, input_items
+from raylm.ingress.responses.input import chat_messages, input_items, references, response_of
 from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
+from raylm.ingress.responses.sealing import Seal
 from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, ResponseStore, ToldEvents
 from raylm.stages import about
 
@@ -44,20 +53,30 @@ class CreateResponse:
     """Makes responses; those in the background as ``maker`` of the store's jobs, also where another maker is lost."""
 
     def __init__(
-        self, llm: AsyncLLM, conversations: ChatCompletions, store: ResponseStore, lifecycle: Lifecycle
+        self,
+        llm: AsyncLLM,
+        conversations: ChatCompletions,
+        store: ResponseStore,
+        lifecycle: Lifecycle,
+        secret: bytes | None = None,
     ) -> None:
         self._llm = llm
         self._conversations = conversations
         self._store = store
         self._lifecycle = lifecycle
+        self._seal = Seal(secret)
         self._tokens = TokenTexts(llm)
         self._maker = uuid.uuid4().hex
         self._background: set[asyncio.Task[None]] = set()
 
     async def __call__(self, body: ResponsesRequest, request_id: str, owner: str) -> Answer:
         check_model(body.model, self._llm)
-        items = await offload(lambda: input_items(body.input), len(body.input) if isinstance(body.input, list) else 1)
         response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: without keys, who knows it may read the response
+        unseal = partial(self._seal.open, owner=owner)
+        items = await offload(
+            lambda: input_items(body.input, response_id, unseal), len(body.input) if isinstance(body.input, list) else 1
+        )
+        items = await self._resolve(owner, items)
         begun = StreamId(b"-", response_id.encode(), [NOTHING]) if body.background else UNRESUMABLE
         job, outputs = await self._start(response_id, body, items, owner, int(time.time()), begun)
         if body.background:
@@ -105,7 +124,8 @@ class CreateResponse:
             if body.truncation == "auto":
                 chat = await self._conversations.fit(chat, body.max_output_tokens or 1)
             params, outputs = await self._conversations.start(chat, response_id, time.time(), stream_id=stream_id)
-        shown = ResponseItems(response_id, self._tokens, with_logprobs=body.with_logprobs)
+        seal = partial(self._seal.close, owner=owner) if body.with_sealed_reasoning else None
+        shown = ResponseItems(response_id, self._tokens, with_logprobs=body.with_logprobs, seal=seal)
         return ResponseJob(response_id, owner, body, params, shown, created_at), outputs
 
     async def _history(self, owner: str, response_id: str | None) -> list[JSONObject]:
@@ -114,12 +134,28 @@ class CreateResponse:
             return []
         found = await self._store.history(owner, response_id)
         if found is None:
-            message = "The response that 'previous_response_id' names was not found; it may have been too long ago."
-            raise NotFoundError(message, param="previous_response_id")
+            message = f"Previous response with id '{clip(response_id, 100)}' not found; it may have been too long ago."
+            raise PreviousResponseNotFoundError(message, param="previous_response_id")
         records = await offload(
             lambda: [orjson.loads(record) for record in found], sum(map(len, found)) // _BYTES_A_THING
         )
         return [item for record in records for item in (*record["input"], *record["response"]["output"])]
+
+    async def _resolve(self, owner: str, items: list[JSONObject]) -> list[JSONObject]:
+        """Items with what the references among them refer to, each stored response read once."""
+        referred = references(items)
+        found: dict[str, JSONObject] = {}
+        for response_id in {response_of(item_id) for item_id in referred.values()} - {None}:
+            if (record := await self._store.get(owner, str(response_id))) is not None:
+                stored = await offload(partial(orjson.loads, record), len(record) // _BYTES_A_THING)
+                found |= {item["id"]: item for item in (*stored["input"], *stored["response"]["output"])}
+        for place, item_id in referred.items():
+            if item_id not in found:
+                message = (
+                    f"Item with id '{clip(item_id, 100)}' not found: only items of stored responses can be referred to."
+                )
+                raise NotFoundError(message, param=f"input[{place}].id")
+        return [found[referred[place]] if place in referred else item for place, item in enumerate(items)]
 
     async def _record(self, job: ResponseJob, items: list[JSONObject]) -> bytes:
         response = job.response()

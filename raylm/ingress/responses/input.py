@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.openai.fields import OneOf, closed, refuse
+from raylm.ingress.openai.fields import OneOf, past, wrong
 
 MAX_ITEMS = 4096
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,6}")
+_REFERENCE = "item_reference"
 
 Ignored: TypeAlias = Any
 """What an answer has that is sent back as history, and that means nothing there."""
 
 
-@closed
+@past("input[].content[]")
 class TextPart(TypedDict):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -28,7 +30,7 @@ class TextPart(TypedDict):
     logprobs: NotRequired[Ignored]
 
 
-@closed
+@past("input[].content[]")
 class RefusalPart(TypedDict):
     type: Literal["refusal"]
     refusal: str
@@ -41,18 +43,12 @@ Content = Annotated[str | Annotated[list[Part], Field(min_length=1, fail_fast=Tr
 Summary = Annotated[str | Annotated[list[Part], Field(fail_fast=True)], _TEXT_OR_PARTS]
 
 
-def _not_encrypted(value: object) -> object:
-    if value is not None:
-        raise refuse("reasoning is not encrypted here; send its content.", served=False)
-    return value
-
-
 class _Item(TypedDict):
     id: NotRequired[str | None]
     status: NotRequired[Ignored]
 
 
-@closed
+@past("input[]")
 class MessageItem(_Item):
     type: NotRequired[Literal["message"] | None]
     role: Literal["user", "system", "developer", "assistant"]
@@ -60,7 +56,7 @@ class MessageItem(_Item):
     phase: NotRequired[Ignored]
 
 
-@closed
+@past("input[]")
 class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: str
@@ -68,25 +64,41 @@ class FunctionCallItem(_Item):
     arguments: str
 
 
-@closed
+@past("input[]")
 class FunctionCallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
 
 
-@closed
+@past("input[]")
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: NotRequired[Summary | None]
     content: NotRequired[Summary | None]
-    encrypted_content: NotRequired[Annotated[Any, AfterValidator(_not_encrypted)]]
+    encrypted_content: NotRequired[str | None]
 
 
-_UNKNOWN_ITEM = f"items of type {{got}} are not supported; {', '.join(_PREFIXES)} are."
+@past("input[]")
+class ItemReference(TypedDict):
+    """An item of a response that the key has stored: of its output or of its input."""
+
+    type: NotRequired[Literal["item_reference"] | None]
+    id: str
+
+
+class _OneItem(OneOf):
+    """Without a type it is a message, or a reference where it has no role."""
+
+    def _tag(self, value: Mapping[str, Any]) -> Any:
+        is_bare = value.get("type") is None and "role" not in value and "id" in value
+        return _REFERENCE if is_bare else super()._tag(value)
+
+
+_UNKNOWN_ITEM = f"items of type {{got}} are not supported; {', '.join(_PREFIXES)}, {_REFERENCE} are."
 Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
-    OneOf(_UNKNOWN_ITEM, key="type", served=False, default="message"),
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
+    _OneItem(_UNKNOWN_ITEM, key="type", served=False, default="message"),
 ]
 Input = Annotated[
     str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)],
@@ -94,24 +106,43 @@ Input = Annotated[
 ]
 
 
-def made_id(kind: str, response_id: str, place: int) -> str:
-    """The id of an item of a response, or of a call ("call") in it."""
-    digest = hashlib.blake2b(f"{kind} {place} {response_id}".encode(), digest_size=16).hexdigest()
-    return f"{_PREFIXES.get(kind, kind)}_{digest}"
+def made_call_id(response_id: str, place: int) -> str:
+    """The id of a call in a response."""
+    return f"call_{hashlib.blake2b(f'call {place} {response_id}'.encode(), digest_size=16).hexdigest()}"
 
 
-def new_id(kind: str) -> str:
-    return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+def item_id(kind: str, response_id: str, place: int, *, is_input: bool = False) -> str:
+    """The id of an item by its response and its place there, so that a reference to it says where it is stored."""
+    return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{'i' if is_input else 'o'}{place}"
 
 
-def input_items(given: Input) -> list[JSONObject]:
-    """``input`` as items with ids, each in the form in which it can be listed."""
-    return [_listed(item) for item in ([{"role": "user", "content": given}] if isinstance(given, str) else given)]
+def response_of(item_id: str) -> str | None:
+    """The response that has an item, None for an id that was not made here."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else f"resp_{found[1]}"
 
 
-def _listed(item: Any) -> JSONObject:
-    kind = item.get("type") or "message"
-    head = {"id": item.get("id") or new_id(kind), "type": kind, "status": "completed"}
+def references(items: list[JSONObject]) -> dict[int, str]:
+    """The ids that items refer to, by their places."""
+    return {place: item["id"] for place, item in enumerate(items) if item["type"] == _REFERENCE}
+
+
+def input_items(given: Input, response_id: str, unseal: Callable[[str], str | None]) -> list[JSONObject]:
+    """``input`` of a response as items with ids, each in the form in which it can be listed; references stay.
+
+    Raises:
+        InvalidRequestError: reasoning has nothing but an encrypted content that ``unseal`` does not open.
+    """
+    items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    return [_listed(item, response_id, place, unseal) for place, item in enumerate(items)]
+
+
+def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str | None]) -> JSONObject:
+    kind = item.get("type") or ("message" if "role" in item else _REFERENCE)
+    if kind == _REFERENCE:
+        return {"type": kind, "id": item["id"]}
+    made = item_id(kind, response_id, place, is_input=True)
+    head = {"id": item.get("id") or made, "type": kind, "status": "completed"}
     if kind == "message":
         part = "output_text" if item["role"] == "assistant" else "input_text"
         return head | {"role": item["role"], "content": _parts(item["content"], part)}
@@ -120,7 +151,13 @@ def _listed(item: Any) -> JSONObject:
     if kind == "function_call_output":
         return head | {"call_id": item["call_id"], "output": _joined(_parts(item["output"], "input_text"))}
     head["summary"] = _parts(item.get("summary") or (), "summary_text")
-    return head | {"content": _parts(item["content"], "reasoning_text")} if item.get("content") else head
+    content = item.get("content")
+    if sealed := item.get("encrypted_content"):
+        head["encrypted_content"] = sealed
+        if not content and (content := unseal(sealed)) is None:
+            rule = "it was not sealed by this server for this API key; leave the reasoning out"
+            raise wrong(f"input[{place}].encrypted_content", rule)
+    return head | {"content": _parts(content, "reasoning_text")} if content else head
 
 
 def _parts(content: str | Iterable[TextPart | RefusalPart], kind: str) -> list[JSONObject]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.outputs import Usage
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
-from raylm.ingress.responses.input import made_id, text_part
+from raylm.ingress.responses.input import item_id, made_call_id, text_part
 from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -130,16 +130,20 @@ class ResponseJob:
     def _as_asked(self) -> JSONObject:
         """What clients get back of their own request, with the defaults that held."""
         body, params = self._body, self._params
-        optional = ("user", "safety_identifier", "prompt_cache_key")
-        return {name: value for name in optional if (value := getattr(body, name)) is not None} | {
+        return ({} if body.user is None else {"user": body.user}) | {
             "background": bool(body.background),
+            "frequency_penalty": params.frequency_penalty,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": body.model,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": params.presence_penalty,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": params.temperature,
@@ -166,11 +170,19 @@ class ResponseItems:
     """Reasoning, text and calls, each an item that is opened, grows, and is closed before the next one opens.
 
     ``items`` are brought up to date when they are closed; their ids are the same when a response is made again. Events
-    lack their sequence_number: the sender counts it.
+    lack their sequence_number: the sender counts it. With ``seal`` reasoning has its encrypted content too.
     """
 
-    def __init__(self, response_id: str, tokens: TokenTexts, *, with_logprobs: bool) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        tokens: TokenTexts,
+        *,
+        with_logprobs: bool,
+        seal: Callable[[str], str] | None = None,
+    ) -> None:
         self._response_id = response_id
+        self._seal = seal
         self.items: list[JSONObject] = []
         self._tokens = tokens
         self._with_logprobs = with_logprobs
@@ -195,7 +207,7 @@ class ResponseItems:
         for call in calls:
             if call.index != self._call:
                 self._call = call.index
-                call_id = made_id("call", self._response_id, call.index)
+                call_id = made_call_id(self._response_id, call.index)
                 events += self._open("function_call", call_id=call_id, name=call.name or "")
             if call.arguments:
                 events.append(self._grow(call.arguments))
@@ -208,8 +220,8 @@ class ResponseItems:
     def _open(self, kind: str, **fields: str) -> Events:
         events = self._close("completed")
         self._kind, self._pieces, self._logprobs = kind, [], []
-        item_id = made_id(kind, self._response_id, len(self.items))
-        item = {"id": item_id, "type": kind, "status": "in_progress"} | _EMPTY[kind] | fields
+        made = item_id(kind, self._response_id, len(self.items))
+        item = {"id": made, "type": kind, "status": "in_progress"} | _EMPTY[kind] | fields
         self.items.append(item)
         events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)})
         if kind != "function_call":
@@ -237,6 +249,8 @@ class ResponseItems:
             logprobs = self._logprobs + self._pending
             part = text_part(piece, text, logprobs)
             item["content"] = [part]
+            if self._kind == "reasoning" and self._seal is not None:
+                item["encrypted_content"] = self._seal(text)
             shown = {"logprobs": _without_bytes(logprobs)} if self._kind == "message" else {}
             done = self._event(f"{piece}.done", text=text, **shown)
             events = [done, self._event("content_part.done", part=part)]

@@ -23,7 +23,6 @@ CLAUDES_MESSAGES = [
     [], [{}], [{"role": "robot", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 5}],
     [{"role": "user", "content": ["x"]}], [{"role": "user", "content": [{"type": "nonsense"}]}],
     [{"role": "user", "content": [{"type": "text", "text": 5}]}],
-    [{"role": "user", "content": "x", "zzz": 1}],
 ]  # fmt: skip
 CLAUDE: dict[str, list[Any]] = {
     "model": STRING,

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from raylm.errors import EngineDiedError
 from raylm.frontend.outputs import CompletionDelta, ToolCallDelta
-from raylm.ingress.anthropic.blocks import MessageBlocks
+from raylm.ingress.anthropic.blocks import SIGNATURE, MessageBlocks
 from raylm.ingress.anthropic.told import Told
 from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 from tests.ingress.harness import served, typed_events
@@ -87,12 +87,16 @@ async def test_thoughts_text_and_calls_are_blocks(client: httpx.AsyncClient, llm
     assert llm.rendered[-1].template_kwargs == {"enable_thinking": True}
     edges = [(e["type"][14:], e["index"]) for e in events if e["type"] in ("content_block_start", "content_block_stop")]
     assert edges == [(edge, index) for index in range(4) for edge in ("start", "stop")]
-    pieces = ["", "", "", ""]
+    pieces, signatures = ["", "", "", ""], list[tuple[int, str]]()
     for event in events:
         if event["type"] == "content_block_delta":
-            (piece,) = (value for name, value in event["delta"].items() if name != "type")
-            pieces[event["index"]] += piece
+            kind, piece = event["delta"].values()
+            if kind == "signature_delta":
+                signatures.append((event["index"], piece))
+            else:
+                pieces[event["index"]] += piece
     assert pieces[:2] == ["Hm.", "I ask."]
+    assert signatures == [(0, SIGNATURE)]
     assert [json.loads(piece) for piece in pieces[2:]] == [{"a": 0}, {"a": 1}]
 
 
@@ -125,13 +129,14 @@ async def test_blocks_become_messages(client: httpx.AsyncClient, llm: FakeAsyncL
             ],
         },
     ]
+    messages.append({"role": "system", "content": [{"type": "text", "text": "Be brief."}]})
     await create(client, messages=messages, tools=TOOLS)
     user, turn, *rest = llm.rendered[0].messages
     assert user["content"] == "U"
     assert (turn["content"], turn["reasoning_content"]) == ("A", "T")
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     said = [(message["role"], message["content"]) for message in rest]
-    assert said == [("tool", "R"), ("tool", "Error: lost"), ("user", "Go on.")]
+    assert said == [("tool", "R"), ("tool", "Error: lost"), ("user", "Go on."), ("system", "Be brief.")]
 
 
 async def test_a_begun_answer_goes_on(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
@@ -152,12 +157,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
     ({"system": 3}, "system"),
     ({"temperature": 3}, "temperature"),
     ({"top_k": -1}, "top_k"),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from raylm.config import Config
 from raylm.frontend import AsyncLLM
 from raylm.ingress import Surroundings, build_asgi_app
+from raylm.ingress.anthropic.blocks import SIGNATURE
 from tests.ingress.harness import client_of, served
 from tests.ingress.test_resuming import RESUMABLE, SECRET, Stack
 from tests.ingress.writing_engine import SAID, WritingEngine
@@ -69,6 +70,10 @@ def joined(told: Told) -> dict[str, Any]:
         assert event["index"] == len(blocks) - 1
         if event["type"] == "content_block_delta":
             kind, piece = event["delta"].values()
+            if kind == "signature_delta":
+                assert (blocks[-1]["type"], blocks[-1]["signature"]) == ("thinking", "")
+                blocks[-1]["signature"] = piece
+                continue
             assert (
                 kind
                 == {"thinking": "thinking_delta", "text": "text_delta", "tool_use": "input_json_delta"}[
@@ -76,7 +81,9 @@ def joined(told: Told) -> dict[str, Any]:
                 ]
             )
             blocks[-1]["pieces"] += piece
-        is_open = is_open and event["type"] != "content_block_stop"
+        if event["type"] == "content_block_stop":
+            is_open = False
+            assert blocks[-1]["type"] != "thinking" or blocks[-1]["signature"] == SIGNATURE
     assert not is_open
     # Text that comes between two calls, or behind them, may be one with what is before them: what merges has no order.
     found: dict[str, Any] = {"calls": [(b["name"], b["pieces"]) for b in blocks if b["type"] == "tool_use"]}
@@ -144,7 +151,7 @@ def test_ids_that_are_refused(stack: Stack) -> None:
     for place in range(27):
         refused(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :], 400)
     refused(raw[:-3], 400)
-    for place, count in ((0, 2), (0, 77), (2, 4), (3, 2**24 - 1), (4, 1000)):  # no counts of this message
+    for place, count in ((0, 2), (0, 77), (2, 5), (3, 2**24 - 1), (4, 1000)):  # no counts of this message
         refused(raw[: 27 + 3 * place] + count.to_bytes(3) + raw[30 + 3 * place :], 400)
     refused(raw, 409, max_tokens=399)
     refused(raw, 400, stream=False)

@@ -105,7 +105,7 @@ async def test_a_large_answer_of_logprobs_is_whole(client: httpx.AsyncClient, ll
         answer = await client.post(path, json=base | fields | {"stream": stream, "n": 2})
         assert answer.status_code == 200
         lines = answer.text.split("\n\n")[:-2] if stream else [answer.text]
-        found = [orjson.loads(line.rpartition("\ndata: ")[2]) for line in lines]
+        found = [orjson.loads(line.rpartition("data: ")[2]) for line in lines]
         shown = [c["logprobs"] for chunk in found for c in chunk["choices"] if c["logprobs"]]
         tokens = sum(len(entry.get("content") or entry.get("tokens")) for entry in shown)
         assert tokens == (701 + 702)

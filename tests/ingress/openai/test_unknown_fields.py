@@ -11,7 +11,8 @@ import pytest
 
 from raylm.config import Config
 from raylm.ingress import build_asgi_app
-from raylm.ingress.openai.unknown_fields import MAX_SHOWN, MAX_TOLD
+from raylm.ingress.http.middleware import MAX_SHOWN
+from raylm.ingress.openai.unknown_fields import MAX_TOLD
 from raylm.messages import LoRAAdapter
 from tests.ingress.bad_inputs import ENDPOINTS
 from tests.ingress.fake_llm import FakeAsyncLLM

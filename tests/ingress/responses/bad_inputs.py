@@ -46,6 +46,7 @@ ENDPOINTS = {
             "prompt_cache_key": STRING,
             "prompt_cache_retention": CHOICE,
             "service_tier": CHOICE,
+            "max_tool_calls": COUNT,
             "request_id": REQUEST_ID,
             "chat_template_kwargs": [*OBJECT, {"messages": []}],
             "structured_outputs": GENERATION["structured_outputs"],

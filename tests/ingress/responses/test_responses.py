@@ -244,7 +244,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-    ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0].colour"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments"),
     ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
@@ -253,7 +252,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 10**6}, "input"),
     ({"min_tokens": 9, "max_output_tokens": 4}, "min_tokens"),
     ({"top_logprobs": 21}, "top_logprobs"),
-    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"include": ["file_search_call.results"]}, "include"),
+    ({"text": {"verbosity": "huge"}}, "text.verbosity"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+    ({"service_tier": "x"}, "service_tier"),
+    ({"max_tool_calls": 0}, "max_tool_calls"),
     ({"background": True, "store": False}, "background"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ({"text": {"tone": "kind"}}, "text.tone"),
@@ -265,7 +268,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"truncation": "middle"}, "truncation"),
-    ({"service_tier": "flex"}, "service_tier"),
 ]
 
 
