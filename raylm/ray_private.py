@@ -8,15 +8,25 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 
-# Lines of Serve's template for HAProxy, each there once
+# Parts of Serve's template for HAProxy, each there once
 _DEFAULTS, _ROUTING, _BACKENDS = "\ndefaults\n", "\n    # Static routing based on ", "\nbackend default_backend\n"
+_ADMIN_SOCKET, _KEEP_ALIVE = " mode 666 level admin ", "http-keep-alive {{ config.timeout_http_keep_alive_s }}s"
+_FRONTEND = "\n    bind {{ config.frontend_host }}:{{ config.frontend_port }}\n"
+_PROMETHEUS, _AFTER_PROMETHEUS, _STATISTICS = (
+    "\nfrontend prometheus\n",
+    "\nfrontend http_frontend\n",
+    "\nlisten stats\n",
+)
+_PROMETHEUS_PORT, _STATISTICS_PORT = "bind :{{ config.metrics_port }}", "bind *:{{ config.stats_port }}"
 _NAMESPACE = b"raylm"
+_LOOPBACK = "127.0.0.1"
 
 
 def stop_flag() -> Callable[[], bool]:
@@ -129,36 +139,132 @@ def replace_haproxy_manager(manager: type) -> None:
     controller.HAProxyManager = ray.remote(num_cpus=0)(manager)
 
 
-def configure_haproxy(
-    manager: Any, error_answer: bytes, bufsize: int, head_timeout_s: int, reader_timeout_s: int, *options: str
-) -> None:
-    """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet.
+@dataclass(frozen=True)
+class HAProxySettings:
+    """What RayLM sets in HAProxy beyond Serve's own settings.
 
     ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head,
-    which must arrive in ``head_timeout_s``. Who has something to read and reads nothing for ``reader_timeout_s`` is cut
-    off.
+    which must arrive in ``head_timeout_s``. A client that has something to read and reads nothing for
+    ``reader_timeout_s`` is cut off. ``options`` are words of HAProxy's command line.
     """
+
+    error_answer: bytes
+    bufsize: int
+    max_connections: int
+    head_timeout_s: int
+    reader_timeout_s: int
+    options: tuple[str, ...]
+
+
+def configure_haproxy(manager: Any, settings: HAProxySettings) -> None:
+    """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet."""
     haproxy = manager._haproxy
-    haproxy.cfg.bufsize = bufsize
-    haproxy.cfg.timeout_http_request_s = head_timeout_s
-    haproxy.cfg.timeout_client_s = reader_timeout_s
-    Path(haproxy.cfg.error_file_path).write_bytes(error_answer)
-    haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *options)
+    haproxy.cfg.bufsize = settings.bufsize
+    haproxy.cfg.maxconn = settings.max_connections
+    haproxy.cfg.timeout_http_request_s = settings.head_timeout_s
+    haproxy.cfg.timeout_client_s = settings.reader_timeout_s
+    Path(haproxy.cfg.error_file_path).write_bytes(settings.error_answer)
+    haproxy._start_and_wait_for_haproxy = functools.partial(haproxy._start_and_wait_for_haproxy, *settings.options)
 
 
-def extend_haproxys_template(defaults: str, routing: str, sections: str) -> None:
-    """Add to the Jinja template of HAProxy's configuration, once in a process.
+@dataclass(frozen=True)
+class HAProxyLines:
+    """Lines for HAProxy's configuration.
 
-    ``defaults`` are lines of the section of that name. ``routing`` are rules that come before the choice of a backend,
-    in which ``backends`` are Serve's BackendConfig of all applications over HTTP, and ``sections`` are sections.
+    ``defaults`` are lines of the section of that name, ``connections`` lines of the HTTP frontend, and ``routing``
+    rules of it that come before the choice of a backend, in which ``backends`` are Serve's BackendConfig of all
+    applications over HTTP. ``sections`` are sections. A connection without a request is kept for ``keep_alive_s``.
+    HAProxy's statistics and its metrics for Prometheus listen on ``monitor_host``, nowhere where it is None.
+    """
+
+    defaults: str
+    connections: str
+    routing: str
+    sections: str
+    keep_alive_s: int
+    monitor_host: str | None
+
+
+def edit_haproxys_template(lines: HAProxyLines) -> None:
+    """Change the Jinja template of HAProxy's configuration, once in a process.
+
+    Its admin socket, to which Serve lets every user of the machine, becomes the server's own user's alone.
+
+    Raises:
+        RuntimeError: a part of the template that is changed is not there, or several times.
     """
     from ray.serve._private import haproxy
 
     template = haproxy.HAPROXY_CONFIG_TEMPLATE
-    if sections not in template:
-        template = template.replace(_DEFAULTS, _DEFAULTS + defaults)
-        template = template.replace(_ROUTING, "\n" + routing + _ROUTING)
-        haproxy.HAPROXY_CONFIG_TEMPLATE = template.replace(_BACKENDS, "\n" + sections + _BACKENDS)
+    if lines.sections in template:
+        return
+    keep_alive_s = f"[config.timeout_http_keep_alive_s, {lines.keep_alive_s}] | min"
+    changes = {
+        _ADMIN_SOCKET: " mode 600 level admin ",
+        _KEEP_ALIVE: f"http-keep-alive {{{{ {keep_alive_s} }}}}s",
+        _DEFAULTS: _DEFAULTS + lines.defaults,
+        _FRONTEND: _FRONTEND + lines.connections,
+        _ROUTING: "\n" + lines.routing + _ROUTING,
+        _BACKENDS: "\n" + lines.sections + _BACKENDS,
+    }
+    if lines.monitor_host is None:
+        for section, following in ((_PROMETHEUS, _AFTER_PROMETHEUS), (_STATISTICS, "")):
+            changes[_text_of(template, section, following)] = following or "\n"
+    else:
+        changes[_PROMETHEUS_PORT] = f"bind {lines.monitor_host}:{{{{ config.metrics_port }}}}"
+        changes[_STATISTICS_PORT] = f"bind {lines.monitor_host}:{{{{ config.stats_port }}}}"
+    for old, new in changes.items():
+        template = _replaced(template, old, new)
+    haproxy.HAPROXY_CONFIG_TEMPLATE = template
+
+
+def _text_of(template: str, section: str, following: str) -> str:
+    """From the first line of ``section`` to the end of that of ``following``, or to the template's end without it."""
+    _, found, rest = template.partition(section)
+    body, end, _ = rest.partition(following) if following else (rest, "", "")
+    return (found + body + end) if found and end == following else section + following
+
+
+def _replaced(template: str, old: str, new: str) -> str:
+    if template.count(old) != 1:
+        raise RuntimeError(
+            f"Ray Serve's template for HAProxy has {old.strip()!r} {template.count(old)} times, not once: this version "
+            "of Ray is not one that RayLM was made for."
+        )
+    return template.replace(old, new)
+
+
+def haproxys_files() -> dict[str, Path]:
+    """HAProxy's files by the environment variables that set them; each node has a directory of its own beside them."""
+    from ray.serve._private import constants
+
+    names = ("CONFIG_FILE_LOC", "SOCKET_PATH", "METRICS_SOCKET_PATH", "SERVER_STATE_FILE")
+    found = {f"RAY_SERVE_HAPROXY_{name}": getattr(constants, f"RAY_SERVE_HAPROXY_{name}") for name in names}
+    return {name: Path(path) for name, path in found.items()}
+
+
+def is_first_start() -> bool:
+    """Call in an actor: whether it has not been started before."""
+    return not ray.get_runtime_context().was_current_actor_reconstructed
+
+
+def fallback_proxys_port() -> int:
+    """On which Serve's own proxy listens beside HAProxy, on the head node."""
+    from ray.serve._private import constants
+
+    return int(constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT)
+
+
+def listen_where_ray_does() -> None:
+    """Call in a deployment's constructor: its replicas' port for each other is on loopback where Ray's ports are."""
+    from ray._common.tls_utils import add_port_to_grpc_server
+    from ray.serve._private import replica
+
+    def add_port(server: Any, address: str) -> int:
+        return int(add_port_to_grpc_server(server, address.replace("[::]", _LOOPBACK)))
+
+    if ray.util.get_node_ip_address() == _LOOPBACK:
+        replica.add_port_to_grpc_server = add_port
 
 
 def application(import_path: str, args: dict[str, Any]) -> Any:

@@ -92,11 +92,35 @@ def test_the_headers_that_serve_reads_in_a_replica() -> None:
         "SERVE_HTTP_REQUEST_ID_HEADER", "SERVE_MULTIPLEXED_MODEL_ID"}  # fmt: skip
 
 
-def test_haproxys_template_has_each_line_behind_which_something_is_added() -> None:
-    from raylm.ray_private import _BACKENDS, _DEFAULTS, _ROUTING
+def test_haproxys_template_has_each_part_that_is_changed_once() -> None:
+    from raylm import ray_private
 
     template = import_module("ray.serve._private.haproxy").HAPROXY_CONFIG_TEMPLATE
-    assert [template.count(line) for line in (_DEFAULTS, _ROUTING, _BACKENDS)] == [1, 1, 1]
+    names = (
+        "ADMIN_SOCKET", "KEEP_ALIVE", "DEFAULTS", "FRONTEND", "ROUTING", "BACKENDS", "PROMETHEUS", "AFTER_PROMETHEUS",
+        "STATISTICS", "PROMETHEUS_PORT", "STATISTICS_PORT",
+    )  # fmt: skip
+    assert [template.count(getattr(ray_private, f"_{name}")) for name in names] == [1] * len(names)
+
+
+@pytest.mark.parametrize("name", ["ADMIN_SOCKET", "KEEP_ALIVE", "FRONTEND", "PROMETHEUS", "STATISTICS", "BACKENDS"])
+def test_a_part_that_went_away_is_no_silent_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylm import ray_private
+
+    haproxy = import_module("ray.serve._private.haproxy")
+    before = haproxy.HAPROXY_CONFIG_TEMPLATE.replace(getattr(ray_private, f"_{name}"), "")
+    monkeypatch.setattr(haproxy, "HAPROXY_CONFIG_TEMPLATE", before)
+    with pytest.raises(RuntimeError, match="0 times, not once"):
+        ray_private.edit_haproxys_template(ray_private.HAProxyLines("", "", "", "    x\n", 10, None))
+    assert before == haproxy.HAPROXY_CONFIG_TEMPLATE
+
+
+def test_a_replica_listens_for_others_by_the_function_that_is_replaced() -> None:
+    source = inspect.getsource(import_module("ray.serve._private.replica"))
+    assert source.count('add_port_to_grpc_server(self._server, "[::]:0")') == 1
+    calls = inspect.getsource(import_module("ray._common.tls_utils").add_port_to_grpc_server)
+    assert "server" in calls
+    assert "address" in calls
 
 
 def test_the_environment_variables_of_the_configurations_and_the_launcher_are_read_by_serve() -> None:

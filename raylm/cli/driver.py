@@ -25,7 +25,6 @@ from raylm.app import build_app
 from raylm.cli.guard import guards, start_guard, take_away
 from raylm.cli.serve_file import ServedFile
 from raylm.cli.serve_process import port_is_free
-from raylm.cli.sessions import mark, remove_ended
 from raylm.cli.start_checks import ray_address
 from raylm.config import faults
 from raylm.errors import ConfigError
@@ -109,9 +108,6 @@ class Driver:
         report("stage", "ray", f"{mode}RAY_ADDRESS={gcs} ray status")
         session = Path(context.address_info["session_dir"])
         report("stage", "logs", f"{session}/logs")
-        if address is None:
-            self._mark = mark(session)
-            threading.Thread(target=remove_ended, args=[session.parent], name="old sessions", daemon=True).start()
 
     def _start_serve(self, schema: ServeDeploySchema) -> None:
         details = ray_private.serve_details() if self._shared else None

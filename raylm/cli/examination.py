@@ -17,7 +17,7 @@ from raylm.checkpoint import Checkpoint, find_local
 from raylm.cli.options import Place, served
 from raylm.cli.serve_file import ServedFile
 from raylm.cli.serve_process import internal_ports, port_is_free
-from raylm.cli.start_checks import check_cluster, check_machine, ray_address
+from raylm.cli.start_checks import check_cluster, check_machine, ray_address, temporary_directory
 from raylm.config import Config
 from raylm.errors import ConfigError
 from raylm.models import check_checkpoint
@@ -164,7 +164,7 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
         yield Finding("Ray", "ok", f"that of RAY_ADDRESS, {address}")
         return
     check_machine()
-    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+    folder = Path(temporary_directory())
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     yield Finding("Ray", "ok", f"one of its own, in {folder}, where {free / GIB:.1f} GiB are free")

@@ -18,7 +18,7 @@ from raylm import __version__
 from raylm.checkpoint import resolve
 from raylm.cli.serve_file import ServedApplication, ServedFile
 from raylm.cli.serve_process import ServeProcess, claim_port, port_is_free
-from raylm.cli.start_checks import check_cluster, check_machine, ray_address
+from raylm.cli.start_checks import check_cluster, check_machine, keep_token_private, ray_address
 from raylm.cli.terminal import JSONTerminal, Terminal
 from raylm.config import Config, IngressConfig
 from raylm.errors import ConfigError
@@ -76,6 +76,7 @@ class Launcher:
             check_cluster(self._address)
             if self._settings.dashboard is not None:
                 raise ConfigError("--dashboard: the Ray that RAY_ADDRESS names has its own dashboard, or none.")
+        keep_token_private()
         claim = None
         if self._address is None:
             claim = claim_port(served.port, served.host) if port_is_free(served.host, served.port) else None

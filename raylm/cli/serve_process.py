@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from raylm.cli.serve_file import ServedFile
-from raylm.cli.start_checks import ray_address
+from raylm.cli.sessions import PrivateFolder, remove_ended
+from raylm.cli.start_checks import ray_address, temporary_directory
 from raylm.errors import ConfigError
 
 _POLL_S = 0.05
@@ -26,6 +27,15 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
+}
+_OF_A_RAY_OF_OUR_OWN = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # its ports listen on loopback, as there
+_HAPROXYS_PARENT = "/tmp"  # Serve's own; a socket's path has room for 29 bytes beside what Serve appends
+_HAPROXYS_FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
 }
 _INTERNAL_PORTS = {  # what HAProxy and Serve's fallback proxy listen on, taken by a second server on one machine
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
@@ -89,8 +99,10 @@ class ServeProcess:
 
     def __init__(self, served: ServedFile, dashboard: bool) -> None:
         ports, self._claims = serve_ports()
+        self._files: dict[str, str] = {}  # of HAProxy, by the variables that name them
+        self._folders: list[PrivateFolder] = []
         # Of a Ray of our own every process inherits it, and those that Ray starts beforehand can be used.
-        environment = {} if ray_address() else served.environment
+        environment = {} if ray_address() else served.environment | self._make_folders()
         self.lines: queue.Queue[str] = queue.Queue()  # a SimpleQueue's timeout is lost when a signal comes in its end
         self._child = subprocess.Popen(
             [sys.executable, "-m", "raylm.cli.main", "run-serve", *["--dashboard"] * dashboard],
@@ -99,13 +111,24 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=_ENVIRONMENT | ports | os.environ | environment,  # what the user has set stays
+            env=self._files | _ENVIRONMENT | ports | os.environ | environment,  # what the user has set stays
             start_new_session=True,
         )
         assert self._child.stdin is not None
         with self._child.stdin as stdin, suppress(BrokenPipeError):
             json.dump({"source": served.source, "tree": served.tree}, stdin)
         threading.Thread(target=self._read, daemon=True).start()
+
+    def _make_folders(self) -> dict[str, str]:
+        """For a Ray of our own and its HAProxy; the variables that must be set."""
+        parent = temporary_directory()
+        rays, haproxys = self._folders = [PrivateFolder(parent), PrivateFolder(_HAPROXYS_PARENT)]
+        self._files = {name: str(haproxys.path / file) for name, file in _HAPROXYS_FILES.items()}
+        self._files |= _OF_A_RAY_OF_OUR_OWN
+        threading.Thread(
+            target=remove_ended, args=[{parent, _HAPROXYS_PARENT}], name="old folders", daemon=True
+        ).start()
+        return {"RAY_TMPDIR": str(rays.path)}
 
     def _read(self) -> None:
         assert self._child.stdout is not None
@@ -132,6 +155,10 @@ class ServeProcess:
             time.sleep(_POLL_S)
         for claim in self._claims:
             claim.close()
+        if self._folders:
+            rays, haproxys = self._folders
+            rays.close()  # the logs stay
+            haproxys.remove()
         return True
 
 

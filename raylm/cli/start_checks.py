@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+from raylm.cli.sessions import LONGEST_NAME
 from raylm.errors import ConfigError
 
 _LONGEST_SOCKET = 107  # bytes of the path of an AF_UNIX socket on Linux
@@ -23,11 +26,16 @@ def ray_address() -> str | None:
     return None if address in {"", "local"} else address
 
 
+def temporary_directory() -> str:
+    """In which a Ray of our own keeps its files, in a folder that is private."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+
+
 def check_machine() -> None:
     """Whether a Ray of our own can start here."""
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    folder = temporary_directory()
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
-    _check_length(name, folder, _RAY_SOCKET)
+    _check_length(name, folder, LONGEST_NAME + _RAY_SOCKET)
     _check_length("TMPDIR", tempfile.gettempdir(), _OUR_SOCKET)
     there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
     if not os.access(there, os.W_OK):
@@ -46,6 +54,43 @@ def _check_length(name: str, folder: str, socket_path: str) -> None:
             f"{name}: {folder} is too long for the sockets in it, {length} bytes where at most {longest} fit; "
             f"set it to a shorter directory, such as {name}=/tmp."
         )
+
+
+def keep_token_private() -> None:
+    """Make the token of Ray in the home directory where there is none, and let its user alone read it.
+
+    Ray itself writes one that every user of the machine may read, and with it run any code as this user.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN" in os.environ:
+        return
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named or "~/.ray/auth_token").expanduser()
+    try:
+        if named is None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _close_to_others(path.parent, 0o700)
+            if not path.exists():
+                _write_at_once(path, secrets.token_hex(32))
+        _close_to_others(path, 0o600)
+    except FileNotFoundError:
+        return  # RAY_AUTH_TOKEN_PATH: Ray says so
+    except OSError as error:
+        raise ConfigError(f"Ray's token cannot be kept in {path}: {error.strerror}.") from error
+
+
+def _close_to_others(path: Path, mode: int) -> None:
+    found = path.stat()
+    if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+        path.chmod(mode)
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    """The whole file or none, even where another process does the same; the first one stays."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 0600
+        file.write(text)
+        file.flush()
+        with suppress(FileExistsError):
+            os.link(file.name, path)
 
 
 def check_cluster(address: str) -> None:

@@ -25,6 +25,7 @@ from raylm.engine.load_report import PERIOD_S, LoadReport, Pace
 from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
 from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import EngineInfo
+from raylm.ray_private import listen_where_ray_does
 from raylm.stages import Source, configure_logs, report
 from raylm.worker import available_memory
 
@@ -157,6 +158,7 @@ class Engine:
     """Starts one engine and replaces it when a process of it dies; Serve owns the placement group."""
 
     async def __init__(self, config: Config, gpus: int) -> None:  # type: ignore[misc]  # Serve awaits it
+        listen_where_ray_does()
         context = serve.get_replica_context()
         self._config = config
         self._gpus = gpus

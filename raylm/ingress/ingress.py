@@ -22,7 +22,15 @@ from raylm.ingress.console.peers import Alone, Desk, Peers, ServePeers
 from raylm.ingress.ray_metrics import RayMetrics
 from raylm.lazy import Family
 from raylm.params import PoolingParams, SamplingParams
-from raylm.ray_private import dashboard_url, raylm_actors, route_prefix, routed_for_s, shared_secret, stop_flag
+from raylm.ray_private import (
+    dashboard_url,
+    listen_where_ray_does,
+    raylm_actors,
+    route_prefix,
+    routed_for_s,
+    shared_secret,
+    stop_flag,
+)
 from raylm.stages import Source, about, configure_logs, report
 
 if TYPE_CHECKING:
@@ -58,6 +66,7 @@ class Ingress:
     _tasks: tuple[object, ...]
 
     def __init__(self, config: Config, engine: DeploymentHandle, **shared_actors: DeploymentHandle) -> None:
+        listen_where_ray_does()
         self._config = config
         self._engine = engine
         self._engine_wanted = asyncio.Event()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raylm.cli.sessions import MARKER, mark, remove_ended
+from raylm.cli.sessions import LONGEST_NAME, MARKER, PrivateFolder, mark, remove_ended
 
 
-def session(folder: Path, name: str, *, ours: bool = True) -> Path:
-    path = folder / f"session_of_the_test_{name}"
-    (path / "logs").mkdir(parents=True)
+def session(folder: Path, name: str, *, ours: bool = True, ray: bool = True) -> Path:
+    path = folder / f"raylm-{name}"
+    (path / ("ray" if ray else "haproxy")).mkdir(parents=True)
     if ours:
         mark(path).close()
+        number = 1_000_000 + len(list(folder.iterdir()))
+        os.utime(path / MARKER, (number, number))
     return path
 
 
@@ -32,21 +35,34 @@ def running(*command: str) -> Iterator[None]:
             process.kill()
 
 
-def test_ended_sessions_of_ours_are_removed_but_for_the_last(tmp_path: Path) -> None:
-    first, second = session(tmp_path, "1"), session(tmp_path, "2")
+def test_ended_folders_of_ours_are_removed_but_for_the_last_ray(tmp_path: Path) -> None:
+    first, second = session(tmp_path, "z"), session(tmp_path, "y")
     others = session(tmp_path, "0", ours=False)
-    third, last = session(tmp_path, "3"), session(tmp_path, "4")
-    (tmp_path / "session_latest").symlink_to(last)
-    assert remove_ended(tmp_path) == ["session_of_the_test_1", "session_of_the_test_2", "session_of_the_test_3"]
-    assert [path.exists() for path in (first, second, third, last, others)] == [False, False, False, True, True]
-    assert remove_ended(tmp_path, kept=0) == ["session_of_the_test_4"]
+    third, last, haproxys = session(tmp_path, "x"), session(tmp_path, "b"), session(tmp_path, "c", ray=False)
+    assert remove_ended([str(tmp_path)]) == ["raylm-z", "raylm-y", "raylm-x", "raylm-c"]
+    assert [path.exists() for path in (first, second, third, last, haproxys, others)] == [
+        False, False, False, True, False, True,
+    ]  # fmt: skip
+    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-b"]
+
+
+def test_nobody_else_can_enter_a_private_folder(tmp_path: Path) -> None:
+    first, second = PrivateFolder(str(tmp_path / "new")), PrivateFolder(str(tmp_path / "new"))
+    assert first.path != second.path
+    assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    assert len(f"/{first.path.name}") == len(LONGEST_NAME)
+    assert remove_ended([str(tmp_path / "new")], kept=0) == []
+    first.close()
+    assert remove_ended([str(tmp_path / "new")], kept=0) == [first.path.name]
+    second.remove()
+    assert not second.path.exists()
 
 
 def test_a_session_in_use_stays(tmp_path: Path) -> None:
     path = session(tmp_path, "1")
     with mark(path):
-        assert remove_ended(tmp_path, kept=0) == []
-    assert remove_ended(tmp_path, kept=0) == ["session_of_the_test_1"]
+        assert remove_ended([str(tmp_path)], kept=0) == []
+    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-1"]
 
 
 def test_a_session_of_another_process_stays_until_that_is_killed(tmp_path: Path) -> None:
@@ -55,22 +71,22 @@ def test_a_session_of_another_process_stays_until_that_is_killed(tmp_path: Path)
         "import pathlib, sys; from raylm.cli.sessions import mark; m = mark(pathlib.Path(sys.argv[1])); "
         "print(1, flush=True); sys.stdin.read()"
     )
-    with running(sys.executable, "-c", code, f"{tmp_path}/./session_of_the_test_1"):
-        assert remove_ended(tmp_path, kept=0) == []
+    with running(sys.executable, "-c", code, f"{tmp_path}/./raylm-1"):
+        assert remove_ended([str(tmp_path)], kept=0) == []
         assert path.exists()
-    assert remove_ended(tmp_path, kept=0) == ["session_of_the_test_1"]
+    assert remove_ended([str(tmp_path)], kept=0) == ["raylm-1"]
 
 
 def test_a_session_that_a_raylet_still_uses_stays(tmp_path: Path) -> None:
     path = session(tmp_path, "with_a_raylet_9")
     (path / MARKER).write_text("a line\n")
     with running("tail", "-f", f"{path / MARKER}"):
-        assert remove_ended(tmp_path, kept=0) == []
-    assert remove_ended(tmp_path, kept=0) == [path.name]
+        assert remove_ended([str(tmp_path)], kept=0) == []
+    assert remove_ended([str(tmp_path)], kept=0) == [path.name]
 
 
 def test_another_users_session_stays(tmp_path: Path) -> None:
     path = session(tmp_path, "1")
     if os.getuid() == 0:
         os.chown(path / MARKER, 12345, 12345)
-        assert remove_ended(tmp_path, kept=0) == []
+        assert remove_ended([str(tmp_path)], kept=0) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raylm.cli.main import app
-from raylm.cli.start_checks import check_cluster, check_machine, ray_address
+from raylm.cli.start_checks import check_cluster, check_machine, keep_token_private, ray_address
 from raylm.errors import ConfigError
 
 
@@ -44,7 +46,7 @@ def test_a_tmpdir_is_too_long_when_a_socket_in_it_cannot_be_bound(
     from ray._private.utils import validate_socket_filepath
 
     refused = []
-    for length in range(30, 60):
+    for length in range(15, 60):
         folder = "/" + "x" * (length - 1)
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setenv("RAY_TMPDIR", folder)
@@ -55,7 +57,7 @@ def test_a_tmpdir_is_too_long_when_a_socket_in_it_cannot_be_bound(
             except ConfigError as error:
                 refused.append(length)
                 said = error.message
-        sockets = f"{folder}/ray/session_2026-11-22_10-18-59_796473_4194304/sockets"
+        sockets = f"{folder}/raylm-abcdefgh/ray/session_2026-11-22_10-18-59_796473_4194304/sockets"
         if length in refused:
             with pytest.raises(OSError, match="AF_UNIX"):
                 validate_socket_filepath(f"{sockets}/plasma_store")
@@ -131,3 +133,53 @@ def test_the_command_says_it_in_one_line_and_ends_with_2(monkeypatch: pytest.Mon
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("raylm: RAY_ADDRESS: 'nonsense' is no HOST:PORT")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_rays_token_is_made_for_its_user_alone(home: Path) -> None:
+    keep_token_private()
+    token = home / ".ray" / "auth_token"
+    assert re.fullmatch("[0-9a-f]{64}", text := token.read_text())
+    assert (mode(token), mode(token.parent)) == (0o600, 0o700)
+    assert list(token.parent.iterdir()) == [token]
+    keep_token_private()
+    assert token.read_text() == text
+
+
+def test_a_token_that_ray_wrote_for_all_is_closed_and_stays(home: Path) -> None:
+    token = home / ".ray" / "auth_token"
+    token.parent.mkdir(mode=0o755)
+    token.write_text("abc")
+    token.chmod(0o644)
+    keep_token_private()
+    assert token.read_text() == "abc"
+    assert (mode(token), mode(token.parent)) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize("variable", [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "abc")])
+def test_no_token_is_made_where_none_is_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch, variable: tuple[str, str]
+) -> None:
+    monkeypatch.setenv(*variable)
+    keep_token_private()
+    assert list(home.iterdir()) == []
+
+
+def test_a_token_elsewhere_is_closed_and_its_directory_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "token"))
+    keep_token_private()
+    assert list(home.iterdir()) == []
+    (home / "token").write_text("abc")
+    (home / "token").chmod(0o640)
+    home.chmod(0o755)
+    keep_token_private()
+    assert (mode(home / "token"), mode(home)) == (0o600, 0o755)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
@@ -11,6 +12,7 @@ from urllib.parse import quote
 from raylm.config import Config
 from raylm.errors import StoreLostError
 from raylm.ingress.responses.store import MEMORY, ResponseStore
+from raylm.ray_private import listen_where_ray_does
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -22,6 +24,7 @@ class SharedResponseStore(ResponseStore):
     def __init__(self, config: Config) -> None:
         from ray import serve
 
+        listen_where_ray_does()
         super().__init__(store_path(config.ingress.store, serve.get_replica_context().app_name))
         self.renew_all()
 
@@ -43,7 +46,18 @@ def store_path(knob: str | None, application: str) -> str:
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "raylm"
     path = (state / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)).expanduser()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _keep_private(path)
     return str(path)
+
+
+def _keep_private(path: Path) -> None:
+    """SQLite's file of what was asked and answered, and those beside it, are for this user alone to read."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # new files beside it get its mode
+    for one in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        with suppress(FileNotFoundError):
+            if one.stat().st_uid == os.geteuid():
+                one.chmod(0o600)
 
 
 class _RemoteStore:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import os
+import resource
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from raylm.errors import EngineUnavailableError
+from raylm.errors import ConfigError, EngineUnavailableError
 from raylm.ingress.http.errors import error_response
+from raylm.ingress.http.haproxy_start import explain_start, max_connections, own_directories
 from tests.serving import free_port
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[..., Awaitable[list[Connection]]]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns when its modules are imported
 
@@ -70,15 +77,21 @@ async def replica() -> AsyncIterator[Replica]:
 
 
 @pytest.fixture
-async def haproxy(tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """Ray's object that runs HAProxy: below /up a replica, below /down none."""
+async def haproxy(
+    tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Any]:
+    """Ray's object that runs HAProxy: below /up a replica, below /down none. A parameter is its environment."""
+    from ray.serve._private import haproxy as of_ray
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
     from raylm.ingress.http.haproxy import configure
 
-    for name in ("_HEAD_S", "_READER_S"):
+    monkeypatch.setattr(of_ray, "HAPROXY_CONFIG_TEMPLATE", of_ray.HAPROXY_CONFIG_TEMPLATE)  # as it was, afterwards
+    for name in ("_HEAD_S", "_READER_S", "_KEPT_S"):
         monkeypatch.setattr(f"raylm.ingress.http.haproxy.{name}", 1)
+    for name, value in getattr(request, "param", {}).items():
+        monkeypatch.setenv(name, str(value))
     server = ServerConfig("replica", "127.0.0.1", replica.port)
     backends = {
         "up": BackendConfig("up", "/up", app_name="up", servers=[server], ingress_deployment_name="Ingress"),
@@ -86,7 +99,7 @@ async def haproxy(tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPa
         "other": BackendConfig("other", "/", app_name="other", servers=[server], ingress_deployment_name="Other"),
     }
     config = HAProxyConfig(
-        http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
+        http_options=HTTPOptions(host="127.0.0.1", port=free_port(), keep_alive_timeout_s=90),
         socket_path=str(tmp_path / "admin.sock"),
         server_state_base=str(tmp_path),
         server_state_file=str(tmp_path / "state"),
@@ -225,3 +238,185 @@ async def test_a_replica_that_says_nothing_any_more_is_not_ready(probing: Probin
             except httpx.ReadTimeout:
                 asked = True
     assert replica.probes == [b"/up/health"]
+
+
+HEALTH = b"GET /up/health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+async def connect(haproxy: Any) -> AsyncIterator[Connect]:
+    """Opens connections, which are closed at the end; without those that are reset while they are opened."""
+    opened: list[Connection] = []
+
+    async def connect(number: int, sent: bytes = b"", source: str = "127.0.0.1") -> list[Connection]:
+        before = len(opened)
+        for _ in range(number):
+            with suppress(ConnectionResetError):
+                port = haproxy.cfg.http_options.port
+                opened.append(await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0)))
+                opened[-1][1].write(sent)
+        return opened[before:]
+
+    yield connect
+    for _, writer in opened:
+        writer.close()
+
+
+async def ended(connection: Connection) -> bool:
+    """Whether HAProxy closes it; a test that waits for more fails by its own limit."""
+    with suppress(ConnectionResetError):
+        while await connection[0].read(65536):
+            pass
+    return True
+
+
+async def test_a_connection_is_closed_after_an_answer_that_no_request_follows(
+    connect: Connect, replica: Replica
+) -> None:
+    replica.ready = b"200 OK", b'{"status":"ok"}'
+    (connection,) = await connect(1, HEALTH)
+    async with asyncio.timeout(30):  # Serve's own limit is 90 s
+        assert (await connection[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
+        assert await ended(connection)
+
+
+BOUNDED = {"RAY_SERVE_HAPROXY_MAXCONN": 40, "RAYLM_HAPROXY_CONNECTIONS_PER_ADDRESS": 20}
+
+
+@pytest.mark.parametrize("haproxy", [BOUNDED], indirect=True)
+@pytest.mark.parametrize("sent", [b"", HEALTH[:-2], HEALTH], ids=["silent", "half a head", "kept alive"])
+async def test_idle_connections_of_one_address_leave_places_for_others(
+    haproxy: Any, connect: Connect, replica: Replica, sent: bytes
+) -> None:
+    replica.ready = b"200 OK", b'{"status":"ok"}'
+    idle = await connect(60, sent)
+    headers = {"host": "x", "connection": "close"}
+    transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}", transport=transport
+    ) as client:
+        assert (await client.get("/up/health", headers=headers)).status_code == 200
+        async with asyncio.timeout(30):  # 40 of the 60 were not let in, the others go after a second
+            assert all([await ended(connection) for connection in idle])
+        assert (await client.get("/up/health", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("haproxy", [{"RAY_SERVE_HAPROXY_MAXCONN": 40}], indirect=True)
+async def test_the_last_places_are_for_addresses_with_few_connections(haproxy: Any, connect: Connect) -> None:
+    for source in ("127.0.0.2", "127.0.0.3"):
+        await connect(15, b"G", source)  # of 40 places, 30 are for all
+    few, many = await connect(8, b"G", "127.0.0.4"), await connect(8, b"G", "127.0.0.4")
+    async with asyncio.timeout(30):
+        assert [(await reader.read(64))[:12] for reader, _ in few] == [b"HTTP/1.1 408"] * 8
+        assert [await refused(connection) for connection in many] == [True] * len(many)
+
+
+async def refused(connection: Connection) -> bool:
+    """Whether nothing was answered."""
+    try:
+        return not await connection[0].read(64)
+    except ConnectionResetError:
+        return True
+
+
+async def test_statistics_and_metrics_are_nowhere(haproxy: Any) -> None:
+    for port in (haproxy.cfg.stats_port, haproxy.cfg.metrics_port):
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("haproxy", [{"RAYLM_HAPROXY_MONITOR_HOST": "127.0.0.2"}], indirect=True)
+async def test_statistics_and_metrics_listen_where_they_are_asked_to(haproxy: Any) -> None:
+    async with httpx.AsyncClient() as client:
+        for path in (f"{haproxy.cfg.stats_port}/stats", f"{haproxy.cfg.metrics_port}/metrics"):
+            assert (await client.get(f"http://127.0.0.2:{path}")).status_code == 200
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"http://127.0.0.1:{path}")
+
+
+async def test_its_admin_socket_is_its_users_alone(haproxy: Any) -> None:
+    assert stat.S_IMODE(os.stat(haproxy.cfg.socket_path).st_mode) == 0o600
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of HAProxy's files."""
+    from ray.serve._private import constants
+
+    for name in ("CONFIG_FILE_LOC", "SOCKET_PATH", "METRICS_SOCKET_PATH", "SERVER_STATE_FILE"):
+        monkeypatch.setattr(constants, f"RAY_SERVE_HAPROXY_{name}", str(tmp_path / "files" / name))
+    return tmp_path / "files"
+
+
+def test_the_directories_of_its_files_are_made_for_this_user_alone(files: Path) -> None:
+    own_directories("node")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (files, files / "node")] == [0o700, 0o700]
+    files.chmod(0o755)  # as Serve makes it
+    (files / "node").chmod(0o755)
+    own_directories("node")
+    assert stat.S_IMODE((files / "node").stat().st_mode) == 0o700
+
+
+def refusal(node: str = "node") -> str:
+    with pytest.raises(ConfigError) as caught:
+        own_directories(node)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_directory_that_others_can_write_to_is_refused(files: Path, mode: int) -> None:
+    files.mkdir()
+    files.chmod(mode)
+    said = refusal()
+    assert said.startswith(f"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC: {files} can be written to by other users")
+    assert "set RAY_SERVE_HAPROXY_CONFIG_FILE_LOC, RAY_SERVE_HAPROXY_SOCKET_PATH" in said
+
+
+def test_a_directory_above_that_others_can_write_to_is_refused_but_a_sticky_one(files: Path) -> None:
+    files.parent.chmod(0o1777)
+    own_directories("node")
+    files.parent.chmod(0o777)
+    assert refusal().startswith(f"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC: {files.parent} can be written to by other users")
+    files.parent.chmod(0o700)
+
+
+def test_a_link_is_refused(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    files.symlink_to(tmp_path / "elsewhere")
+    assert "belongs to another user" in refusal() or "can be written to" in refusal()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_refused(files: Path) -> None:
+    files.mkdir(mode=0o755)
+    os.chown(files, 12345, 12345)
+    assert refusal().startswith(f"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC: {files} belongs to another user")
+    os.chown(files, 0, 0)
+    (files / "node").mkdir(mode=0o755)
+    os.chown(files / "node", 12345, 12345)
+    assert refusal().startswith(f"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC: {files / 'node'} belongs to another user")
+
+
+async def test_a_port_that_is_taken_is_said_with_what_moves_it(haproxy: Any, tmp_path: Path) -> None:
+    from ray.serve._private.haproxy import HAProxyApi
+
+    second = HAProxyApi(haproxy.cfg, {}, str(tmp_path / "second" / "haproxy.cfg"))
+    haproxy.cfg.socket_path = str(tmp_path / "second.sock")
+    with pytest.raises(RuntimeError) as caught:
+        await second.start()
+    port = haproxy.cfg.http_options.port
+    said = explain_start(caught.value, port)
+    assert said == f"HAProxy cannot listen at 127.0.0.1:{port}: Address already in use; http_options.port moves it."
+    other = explain_start(caught.value, port + 1)
+    assert other is not None
+    assert other.endswith("RAY_SERVE_HAPROXY_METRICS_PORT or RAY_SERVE_HAPROXY_STATS_PORT moves it.")
+    assert explain_start(RuntimeError("it crashed"), port) is None
+
+
+def test_it_takes_as_many_connections_as_it_may_have_descriptors_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_MAXCONN", raising=False)
+    for hard, expected in ((resource.RLIM_INFINITY, 16_384), (2**20, 16_384), (20_000, 7_795), (600, 256)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (1024, hard))
+        assert max_connections() == expected
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "77")
+    assert max_connections() == 77

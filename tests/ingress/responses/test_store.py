@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -224,6 +226,20 @@ async def test_who_brings_down_its_makers_fails() -> None:
         assert await store.renew(str(number), 9) == []
         await store.release("b", str(number - 1) if number else "0")
         assert len(await store.renew(str(number), 9)) == 1
+
+
+async def test_its_files_are_for_their_user_alone(tmp_path: Path) -> None:
+    def modes() -> dict[str, int]:
+        return {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in os.scandir(tmp_path)}
+
+    path, closed = tmp_path / "x.db", dict.fromkeys(("x.db", "x.db-wal", "x.db-shm"), 0o600)
+    store = ResponseStore(store_path(str(path), "app"))
+    await store.put("", "a", record())
+    assert modes() == closed
+    for name in closed:  # as they were made before
+        os.chmod(tmp_path / name, 0o644)
+    store_path(str(path), "app")
+    assert modes() == closed
 
 
 def test_where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
