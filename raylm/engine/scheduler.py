@@ -214,7 +214,7 @@ class Scheduler:
         for seq in self.waiting.candidates():
             if seq.resume_after > self._seen:
                 return False
-            if seq.is_given_up(self.clock()):
+            if seq.state.is_given_up(self.clock()):
                 self._given_up.append((seq.client_id, seq.key))
                 self._abort(seq.state)
                 return True

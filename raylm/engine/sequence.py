@@ -32,8 +32,8 @@ class RequestState:
 
     ``limit`` is the longest that its sequences may grow, in tokens with the prompt. ``num_unforked`` sequences are
     not made yet: they start when the first one has computed the prompt that they share. ``adapter`` is the number of
-    its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content. ``due`` is
-    when its first token should be there, by which the fair policy orders what is alike.
+    its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content. ``due`` is the time at which the
+    request's first token should be there, set by the fair policy when the first sequence begins to wait.
     """
 
     client_id: str
@@ -97,6 +97,16 @@ class RequestState:
         self.open.append(seq)
         return seq
 
+    def is_given_up(self, now: float) -> bool:
+        """Whether the client's time limit has passed before any sequence drew a token; the client has hung up then.
+
+        While that holds the request has one sequence: the others are made when the first one draws.
+        """
+        timeout_s = self.request.service.timeout_s
+        if timeout_s is None or now <= self.request.arrival_time + timeout_s:
+            return False
+        return self.num_unforked == self.request.params.n - 1 and all(seq.num_generated == 0 for seq in self.open)
+
     def fork(self, ids: Iterator[int]) -> list[Sequence]:
         """Open the sequences that shared the first one's prompt computation; none the second time."""
         count, self.num_unforked = self.num_unforked, 0
@@ -111,8 +121,8 @@ class Sequence:
     in flight will draw, one each, and ``num_computed`` what they compute: accepted drafts are counted when the steps
     are seen. ``next_check`` is the length at which a token is more than an append: the first generated one's, then
     ``limit``. A preempted sequence may start again when the result of step ``resume_after`` was seen. ``num_cached``
-    prompt tokens came from the prefix cache. ``prompt_logprobs`` gathers those of the prompt, None if they are not
-    asked for (any more).
+    prompt tokens came from the prefix cache. ``due`` orders it among the sequences that wait; the fair policy owns it.
+    ``prompt_logprobs`` gathers those of the prompt, None if they are not asked for (any more).
     """
 
     id: int
@@ -129,6 +139,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     resume_after: int = 0
+    due: float = 0.0
     status: Status = Status.WAITING
 
     @property
@@ -153,12 +164,6 @@ class Sequence:
         """Whether each prompt token must be computed (again), as the answer depends on its hidden state."""
         pooling = self.state.request.pooling
         return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
-
-    def is_given_up(self, now: float) -> bool:
-        """Whether its client has hung up, as far as it said so, while nothing was drawn."""
-        request = self.state.request
-        timeout_s = request.service.timeout_s
-        return timeout_s is not None and now > request.arrival_time + timeout_s and self.num_generated == 0
 
     def start(self, cached: int) -> None:
         """It runs from now on, with ``cached`` of its tokens computed. Only now is a prompt copied, to append to."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
+from raylm.engine.queues.base import AGING_S
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence, sequence_seed
 from raylm.errors import ContextLengthError
@@ -25,7 +26,7 @@ POISON = 99
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine: tiny, so that everything runs out."""
+    """One engine: tiny, so that everything runs out. Under a ``moving_clock`` targets and time limits count."""
 
     num_blocks: int
     block_size: int
@@ -37,6 +38,8 @@ class Setup:
     prefix_caching: bool
     speculative_tokens: int
     lateness: float
+    target_itl_ms: float | None
+    moving_clock: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def random_setup(rng: Random) -> Setup:
         prefix_caching=rng.random() < 0.7,
         speculative_tokens=rng.choice([0, 0, 1, 3, 9]),
         lateness=rng.choice([0.0, 0.0, 0.2, 0.7]),
+        target_itl_ms=rng.choice([None, None, 5.0, 50.0]),
+        moving_clock=rng.random() < 0.6,
     )
 
 
@@ -92,8 +97,19 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
         eos_token_ids=(MODEL.eos_token_id,),
         priority=rng.randint(0, 2),
         cache_salt=rng.choice([None, None, "salt"]),
-        service=ServiceLevel(tenant=rng.choice(["", "one", "other"])),
+        service=random_service(rng),
         grammar=rng.choice([None, None, "a form"]),
+    )
+
+
+def random_service(rng: Random) -> ServiceLevel:
+    """Three keys; some requests have targets that cannot be met, and time limits that pass while they wait."""
+    return ServiceLevel(
+        tenant=rng.choice(["", "one", "other"]),
+        weight=rng.choice([1.0, 1.0, 0.1, 7.0]),
+        ttft_s=rng.choice([None, None, 0.001, 0.05, 0.5, 5.0]),
+        itl_s=rng.choice([None, None, None, 1e-4, 0.02]),
+        timeout_s=rng.choice([None, None, 0.05, 1.0, 20.0]),
     )
 
 
@@ -137,10 +153,14 @@ class Run:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        names = ("max_num_seqs", "max_num_batched_tokens", "policy", "steps_in_flight", "speculative_tokens")
+        self.rng, self.now = Random(repr(setup)), 1e9
+        names = (
+            "max_num_seqs", "max_num_batched_tokens", "policy", "steps_in_flight", "speculative_tokens",
+            "target_itl_ms",
+        )  # fmt: skip
         config = SchedulerConfig.model_construct(**{name: getattr(setup, name) for name in names})
         self.kv = KVCacheManager(setup.num_blocks, setup.block_size, setup.prefix_caching)
-        self.scheduler = Scheduler(config, self.kv, setup.max_model_len)
+        self.scheduler = Scheduler(config, self.kv, setup.max_model_len, clock=lambda: self.now)
         self.max_model_len = min(setup.max_model_len, setup.num_blocks * setup.block_size)
         self.worker = FakeWorker(
             num_blocks=setup.num_blocks,
@@ -163,8 +183,9 @@ class Run:
             check_kv(self.kv)
         budget = 60 + 48 * sum(request.params.n * self.max_model_len for _, request in self.added)
         while self.scheduler.has_work or self.in_flight:
+            given_up = len(self.aborted)
             self.schedule(Op("schedule"))
-            assert self.in_flight, "requests are open, and nothing can be scheduled"
+            assert self.in_flight or len(self.aborted) > given_up, "requests are open, and nothing can be scheduled"
             self.update(Op("update"))
             budget -= 1
             assert budget > 0, "the engine goes round in circles"
@@ -176,7 +197,7 @@ class Run:
         """A request arrives; one that cannot be served is refused."""
         assert op.request is not None
         key = len(self.added)
-        request = replace(op.request, key=key)
+        request = replace(op.request, key=key, arrival_time=self.now - self.rng.choice([0.0, 0.01, 3.0]))
         self.added.append((op.client_id, request))
         try:
             self.scheduler.add(op.client_id, request)
@@ -217,9 +238,11 @@ class Run:
         """Hand a step over, if there is room for one in flight."""
         if len(self.in_flight) == self.setup.steps_in_flight:
             return
+        self._pass_time()
         ready = [seq for seq in self.scheduler.running if seq.num_tokens < seq.limit]
         before = list(self.scheduler.running)
         plan = self.scheduler.schedule()
+        self._give_up(self.scheduler.take_given_up())
         preempted = [seq for seq in before if seq not in self.scheduler.running]
         if plan is not None:
             self._check_order(plan, ready, preempted)
@@ -231,17 +254,44 @@ class Run:
         """Take in the oldest step."""
         if not self.in_flight:
             return
+        self._pass_time()
         plan, result = self.in_flight.popleft()
+        if self.setup.moving_clock:
+            result = replace(result, step_s=self.rng.choice([0.001, 0.01, 0.05]) * (1 + plan.num_tokens / 8))
         known = {seq.id for seq in self._sequences()}
         self.wasted.update(seq_id for seq_id in result.seq_ids if seq_id not in known)
         for client_id, outputs in self.scheduler.update(plan, result).items():
             self._take(client_id, outputs)
 
+    def _pass_time(self) -> None:
+        """The clock moves on, and now and then jumps, as when it is set."""
+        if self.setup.moving_clock:
+            self.now += self.rng.choice([0.0, 0.001, 0.01, 0.1, 1.0, 11.0])
+            self.now += self.rng.choice([-3600, 3600, -20, 70]) if self.rng.random() < 0.03 else 0
+
     # -------------------------------------------------------------- what must hold at every step
+
+    def _give_up(self, given_up: list[tuple[str, int]]) -> None:
+        """Only requests that drew nothing within their time limits may be given up."""
+        for client_id, key in given_up:
+            owner, request = self.added[key]
+            assert (client_id, key) not in self.scheduler.open_requests(), "it is given up, and open"
+            assert owner == client_id
+            assert request.service.timeout_s is not None, "it has no time limit"
+            assert self.now > request.arrival_time + request.service.timeout_s, "its time is not over"
+            drawn = [self.answers[key, index] for index in range(request.params.n) if (key, index) in self.answers]
+            assert not any(answer.token_ids for answer in drawn), "it has drawn already"
+            self.aborted.add(key)
 
     def _rank(self, seq: Sequence) -> tuple[int, int, int]:
         priority = seq.state.request.priority if self.setup.policy == "priority" else 0
         return (priority, self.replayed.get(seq.key, seq.key), seq.index)  # keys are given in the order of arrival
+
+    def _place(self, seq: Sequence) -> tuple[float, int, int]:
+        """Where a sequence waits, under a policy that is strict; waiting for AGING_S makes up for a class."""
+        priority, order, index = self._rank(seq)
+        aged = seq.state.request.arrival_time / AGING_S if self.setup.policy == "priority" else 0.0
+        return (priority + aged, order, index)
 
     def _sequences(self) -> list[Sequence]:
         return [*self.scheduler.running, *self.scheduler.waiting]
@@ -249,12 +299,12 @@ class Run:
     def _check_order(self, plan: SchedulerOutput, ready: list[Sequence], preempted: list[Sequence]) -> None:
         """Running first, then strict head of line; and who is preempted is of the lowest class there is."""
         running = {seq.id: seq for seq in self.scheduler.running}
-        waiting = [self._rank(seq) for seq in self.scheduler.waiting]
+        waiting = [self._place(seq) for seq in self.scheduler.waiting]
         displaced = self._displaced(plan, preempted)
         if plan.new:
             waits = [seq for seq in ready if seq.id not in plan.seq_ids and seq is not displaced]
             assert not waits, "a new sequence runs, and a running one must wait"
-            last = max(self._rank(running[new.seq_id]) for new in plan.new)
+            last = max(self._place(running[new.seq_id]) for new in plan.new)
             assert self.setup.policy == "fair" or all(last < rank for rank in waiting), "somebody jumped the queue"
         for victim in preempted:
             assert all(self._rank(seq)[0] <= self._rank(victim)[0] for seq in running.values()), "not the lowest class"

@@ -285,6 +285,38 @@ def test_who_has_hung_up_is_not_computed_any_more() -> None:
     engine.kv.check_idle()
 
 
+def test_siblings_that_are_late_are_put_off_one_by_one() -> None:
+    """The first sequence draws after the target: its siblings stand in the line, and are late, all at once."""
+    engine = fair(num_blocks=400, max_num_seqs=8)
+    now = 1000.0
+    engine.scheduler.clock = lambda: now
+    made = request([1] * 19, 1, n=5, max_tokens=20, ignore_eos=True)
+    engine.scheduler.add(CLIENT, replace(made, arrival_time=now, service=ServiceLevel(ttft_s=0.05)))
+    while engine.scheduler.has_work:
+        plan = engine.schedule()
+        now += 0.06
+        engine.update(plan)
+    engine.kv.check_idle()
+
+
+@pytest.mark.parametrize("seats", [2, 1])
+def test_a_request_that_has_drawn_is_not_given_up_for_a_sibling_that_waits(seats: int) -> None:
+    """The client's time is over before the second sequence has a place, and the first one is in the plan already."""
+    engine = fair(num_blocks=400, max_num_seqs=seats)
+    now = 1000.0
+    engine.scheduler.clock = lambda: now
+    made = request([1] * 4, 1, n=2, max_tokens=5, ignore_eos=True)
+    engine.scheduler.add(CLIENT, replace(made, arrival_time=now, service=ServiceLevel(timeout_s=5.0)))
+    engine.step()
+    now += 6.0
+    ended: list[int] = []
+    while engine.scheduler.has_work:
+        if out := engine.step():
+            ended += [index for index, reason in zip(out.indexes, out.finish_reasons, strict=True) if reason]
+    assert ended == [0, 1]
+    assert engine.scheduler.take_given_up() == []
+
+
 # -------------------------------------------------------------------- a key beside a flooder
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from itertools import count
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,3 +26,13 @@ def live(seed: int, length: int) -> Run:
 def test_every_request_gets_what_it_would_have_got_alone(seed: int, length: int) -> None:
     run = live(seed, length)
     assert run.settled == {request.key for _, request in run.added}
+
+
+@pytest.mark.long
+def test_nor_do_lives_of_fifteen_minutes_find_a_fault() -> None:
+    until = time.process_time() + 900
+    for seed in count(2**32):
+        run = live(seed, 5 + seed % 160)
+        assert run.settled == {request.key for _, request in run.added}, f"seed {seed}"
+        if time.process_time() > until:
+            return

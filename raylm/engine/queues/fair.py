@@ -68,8 +68,9 @@ class FairQueue(WaitingQueue):
     free, one of the tenant that runs the most beyond its share is preempted for a guest that runs less than its own.
     Nor do prompts of such a tenant join the step in which all starts that another one had waiting.
 
-    A tenant's requests stand in the order in which their first tokens are due. Of one that cannot be there in time any
-    more it is put off by PATIENCE_S, once, so that it comes behind those that can.
+    A tenant's sequences stand in the order in which their first tokens are due. A sequence whose first token cannot
+    come in time any more is put off by PATIENCE_S, once, so that it comes behind the sequences that can be in time. The
+    time of a sequence changes only while the sequence is not in the line, and never with the time of a sibling.
     """
 
     def __init__(self, forecast: Forecast, quantum: int, kept: int = 0) -> None:
@@ -110,6 +111,8 @@ class FairQueue(WaitingQueue):
             self._backlogged[name] = tenant
         if seq.state.due == 0.0:
             seq.state.due = self._due(seq)
+        if seq.due == 0.0:
+            seq.due = seq.state.due
         tenant.line.add(self._entry(seq))
         self._length += 1
 
@@ -236,7 +239,7 @@ class FairQueue(WaitingQueue):
             if not self._is_late(head):
                 break
             line.remove(self._entry(head))
-            head.state.due = max(self._newest, self._forecast.now() + PATIENCE_S) + 1e-3
+            head.due = max(self._newest, self._forecast.now() + PATIENCE_S) + 1e-3
             line.add(self._entry(head))
             head = line[0][-1]
         if len(tenants) == 1 or self._passed[head] >= MOST_PASSED or head.state.request.service.ttft_s is not None:
@@ -255,7 +258,7 @@ class FairQueue(WaitingQueue):
         tenant.served = max(tenant.served, min(other.served for other in others))
 
     def _key(self, seq: Sequence) -> tuple[float]:
-        return (seq.state.due,)
+        return (seq.due,)
 
     def _due(self, seq: Sequence) -> float:
         """What a lost engine began comes before everything."""
@@ -271,7 +274,7 @@ class FairQueue(WaitingQueue):
 
     def _is_late(self, seq: Sequence) -> bool:
         """A target will be missed, which was not known before."""
-        request, due = seq.state.request, seq.state.due
+        request, due = seq.state.request, seq.due
         target_s = request.service.ttft_s
         if target_s is None or due != request.arrival_time + target_s or seq.num_generated:
             return False
