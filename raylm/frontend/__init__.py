@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from raylm.frontend.timelines.record import current_id as current_id
     from raylm.frontend.timelines.record import note_body as note_body
     from raylm.frontend.timelines.record import note_call as note_call
+    from raylm.frontend.timelines.record import serve_record as serve_record
     from raylm.frontend.timelines.record import trace_of as trace_of
     from raylm.frontend.timelines.ring import Filter as Filter
     from raylm.frontend.timelines.ring import Timelines as Timelines
@@ -75,7 +76,7 @@ _MODULES = {
     "threads": ("LARGE", "offload"),
     "timelines.describe": ("timeline", "trace"),
     "timelines.observers": ("check_observers", "open_observers"),
-    "timelines.record": ("Record", "current_id", "note_body", "note_call", "trace_of"),
+    "timelines.record": ("Record", "current_id", "note_body", "note_call", "serve_record", "trace_of"),
     "timelines.ring": ("Filter", "Timelines"),
 }
 

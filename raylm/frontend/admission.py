@@ -93,20 +93,22 @@ class OngoingRequest:
 class Lifecycle:
     """Admits requests up to a bound and drains them at shutdown; the owner of ``shutting_down``.
 
-    A request whose body is still coming is drained with the others, and does not count for the bound.
+    A request whose body is still coming is drained with the others, and does not count for the bound; nor does a
+    connection whose request outlives it.
     """
 
     def __init__(self, max_ongoing_requests: int) -> None:
         self.shutting_down = False
         self._max_ongoing_requests = max_ongoing_requests
         self._ongoing: set[OngoingRequest] = set()
+        self._outlived: set[OngoingRequest] = set()
         self._num_receiving = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_ongoing(self) -> int:
-        return len(self._ongoing) - self._num_receiving
+        return len(self._ongoing) - len(self._outlived) - self._num_receiving
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -126,13 +128,26 @@ class Lifecycle:
             raise ShuttingDownError("The server is shutting down.")
         if self.num_ongoing >= self._max_ongoing_requests:
             raise OverloadedError(_FULL)
-        ongoing = ongoing or OngoingRequest()
+        with self._hold(ongoing or OngoingRequest()) as held:
+            yield held
+
+    @contextmanager
+    def succeed(self, connection: OngoingRequest) -> Iterator[OngoingRequest]:
+        """Hold a request in the place of its ``connection``, which is still drained but counts no more."""
+        if connection in self._ongoing:
+            self._outlived.add(connection)
+        with self._hold(OngoingRequest()) as held:
+            yield held
+
+    @contextmanager
+    def _hold(self, ongoing: OngoingRequest) -> Iterator[OngoingRequest]:
         self._ongoing.add(ongoing)
         self._idle.clear()
         try:
             yield ongoing
         finally:
             self._ongoing.remove(ongoing)
+            self._outlived.discard(ongoing)
             if not self._ongoing:
                 self._idle.set()
 

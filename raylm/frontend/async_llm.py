@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from raylm.checkpoint import resolve
@@ -20,7 +20,6 @@ from raylm.frontend.input_processor import InputProcessor, Limits, RequestHead
 from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.place import Place
-from raylm.frontend.state.client import Hold
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, check_templates, content_chars
 from raylm.frontend.text.tokenizer import Tokenizer
@@ -146,8 +145,8 @@ class AsyncLLM:
         with self._part(head) as part:
             thinking = answer_format.thinking if answer_format else None
             request = await self._request(prompt, params, head, thinking, part)
-            hold = None if head.place is None else await head.place.claim_tokens(request)
-            with self._opened(request, head, hold, part, answer_format) as (opened, route):
+            await _claim(request, head, params.max_tokens)
+            with self._opened(request, head, part, answer_format) as (opened, route):
                 if head.is_resumed:
                     await self._go_on(request, opened)
                 else:
@@ -157,6 +156,35 @@ class AsyncLLM:
                     yield output
                     if output.finished:
                         return
+
+    async def reserve(
+        self, prompts: Sequence[Prompt], params: SamplingParams | PoolingParams, heads: Sequence[RequestHead]
+    ) -> Sequence[Prompt]:
+        """Claim the tokens of all prompts of one request together; returns what to generate for in their place.
+
+        Where the key of the request has no limit of tokens nothing happens, else the prompts are tokenized.
+
+        Raises:
+            RateLimitError: they do not fit into what is left of this minute.
+            InvalidRequestError: they never will, or one of the prompts is wrong.
+            EngineUnavailableError: no engine is ready.
+        """
+        place = heads[0].place
+        if place is None or not place.bounds_tokens:
+            return prompts
+        await self._router.until_engine()
+        limits, requests = self._router.limits, []
+        tokenized: list[Prompt] = []
+        for prompt, head in zip(prompts, heads, strict=True):
+            token_ids = await self._token_ids(prompt, limits, head)
+            if isinstance(params, PoolingParams):
+                request = self._input.build_pooling(token_ids, params, limits, head)
+            else:
+                request = self._input.build(token_ids, params, limits, head)
+            requests.append((request, head.told_before))
+            tokenized.append(token_ids)
+        await place.claim_tokens(requests, params.max_tokens if isinstance(params, SamplingParams) else None)
+        return tokenized
 
     async def _request(
         self, prompt: Prompt, params: SamplingParams, head: RequestHead, thinking: Thinking | None, part: Part
@@ -189,8 +217,8 @@ class AsyncLLM:
             part.mark("tokenize")
             token_ids = await self._token_ids(prompt, limits, head)
             request = self._input.build_pooling(token_ids, params, limits, head)
-            hold = None if head.place is None else await head.place.claim_tokens(request)
-            with self._opened(request, head, hold, part) as (opened, route):
+            await _claim(request, head, None)
+            with self._opened(request, head, part) as (opened, route):
                 self._router.send(request, route)
                 yield await opened.get()
 
@@ -226,15 +254,14 @@ class AsyncLLM:
         self,
         request: EngineCoreRequest,
         head: RequestHead,
-        hold: Hold | None,
         part: Part,
         form: AnswerFormat | None = None,
     ) -> Iterator[tuple[OpenRequest, Route | None]]:
         """Expect outputs of ``request``, with the engine to send it to, and abort it there unless it has ended by then.
 
-        ``hold`` ends in any case.
+        What was served counts for the limits of its key.
         """
-        served = 0
+        served, part.told = 0, head.told_before
         part.mark("route")
         try:
             route = self._router.pick(request) if self._router.is_ready else None
@@ -246,10 +273,10 @@ class AsyncLLM:
             finally:  # no await may stand here: a cancelled task must not lose the abort
                 reservation.release()
                 self._router.leave(request.key, abort=self._outputs.close(request.key))
-                served = tokens + sum(map(len, opened.drawn))
+                served = sum(part.charged())
         finally:
-            if hold is not None:
-                hold.end(served)
+            if head.place is not None:
+                head.place.count_served(served)
 
     @property
     def calls_tools(self) -> bool:
@@ -296,6 +323,12 @@ class AsyncLLM:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
+
+
+async def _claim(request: EngineCoreRequest, head: RequestHead, max_tokens: int | None) -> None:
+    """Reserve the tokens of a prompt that came alone."""
+    if head.place is not None:
+        await head.place.claim_tokens([(request, head.told_before)], max_tokens)
 
 
 def _waiting(place: Place | None) -> Reservation | None:

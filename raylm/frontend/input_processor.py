@@ -52,6 +52,11 @@ class RequestHead:
         """How it is to be served beside others."""
         return ServiceLevel() if self.place is None else self.place.service
 
+    @property
+    def told_before(self) -> tuple[int | None, ...] | None:
+        """As ``told``, and None for a request that did not begin on an earlier connection."""
+        return self.told if self.told or self.is_resumed else None
+
     def nth(self, place: int, param: str | None = None) -> RequestHead:
         """The head of one of several prompts that came together, which may come from a field of its own."""
         return replace(self, request_id=f"{self.request_id}-{place}", param=param or self.param)

@@ -80,8 +80,10 @@ class Telemetry(Collector):
     def ended(self, record: Record) -> None:
         """A request of a caller, with all of its prompts, has ended."""
         tokens = self._keys[metrics.KEY_TOKENS]
-        tokens[record.key, "prompt"] += sum(part.prompt_tokens for part in record.parts)
-        tokens[record.key, "generation"] += sum(len(ids) for part in record.parts for ids in part.drawn)
+        for part in record.parts:
+            prompt, generation = part.charged()
+            tokens[record.key, "prompt"] += prompt
+            tokens[record.key, "generation"] += generation
         if first := [part.first_token for part in record.parts if part.first_token is not None]:
             self._keys[metrics.KEY_REQUESTS][record.key,] += 1
             self._keys[metrics.KEY_TTFT][record.key,] += max(min(first) - record.received, 0.0)

@@ -92,7 +92,7 @@ def build_asgi_app(
     stream_ids = StreamIds(surroundings.secret)
     chat, adapters = ChatCompletions(async_llm, config, stream_ids), Adapters(async_llm)
     store = open_store(shared_actors or {}, config.ingress.store, surroundings.application)
-    responses = CreateResponse(async_llm, chat, store, lifecycle, surroundings.secret)
+    responses = CreateResponse(async_llm, chat, store, gate, surroundings.secret)
     desk = Desk(async_llm, lifecycle)
     peers = surroundings.create_peers(desk)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from raylm.errors import InvalidRequestError, OverloadedError, RateLimitError
 from raylm.frontend import Admission, ApiKey, AsyncLLM, KeyLimits, RequestHead, RequestOutput, StateClient
 from raylm.frontend.admission import FairShares, Reservation
 from raylm.frontend.place import Place
-from raylm.params import SamplingParams
+from raylm.params import PoolingParams, SamplingParams
 from tests.frontend.played_engine import PlayedEngine
 
 
@@ -299,4 +301,72 @@ async def test_an_answer_is_as_long_as_its_key_may_ask_for(llm: AsyncLLM, engine
     assert refused.value.param == "max_tokens"
     with pytest.raises(InvalidRequestError, match="at most 0"):
         await sent(llm, engine, head_of(ApiKey("x", limits=KeyLimits(tokens_per_minute=5)), state, llm))
+    await state.close()
+
+
+async def test_prompts_that_come_together_are_reserved_at_once(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    key, state = ApiKey("a", limits=KeyLimits(tokens_per_minute=60)), StateClient()
+    head, prompts = head_of(key, state, llm), [[5, 6, 7], [5, 6]]
+    heads = [head.nth(0), head.nth(1)]
+    with pytest.raises(InvalidRequestError, match="at most 27 for each of these prompts"):
+        await llm.reserve(prompts, SamplingParams(max_tokens=28), heads)
+    assert state.standing("a") is None, "nothing was asked of the limits"
+    assert await llm.reserve(prompts, SamplingParams(), heads) == prompts
+    standing = state.standing("a")
+    assert standing is not None
+    assert standing.remaining_tokens == 60 - 5 - 2 * 27
+    streams = [llm.generate(prompt, SamplingParams(), nth) for prompt, nth in zip(prompts, heads, strict=True)]
+    tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    async with asyncio.timeout(10):
+        while len(engine.added) < 2:  # noqa: ASYNC110 - the played engine has no event for it
+            await asyncio.sleep(0)
+    assert [request.params.max_tokens for request in engine.added] == [27, 27]
+    for request in engine.added:
+        engine.say((request.key, 0, [300, 301], None))
+    await asyncio.gather(*tasks)
+    for stream in streams:
+        await stream.aclose()
+    other = head_of(key, state, llm).place
+    assert other is not None
+    await state.publish()
+    third = await sent(llm, engine, head_of(key, state, llm), max_tokens=1)
+    standing = state.standing("a")
+    assert standing is not None
+    assert standing.remaining_tokens == 60 - 5 - 4 - 6, "what was served of both, and what the third may take"
+    await third.aclose()
+    await state.close()
+
+
+async def test_vectors_beyond_a_minute_never_fit(llm: AsyncLLM, engine: PlayedEngine) -> None:
+    key, state = ApiKey("a", limits=KeyLimits(tokens_per_minute=10)), StateClient()
+    head = head_of(key, state, llm)
+    with pytest.raises(InvalidRequestError, match="up to 12 tokens") as refused:
+        await llm.reserve([[5] * 6] * 2, PoolingParams(), [head.nth(0), head.nth(1)])
+    assert refused.value.param == "input"
+    assert state.standing("a") is None
+
+
+@pytest.mark.parametrize(("told", "charged"), [((4,), 0 + 6), ((None,), 0), ((), 0 + 10)])
+async def test_a_stream_that_goes_on_counts_for_what_was_not_told(
+    llm: AsyncLLM, engine: PlayedEngine, told: tuple[int | None, ...], charged: int
+) -> None:
+    key, state = ApiKey("a", limits=KeyLimits(tokens_per_minute=60)), StateClient()
+    head = replace(head_of(key, state, llm), told=told, resumable_as="x", is_resumed=True)
+    ended: list[tuple[int, int]] = []
+    llm.timelines._on_end = lambda record: ended.extend(part.charged() for part in record.parts)
+    params = SamplingParams(max_tokens=10)
+    assert head.place is not None
+    await llm.reserve([[5, 6, 7]], params, [head])
+    standing = state.standing("a")
+    assert (60 - charged if charged else None) == (standing and standing.remaining_tokens)
+    stream = llm.generate([5, 6, 7], params, head)
+    task = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(10):
+        while not engine.added:  # noqa: ASYNC110 - the played engine has no event for it
+            await asyncio.sleep(0)
+    engine.say((engine.added[-1].key, 0, [300] * 10, "length"))
+    await task
+    with contextlib.suppress(StopAsyncIteration):
+        await anext(stream)
+    assert ended == [(0, charged)]
     await state.close()

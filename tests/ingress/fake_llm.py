@@ -90,6 +90,11 @@ class FakeAsyncLLM:
         self.rendered.append(request)
         return await self.tokenize("".join(f"{m['role']}:{m['content']}\n" for m in request.messages))
 
+    async def reserve(
+        self, prompts: list[str | list[int]], params: SamplingParams | PoolingParams, heads: list[RequestHead]
+    ) -> list[str | list[int]]:
+        return prompts
+
     async def embed(
         self,
         prompt: str | list[int],

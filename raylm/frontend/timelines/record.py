@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,7 +31,7 @@ class Part:
 
     __slots__ = (
         "adapter", "cached_tokens", "clock", "drawn", "dropped_events", "ended", "error", "events", "finish_reasons",
-        "first_token", "last_token", "marks", "prompt_tokens", "request", "request_id", "routings",
+        "first_token", "last_token", "marks", "prompt_tokens", "request", "request_id", "routings", "told",
     )  # fmt: skip
 
     def __init__(self, request_id: str = "", clock: Clock = time.time) -> None:
@@ -42,6 +42,7 @@ class Part:
         self.cached_tokens = 0
         self.request: EngineCoreRequest | None = None
         self.drawn: list[list[int]] = []
+        self.told: Sequence[int | None] | None = None
         self.marks: list[Mark] = []
         self.events: list[tuple[int, str, float, int, int, str]] = []
         self.dropped_events = 0
@@ -60,6 +61,14 @@ class Part:
         """What is asked of the engine is known now; ``drawn`` grows while it is served."""
         self.request, self.drawn = request, drawn
         self.prompt_tokens, self.adapter = len(request.prompt_token_ids), request.adapter
+
+    def charged(self) -> tuple[int, int]:
+        """Tokens of the prompt and of its answers, without those that an earlier connection was ``told``."""
+        drawn = [len(ids) for ids in self.drawn]
+        if self.told is None:
+            return self.prompt_tokens, sum(drawn)
+        told = [size if count is None else min(count, size) for count, size in zip(self.told, drawn, strict=False)]
+        return 0, sum(drawn) - sum(told)
 
     def on_sent(self, engine_id: str, scores: tuple[Score, ...]) -> None:
         """It is on its way to an engine, for the first time or after another one was lost."""
@@ -111,12 +120,12 @@ class Record:
 
     ``key`` is the name of its API key, ``trace`` the caller's traceparent and tracestate. ``blocked_s`` were spent
     waiting for the client, or the proxy before it, to take what was written. ``cancel`` ends it with an error, None
-    where nothing can.
+    where nothing can. One that is ``kept`` does not end with its connection, but by ``Timelines.end_record``.
     """
 
     __slots__ = (
-        "blocked_s", "cancel", "clock", "ended", "error", "first_byte", "id", "is_stream", "key", "last_byte", "marks",
-        "model", "parts", "path", "received", "status", "trace",
+        "blocked_s", "cancel", "clock", "ended", "error", "first_byte", "id", "is_stream", "kept", "key", "last_byte",
+        "marks", "model", "parts", "path", "received", "status", "trace",
     )  # fmt: skip
 
     def __init__(self, request_id: str, key: str, path: str, clock: Clock, trace: Trace = None) -> None:
@@ -124,6 +133,7 @@ class Record:
         self.clock = clock
         self.model = ""
         self.is_stream = False
+        self.kept = False
         self.received = clock()
         self.ended: float | None = None
         self.status: int | None = None
@@ -195,6 +205,11 @@ def trace_of(traceparent: str | None, tracestate: str) -> Trace:
 def note_call(path: str, trace: Trace) -> None:
     """What the call by handle that this task serves asks for: the ``path`` of its record, and its caller's span."""
     BY_HANDLE.set((path, trace))
+
+
+def serve_record(record: Record | None) -> None:
+    """From now on this task, and the tasks that it starts, serve the request of ``record``."""
+    CURRENT.set(record)
 
 
 def current_id() -> str:

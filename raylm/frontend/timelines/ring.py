@@ -82,8 +82,8 @@ class Timelines:
 
     @contextmanager
     def request(self, request_id: str, key: str, path: str, trace: Trace = None) -> Iterator[Record]:
-        """The record of what is done in this block, for it and the tasks that it starts."""
-        record = self._open(request_id, key, path, trace)
+        """The record of what is done in this block, for it and the tasks that it starts; unless it is kept."""
+        record = self.begin(request_id, key, path, trace)
         token = CURRENT.set(record)
         try:
             yield record
@@ -92,14 +92,21 @@ class Timelines:
             raise
         finally:
             CURRENT.reset(token)
-            record.ended = self.clock()
-            self._close(record)
+            if not record.kept:
+                self.end_record(record)
+
+    def end_record(self, record: Record, error: BaseException | None = None) -> None:
+        """A record that ``begin`` made, or that was kept, has ended."""
+        if error is not None:
+            self._fail(record, error)
+        record.ended = self.clock()
+        self._close(record)
 
     @contextmanager
     def part(self, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
         """A prompt of the current request; without one it is a request of its own, as those by handle are."""
         current = CURRENT.get()
-        record = current or self._open(request_id, "", *BY_HANDLE.get())
+        record = current or self.begin(request_id, "", *BY_HANDLE.get())
         record.model = record.model or model
         if record.cancel is None:
             record.cancel = cancel
@@ -118,7 +125,8 @@ class Timelines:
                 record.ended = part.ended
             self._close(record)
 
-    def _open(self, request_id: str, key: str, path: str, trace: Trace = None) -> Record:
+    def begin(self, request_id: str, key: str, path: str, trace: Trace = None) -> Record:
+        """The record of a request that ``end_record`` ends."""
         record = Record(request_id, key, path, self.clock, trace)
         self._in_flight[record] = None
         return record

@@ -69,10 +69,13 @@ class Gate:
         self._bodies = BodyReader(self._max_body_bytes, config.max_ongoing_requests, config.body_timeout_s)
 
     @asynccontextmanager
-    async def admit(self, headers: Headers, key: ApiKey | None, queue: Admission) -> AsyncIterator[Place]:
-        """Hold a request until the end of the block, or refuse it by what its head says."""
+    async def admit(
+        self, headers: Headers, key: ApiKey | None, queue: Admission, record: Record
+    ) -> AsyncIterator[Place]:
+        """Hold a request until the end of the block, unless it is kept, or refuse it by what its head says."""
         await self._throttle.enter()
         place = Place(queue, key, self.state)
+        place.record_as(record)
         with self.lifecycle.admit(place.ongoing) as ongoing:
             place.check(check_head(headers, self._max_body_bytes))
             try:
@@ -80,7 +83,28 @@ class Gate:
                     await place.claim()
                 yield place
             finally:
-                place.leave()
+                if not place.kept:
+                    place.leave()
+
+    async def admit_job(self, key: ApiKey | None, queue: Admission, num_bytes: int) -> Place:
+        """Hold a request that another replica let in, with so many bytes of a body; whoever makes it calls ``leave``.
+
+        Raises:
+            ShuttingDownError, OverloadedError, RateLimitError: there is no room for it now.
+        """
+        place = Place(queue, key, self.state)
+        try:
+            place.keep(self.lifecycle.admit())
+            await place.claim()
+            place.wait(num_bytes)
+        except BaseException:
+            place.leave()
+            raise
+        return place
+
+    def keep(self, place: Place) -> None:
+        """The request of ``place`` goes on behind the answer of its connection; whoever makes it calls ``leave``."""
+        place.keep(self.lifecycle.succeed(place.ongoing))
 
     async def receive(self, place: Place, receive: Receive) -> bytes:
         """The body, for which the request does not count in the replica while it comes."""
@@ -126,8 +150,7 @@ class JSONEndpoint:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, key: ApiKey | None) -> None:
         headers = Headers(scope=scope)
-        async with self.gate.admit(headers, key, self.queue) as place:
-            record.cancel = place.ongoing.interrupt
+        async with self.gate.admit(headers, key, self.queue, record) as place:
             record.mark("body")
             with _deadline(headers, place.ongoing) as on_begin:
                 content = await self.gate.receive(place, receive)
@@ -147,28 +170,29 @@ class JSONEndpoint:
         ongoing = place.ongoing
         watch = asyncio.create_task(_watch_disconnect(receive, ongoing))
         try:
-            with place.wait(len(content)) as reservation:
-                with ongoing:
-                    reads_all = reads_all_events(Headers(scope=scope))
-                    data = await read_json_object(content)
-                    data, ignored = await self.incoming.prepare(self.body, data)
-                    scope["raylm.ignored_fields"] = ignored
-                    body = (await self.body.read(data)).at(place)
-                    self.incoming.tell(body.left_out)
-                    ignored += [name for name in body.left_out if name not in ignored]
-                    place.service = service_level(Headers(scope=scope), place.key, body)
-                    note_body(getattr(body, "model", None), getattr(body, "stream", None))
-                    further = self._further(content, scope, reads_all)
-                    answer = await self.handler(body, scope["raylm.request_id"], *further)
-                if isinstance(answer, (bytes, list)):
-                    on_begin()
+            with ongoing:
+                reservation = place.wait(len(content))
+                reads_all = reads_all_events(Headers(scope=scope))
+                data = await read_json_object(content)
+                data, ignored = await self.incoming.prepare(self.body, data)
+                scope["raylm.ignored_fields"] = ignored
+                body = (await self.body.read(data)).at(place)
+                self.incoming.tell(body.left_out)
+                ignored += [name for name in body.left_out if name not in ignored]
+                place.service = service_level(Headers(scope=scope), place.key, body)
+                note_body(getattr(body, "model", None), getattr(body, "stream", None))
+                further = self._further(content, scope, reads_all)
+                answer = await self.handler(body, scope["raylm.request_id"], *further)
+            if isinstance(answer, (bytes, list)):
+                on_begin()
+                if not place.kept:
                     reservation.release()  # however slowly the client reads
-                    await _send_whole([answer] if isinstance(answer, bytes) else answer, record.sending(send))
-                else:
-                    async with aclosing(answer):
-                        keep_alive = self.keep_alive or (WAITING if reads_all else b"")
-                        events = EventStream(send, keep_alive, record)
-                        await _send_stream(answer, ongoing, on_begin, scope, events)
+                await _send_whole([answer] if isinstance(answer, bytes) else answer, record.sending(send))
+            else:
+                async with aclosing(answer):
+                    keep_alive = self.keep_alive or (WAITING if reads_all else b"")
+                    events = EventStream(send, keep_alive, record)
+                    await _send_stream(answer, ongoing, on_begin, scope, events)
         finally:
             watch.cancel()
 

@@ -252,7 +252,8 @@ class ChatCompletions:
         head = body.head(name, arrival_time, "messages", self._llm)
         params, prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
         head, drawn = stream_id.nth(0, head, prompt.params)
-        return params, self._llm.generate(body.cut(prompt.token_ids), drawn, head, prompt.answer_format)
+        (token_ids,) = await self._llm.reserve([body.cut(prompt.token_ids)], drawn, [head])
+        return params, self._llm.generate(token_ids, drawn, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
         """Tokens of the prompt that a conversation comes to."""

@@ -169,10 +169,11 @@ class Completions:
         body.expect(len(body.prompt), params.n)
         special = body.add_special_tokens is not False
         prompts = [await tokenized(prompt, body, self._llm, special=special) for prompt in body.prompt]
-        outputs: list[Outputs] = []
-        for place, prompt in enumerate(prompts):
-            nth, drawn = stream_id.nth(place, head.nth(place), params)
-            outputs.append(self._llm.generate(prompt, drawn, nth))
+        started = [stream_id.nth(place, head.nth(place), params) for place in range(len(prompts))]
+        reserved = await self._llm.reserve(prompts, params, [nth for nth, _ in started])
+        outputs = [
+            self._llm.generate(prompt, drawn, nth) for prompt, (nth, drawn) in zip(reserved, started, strict=True)
+        ]
         return StartedCompletions(params, prompts, outputs)
 
     async def _text(self, prompt: Prompt) -> str:

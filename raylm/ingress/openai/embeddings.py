@@ -95,10 +95,10 @@ class PoolingHandler(ABC, Generic[B]):
         texts = self.texts(body)
         params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
         body.expect(len(texts), 1)
-        return [
-            self._llm.embed(await tokenized(prompt, body, self._llm), params, head.nth(place, param))
-            for place, (prompt, param) in enumerate(texts)
-        ]
+        heads = [head.nth(place, param) for place, (_, param) in enumerate(texts)]
+        prompts = [await tokenized(prompt, body, self._llm) for prompt, _ in texts]
+        reserved = await self._llm.reserve(prompts, params, heads)
+        return [self._llm.embed(prompt, params, nth) for prompt, nth in zip(reserved, heads, strict=True)]
 
     async def _embed(self, streams: Sequence[Outputs], at_once: float) -> Embedded:
         """If one of the texts fails the others are given up."""

@@ -27,6 +27,7 @@ _SAME_NAME = (
 PARAM_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",

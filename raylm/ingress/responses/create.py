@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from raylm.errors import (
+    EngineDiedError,
     EngineUnavailableError,
     NotFoundError,
     OverloadedError,
@@ -22,9 +23,9 @@ from raylm.errors import (
     ShuttingDownError,
     StoreLostError,
 )
-from raylm.frontend import Lifecycle, offload
+from raylm.frontend import Place, note_body, offload, serve_record
 from raylm.ingress.http.body import JSONObject
-from raylm.ingress.http.endpoint import Answer, Chunks
+from raylm.ingress.http.endpoint import Answer, Chunks, Gate
 from raylm.ingress.http.errors import as_known_error, clip, logger
 from raylm.ingress.http.sse import WAITING, named_event
 from raylm.ingress.http.stream_ids import NOTHING, OPEN, UNRESUMABLE, StreamId
@@ -33,6 +34,7 @@ from raylm.ingress.openai.fields import renamed
 from raylm.ingress.openai.generation import check_model
 from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.responses.body import PARAM_NAMES, ResponsesRequest
+from raylm.ingress.responses.caller import Caller
 from raylm.ingress.responses.input import chat_messages, input_items, references, response_of
 from raylm.ingress.responses.job import Events, ResponseItems, ResponseJob
 from raylm.ingress.responses.sealing import Seal
@@ -40,7 +42,7 @@ from raylm.ingress.responses.store import LEASE_S, UNFINISHED, LostJob, Response
 from raylm.stages import about
 
 if TYPE_CHECKING:
-    from raylm.frontend import AsyncLLM, Hold
+    from raylm.frontend import AsyncLLM
     from raylm.ingress.openai.outputs import Outputs
 
 _BYTES_A_THING = 64  # of JSON, about
@@ -57,13 +59,13 @@ class CreateResponse:
         llm: AsyncLLM,
         conversations: ChatCompletions,
         store: ResponseStore,
-        lifecycle: Lifecycle,
+        gate: Gate,
         secret: bytes | None = None,
     ) -> None:
         self._llm = llm
         self._conversations = conversations
         self._store = store
-        self._lifecycle = lifecycle
+        self._gate = gate
         self._seal = Seal(secret)
         self._tokens = TokenTexts(llm)
         self._maker = uuid.uuid4().hex
@@ -80,7 +82,8 @@ class CreateResponse:
         begun = StreamId(b"-", response_id.encode(), [NOTHING]) if body.background else UNRESUMABLE
         job, outputs = await self._start(response_id, body, items, owner, int(time.time()), begun)
         if body.background:
-            return await self._in_background(job, outputs, items, body)
+            assert body.place is not None, "a response in the background is made in the place of its request"
+            return await self._in_background(job, outputs, items, body, body.place)
         if body.stream:
             return self._stream(job, outputs, items)
         async with aclosing(job.events(outputs)) as events:
@@ -91,7 +94,7 @@ class CreateResponse:
 
     async def take_over(self) -> None:
         """Renew what is made here, and make what others have left, for as long as this replica serves."""
-        while not self._lifecycle.shutting_down:
+        while not self._gate.lifecycle.shutting_down:
             try:
                 await self.take_over_once()
             except Exception as error:
@@ -180,35 +183,64 @@ class CreateResponse:
                     yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 
     async def _in_background(
-        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], body: ResponsesRequest
+        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], body: ResponsesRequest, place: Place
     ) -> Answer:
-        """Answer at once; the response can be fetched, followed and cancelled, while it is made and afterwards."""
-        asked = body.model_dump(mode="json", exclude_unset=True)
-        again = await offload(lambda: orjson.dumps({"body": asked, "items": items}), len(items))
+        """Answer at once; the response can be fetched, followed and cancelled, while it is made and afterwards.
+
+        It is made in the place of its request, with all that the request has been granted.
+        """
+        asked = {"body": body.model_dump(mode="json", exclude_unset=True), "caller": Caller.of(place).as_json()}
+        again = await offload(lambda: orjson.dumps(asked | {"items": items}), len(items))
         record = await self._record(job, items)
         told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None  # so its client knows the id
         await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker, told)
         job.last = -1 if told is None else told.last
-        hold = None if body.place is None else body.place.hand_over()
-        self._begin(job.id, self._make(job, outputs, items), hold)
+        self._gate.keep(place)
+        self._begin(job.id, self._make(job, outputs, items, place)).add_done_callback(lambda _: self._end(place))
         return follow(self._store, job.owner, job.id, -1) if body.stream else orjson.dumps(job.response())
 
-    def _begin(self, response_id: str, making: Coroutine[Any, Any, None], hold: Hold | None = None) -> None:
-        # It waits in the queue by itself, and holds what the request that asked for it holds of its key's limits.
+    def _begin(self, response_id: str, making: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(making, name=response_id, context=Context())  # Ray's is the request's
-        if hold is not None:
-            task.add_done_callback(lambda _: hold.end())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
+
+    def _end(self, place: Place) -> None:
+        """Give back what a response in the background had, and end its record."""
+        place.leave()
+        if place.record is not None:
+            self._llm.timelines.end_record(place.record)
 
     async def _make_again(self, lost: LostJob) -> None:
-        """A response whose maker is gone, from its request; what was told of it is not told again."""
-        record: JSONObject = orjson.loads(lost.record)
-        job, asked = record["response"], orjson.loads(lost.job)
+        """A response whose maker is gone, from its request, for the key that asked for it.
+
+        What was told of it is not told again.
+        """
+        asked = orjson.loads(lost.job)
+        caller = Caller.from_json(asked.get("caller"), lost.owner)
         try:
-            body = await ResponsesRequest.read(asked["body"])
+            place = await self._gate.admit_job(caller.key, self._llm.admission, len(lost.job))
+        except (EngineUnavailableError, OverloadedError):
+            await self._release(lost.response_id)
+            return
+        try:
+            place.service = caller.service
+            place.record_as(caller.record(self._llm.timelines, lost.response_id))
+            await self._make_in(place, lost, asked)
+        finally:
+            self._end(place)
+
+    async def _make_in(self, place: Place, lost: LostJob, asked: JSONObject) -> None:
+        """As ``_make_again``, in the place that was found for it."""
+        serve_record(place.record)
+        record: JSONObject = orjson.loads(lost.record)
+        job = record["response"]
+        begun = job["status"] == "in_progress"
+        try:
+            body = (await ResponsesRequest.read(asked["body"])).at(place)
+            note_body(body.model, body.stream)
             check_model(body.model, self._llm)
-            resumed = StreamId(b"-", lost.response_id.encode(), [OPEN + lost.tokens])
+            resumed = StreamId(b"-", lost.response_id.encode(), [OPEN + lost.tokens if begun else NOTHING])
             started = self._start(lost.response_id, body, asked["items"], lost.owner, job["created_at"], resumed)
             made, outputs = await started
         except (EngineUnavailableError, OverloadedError):
@@ -224,10 +256,13 @@ class CreateResponse:
             )
             return
         made.last = lost.last
-        await self._make(made, outputs, asked["items"], begun=job["status"] == "in_progress")
+        await self._make(made, outputs, asked["items"], place, begun=begun)
 
-    async def _make(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], *, begun: bool = False) -> None:
-        making = asyncio.create_task(self._run(job, outputs, items, begun))
+    async def _make(
+        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], place: Place, *, begun: bool = False
+    ) -> None:
+        serve_record(place.record)
+        making = asyncio.create_task(self._run(job, outputs, items, place, begun))
         cancelled = asyncio.create_task(self._until_cancelled(job))
         try:
             await asyncio.wait([making, cancelled], return_when=asyncio.FIRST_COMPLETED)
@@ -251,13 +286,18 @@ class CreateResponse:
                 return await self._store.until_cancelled(job.owner, job.id)
             await asyncio.sleep(_RENEW_S)
 
-    async def _run(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], begun: bool) -> None:
+    async def _run(
+        self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], place: Place, begun: bool
+    ) -> None:
         try:
-            with self._lifecycle.admit() as ongoing, ongoing:
+            with place.ongoing:
                 await self._tell(job, outputs, items, begun)
         except (ShuttingDownError, StoreLostError):
             await self._release(job.id)
         except Exception as error:
+            if job.status == "queued" and _may_succeed_later(error):
+                await self._release(job.id)
+                return
             job.fail(error)
             await self._put(job, items, job.told_as("failed"))
 
@@ -277,6 +317,12 @@ class CreateResponse:
         told = _told(events, job.last, job.tokens) if events and job.is_streamed else None
         job.last = job.last if told is None else told.last
         await self._store.put(job.owner, job.id, await self._record(job, items), None, None, self._maker, told)
+
+
+def _may_succeed_later(error: Exception) -> bool:
+    """Whether nothing is wrong with a response, but with when it was to be made."""
+    known = isinstance(error, EngineUnavailableError | OverloadedError)
+    return known and not isinstance(error, EngineDiedError)
 
 
 def _told(events: Events, last: int, tokens: int) -> ToldEvents:

@@ -1,0 +1,78 @@
+"""`tokens_per_minute` over HTTP: batches count as one, and streams that go on do not count again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from raylm.config import Config
+from raylm.frontend import AsyncLLM
+from raylm.ingress import build_asgi_app
+from raylm.ingress.http.stream_ids import RESUMABLE
+from tests.ingress.harness import client_of
+from tests.ingress.refused import error_of
+from tests.ingress.writing_engine import WritingEngine
+
+ALICE = {"x-api-key": "sk-alice"}
+
+
+@asynccontextmanager
+async def limited(folder: Path, limit: int) -> AsyncIterator[httpx.AsyncClient]:
+    (folder / "keys").write_text(f"alice: sk-alice tokens_per_minute={limit}\nroot: sk-root admin\n")
+    keys = {"api_keys_file": str(folder / "keys"), "store": ":memory:"}
+    config = Config.model_validate({"model": "embedded", "ingress": keys})
+    llm = AsyncLLM(config)
+    llm.add_engine(WritingEngine("e", Random(0)))
+    async with client_of(build_asgi_app(llm, config)) as client:
+        yield client
+    await llm.stop()
+
+
+async def left(client: httpx.AsyncClient) -> int:
+    """What remains of the minute, less the 2 tokens that asking takes."""
+    body = {"model": "embedded", "prompt": [5], "max_tokens": 1}
+    answer = await client.post("/v1/completions", json=body, headers=ALICE)
+    assert answer.status_code == 200, answer.text
+    return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_batch_that_never_fits_is_refused_as_a_whole_and_takes_nothing(tmp_path: Path, stream: bool) -> None:
+    async with limited(tmp_path, 100) as client:
+        body = {"model": "embedded", "prompt": [[5, 6]] * 4, "max_tokens": 40, "stream": stream}
+        error = error_of(await client.post("/v1/completions", json=body, headers=ALICE))
+        assert error["param"] == "max_tokens"
+        assert "at most 23 for each of these prompts" in error["message"]
+        assert await left(client) == 98
+        fits = body | {"max_tokens": 23, "stream": False}
+        assert error_of(await client.post("/v1/completions", json=fits, headers=ALICE), 429)["code"] == (
+            "rate_limit_exceeded"
+        )
+        assert await left(client) == 96, "what was refused took nothing"
+
+
+async def test_vectors_that_never_fit_take_nothing(tmp_path: Path) -> None:
+    async with limited(tmp_path, 100) as client:
+        body = {"model": "embedded", "input": [[5] * 30] * 4}
+        assert error_of(await client.post("/v1/embeddings", json=body, headers=ALICE))["param"] == "input"
+        assert await left(client) == 98
+
+
+async def test_a_stream_that_goes_on_counts_for_the_rest_alone(tmp_path: Path) -> None:
+    async with limited(tmp_path, 2000) as client:
+        body: dict[str, Any] = {"model": "embedded", "prompt": [5] * 100, "max_tokens": 60, "stream": True, "seed": 2}
+        whole = await client.post("/v1/completions", json=body, headers=ALICE | {RESUMABLE: "true"})
+        ids = re.findall(r"^id: (.*)$", whole.text, re.MULTILINE)
+        before = await left(client)
+        assert 2000 - 162 <= before < 2000 - 102
+        for event_id in (ids[-1], ids[-1], ids[len(ids) // 2]):
+            again = await client.post("/v1/completions", json=body, headers=ALICE | {"last-event-id": event_id})
+            assert again.status_code == 200, again.text
+        assert before - 2 - 60 < await left(client) < before - 2, "half of the answer, and never its prompt"
