@@ -56,9 +56,14 @@ class EmbeddedServer:
         info = await core.start()
         running = asyncio.create_task(core.run())
         llm.add_engine(LocalEngineClient(core, EngineInfo("local", info.max_model_len, info)))
-        async with served(build_asgi_app(llm, self._config)) as self._url:
+        app = build_asgi_app(llm, self._config)
+        jobs = [asyncio.create_task(job()) for job in app.state.jobs]
+        async with served(app) as self._url:
             self._ready.set()
             await self._stop.wait()
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
         await llm.stop()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -141,7 +141,7 @@ def build_asgi_app(
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
     app.state.desk = desk
-    app.state.jobs = [responses.take_over]
+    app.state.jobs = [responses.take_over, desk.kept.keep]
     return app
 
 

@@ -1,4 +1,4 @@
-"""GET /v1/cluster: the ingresses, engines and actors as they are now, and whose the blocks of the KV pools are."""
+"""GET /v1/cluster: ingresses, engines and actors as they are now, the last ten minutes, and whose the KV blocks are."""
 
 from __future__ import annotations
 
@@ -57,7 +57,17 @@ def cluster_routes(
                       for client, snapshot in zip(llm.engines, snapshots, strict=False) if snapshot is not None],
         })  # fmt: skip
 
-    return [Route("/v1/cluster", cluster), Route("/v1/cluster/kv", pools)]
+    async def history(request: Request) -> Response:
+        owner_of(request)
+        answers = await peers.ask("history")
+        longest = max(answers.found, key=len)
+        return json_response({"now": time.time(), "samples": longest, "missing": answers.missing})
+
+    return [
+        Route("/v1/cluster", cluster),
+        Route("/v1/cluster/history", history),
+        Route("/v1/cluster/kv", pools),
+    ]
 
 
 async def _own_ids(peers: Peers, owner: str) -> set[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylm.errors import CancelledRequestError
 from raylm.frontend import Filter
+from raylm.ingress.console.history import History
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -29,6 +30,7 @@ class Desk:
     def __init__(self, llm: AsyncLLM, lifecycle: Lifecycle) -> None:
         self._llm, self._lifecycle = llm, lifecycle
         self._began = time.time()
+        self.kept = History(llm)
 
     @property
     def name(self) -> str:
@@ -46,6 +48,10 @@ class Desk:
     def part_ids(self, wanted: Filter) -> list[str]:
         """The ids that requests in flight have in the engines."""
         return self._llm.timelines.part_ids(wanted)
+
+    def history(self) -> list[dict[str, Any]]:
+        """What the engines did in the last ten minutes, as far as this replica saw it, the oldest first."""
+        return list(self.kept.samples)
 
     def about(self) -> dict[str, Any]:
         """This process, and what waits in it."""

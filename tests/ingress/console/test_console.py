@@ -84,6 +84,33 @@ async def test_settings_reach_the_model_and_probabilities_are_colours(page: Page
     assert page.faults == []
 
 
+async def test_charts_show_what_was_before_the_page_was_opened(page: Page) -> None:
+    chart = "[...document.querySelectorAll('.chart')].find(one => one.querySelector('h2').textContent === 'NAME')"
+    shown = {name: chart.replace("NAME", name) for name in ("Tokens/s", "Sequences", "KV cache usage")}
+    async with Stack(delay_s=0.002) as stack, served(stack.app) as url, httpx.AsyncClient(timeout=60) as client:
+        history = stack.app.state.desk.kept
+        history.take()
+        for _ in range(3):
+            asked = client.post(f"{url}/v1/completions", json=TEXT | {"max_tokens": 90})
+            running = asyncio.create_task(asked)
+            await until(lambda: any(engine.running for engine in stack.llm.engine_stats.values()))
+            history.take()
+            assert (await running).status_code == 200
+        await page.goto(f"{url}/console")
+        await page.until(f"!!{shown['Tokens/s']}")
+        most = {name: await page.run(f"{found}.querySelector('.most')?.textContent") for name, found in shown.items()}
+        lines = {name: await page.run(f"{found}.querySelectorAll('polyline').length") for name, found in shown.items()}
+        points = await page.run(
+            f"{shown['Sequences']}.querySelector('polyline').getAttribute('points').split(' ').length"
+        )
+    assert most["Tokens/s"].startswith("up to ")
+    assert most["Tokens/s"] != "up to 0"
+    assert most["KV cache usage"] != "up to 0 %"
+    assert lines == {"Tokens/s": 1, "Sequences": 2, "KV cache usage": 1}
+    assert points >= 5  # four samples from before, and the page's own
+    assert page.faults == []
+
+
 async def test_a_stop_ends_the_request(page: Page) -> None:
     llm = FakeAsyncLLM(gate=asyncio.Event(), open_outputs=3)
     async with served(build_asgi_app(llm, Config())) as url:  # type: ignore[arg-type]

@@ -14,8 +14,9 @@ from starlette.applications import Starlette
 
 from raylm.config import Config
 from raylm.engine import EngineCore
-from raylm.frontend import AsyncLLM, LocalEngineClient
+from raylm.frontend import AsyncLLM, Lifecycle, LocalEngineClient
 from raylm.ingress import build_asgi_app
+from raylm.ingress.console.peers import Answers, Desk, Peers
 from raylm.ingress.routes import Surroundings
 from raylm.messages import EngineInfo
 from tests.fakes import FakeExecutor, FakeWorker
@@ -206,7 +207,9 @@ async def test_a_trace_has_the_phases_as_slices(api: httpx.AsyncClient) -> None:
 # ---------------------------------------------------------------- who may see what
 
 
-@pytest.mark.parametrize("path", ["/v1/requests", "/v1/requests/mine", "/v1/cluster", "/v1/cluster/kv"])
+@pytest.mark.parametrize(
+    "path", ["/v1/requests", "/v1/requests/mine", "/v1/cluster", "/v1/cluster/history", "/v1/cluster/kv"]
+)
 @pytest.mark.parametrize(
     ("host", "base_url", "headers"),
     [
@@ -393,6 +396,47 @@ async def test_the_cluster_and_its_pools_are_told() -> None:
         assert (engine["id"], engine["blocks"], engine["generation_tokens"]) == ("e0", 12, 90)
         (ingress,) = cluster["ingresses"]
         assert (ingress["state"], cluster["missing"]) == ("ready", [])
+
+
+async def test_the_history_is_what_was_seen_of_all_engines() -> None:
+    async with Stack(num_engines=2, delay_s=0.01) as stack, stack.client() as api:
+        history = stack.app.state.desk.kept
+        history.take()
+        running = asyncio.create_task(api.post("/v1/completions", json=TEXT | {"max_tokens": 90}))
+        await until(lambda: any(engine.running for engine in stack.llm.engine_stats.values()))
+        history.take()
+        await running
+        await until(lambda: not any(engine.running for engine in stack.llm.engine_stats.values()))
+        history.take()
+        told = (await api.get("/v1/cluster/history")).json()
+    assert told["missing"] == []
+    before, during, after = told["samples"]
+    assert [one["running"] for one in told["samples"]] == [0, 1, 0]
+    assert before["generation_tokens"] == {"e0": 0, "e1": 0}
+    assert before["kv_usage"] == 0 < during["kv_usage"] <= 0.5  # of one engine of two
+    assert sum(after["generation_tokens"].values()) == 90
+    assert before["at"] <= during["at"] <= after["at"] <= told["now"]
+
+
+async def test_the_history_is_that_of_the_replica_that_saw_most() -> None:
+    young, old = (Desk(FakeAsyncLLM(), Lifecycle(8)) for _ in range(2))  # type: ignore[arg-type]
+    young.kept.take()
+    for _ in range(1000):
+        old.kept.take()
+    around = Surroundings(create_peers=lambda desk: Both(young, old))
+    app = build_asgi_app(FakeAsyncLLM(), Config(), None, around)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 9))
+    async with httpx.AsyncClient(transport=transport, base_url=LOCAL) as client:
+        told = (await client.get("/v1/cluster/history")).json()
+    assert len(told["samples"]) == 300  # ten minutes, one every two seconds
+
+
+class Both(Peers):
+    def __init__(self, *desks: Desk) -> None:
+        self._desks = desks
+
+    async def ask(self, method: str, *args: Any) -> Answers:
+        return Answers([desk.ask(method, *args)[1] for desk in self._desks], [])
 
 
 async def test_rays_dashboard_is_named_to_who_may_see_the_actors(monkeypatch: pytest.MonkeyPatch) -> None:

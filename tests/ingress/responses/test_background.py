@@ -51,7 +51,7 @@ class Replica:
         self.llm, self.engine = AsyncLLM(config), PausingEngine(seed)
         self.llm.add_engine(self.engine)
         app = build_asgi_app(self.llm, config)
-        (take_over,) = app.state.jobs
+        take_over, _ = app.state.jobs
         self.responses: CreateResponse = take_over.__self__
         self.client = client_of(app)
 

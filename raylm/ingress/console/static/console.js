@@ -131,14 +131,13 @@ async function refresh() {
     const oldest = [...lines.entries()].sort((a, b) => a[1].received - b[1].received).slice(0, lines.size - KEPT);
     for (const [name] of oldest) lines.delete(name);
   }
+  if (!samples.length) samples.push(...(await call("v1/cluster/history")).samples.filter(one => one.at < told.now));
   samples.push({
     at: told.now,
     running: sum(told.engines.map(one => one.running)),
-    waiting: sum(told.engines.map(one => one.waiting)) ,
-    usage: told.engines.length ? sum(told.engines.map(one => one.kv_usage)) / told.engines.length : 0,
-    drawn: sum(told.engines.map(one => one.generation_tokens)),
-    queries: sum(told.engines.map(one => one.prefix_queries)),
-    hits: sum(told.engines.map(one => one.prefix_hits)),
+    waiting: sum(told.engines.map(one => one.waiting)),
+    kv_usage: told.engines.length ? sum(told.engines.map(one => one.kv_usage)) / told.engines.length : 0,
+    generation_tokens: Object.fromEntries(told.engines.map(one => [one.id, one.generation_tokens])),
   });
   while (samples.length && samples[0].at < told.now - HISTORY_S) samples.shift();
   $("model").textContent = told.model;
@@ -195,20 +194,14 @@ function chart(title, span, series, { format, dots = [], labels = [] }) {
     make("div", { class: "foot" }, make("span", { text: `${span / 60} min ago` }), make("span", { text: "now" })));
 }
 
-function rates(now) {
-  // Tokens of requests, spread over the time in which they were generated: also from before the page was opened.
-  const bucket = 5, count = HISTORY_S / bucket, first = now - HISTORY_S, totals = new Array(count).fill(0);
-  for (const line of lines.values()) {
-    if (line.ttft_s === null || !line.completion_tokens) continue;
-    const from = line.received + line.ttft_s;
-    const until = Math.max(from + 0.001, line.ended === null ? now : from + line.decode_s);
-    const low = Math.max(0, Math.floor((from - first) / bucket)), high = Math.min(count - 1, Math.floor((until - first) / bucket));
-    for (let place = low; place <= high; place++) {
-      const start = first + place * bucket, inside = Math.min(until, start + bucket) - Math.max(from, start);
-      totals[place] += line.completion_tokens * Math.max(0, inside) / (until - from);
-    }
-  }
-  return totals.slice(0, -1).map((tokens, place) => [first + (place + 0.5) * bucket, tokens / bucket]);
+function rate(from, until) {
+  // Of an engine that was not known at `from`, nobody knows when it generated its tokens.
+  const tokens = sum(Object.entries(until.generation_tokens).map(([name, count]) => count - (from.generation_tokens[name] ?? count)));
+  return until.at > from.at ? tokens / (until.at - from.at) : 0;
+}
+
+function rates() {
+  return samples.slice(1).map((one, place) => [one.at, rate(samples[place], one)]);
 }
 
 function median(values) {
@@ -227,29 +220,28 @@ function showOverview(main) {
     }
     const now = cluster.now, all = [...lines.values()], recent = all.filter(line => (line.ended ?? now) > now - HISTORY_S);
     const begun = recent.filter(line => line.ttft_s !== null), last = samples[samples.length - 1], old = samples[Math.max(0, samples.length - 6)];
-    const perSecond = samples.length > 1 && last.at > old.at ? (last.drawn - old.drawn) / (last.at - old.at) : 0;
     const itl = recent.filter(line => line.completion_tokens > 1 && line.ended && line.decode_s).map(line => line.decode_s / (line.completion_tokens - 1));
     const asked = sum(recent.map(line => line.prompt_tokens)), cached = sum(recent.map(line => line.cached_tokens));
     const tile = (value, label) => make("div", { class: "tile" }, make("b", { text: value }), make("span", { text: label }));
     const first = Math.min(now, samples[0].at, ...recent.map(line => line.received));
-    const span = [60, 120, 300].find(seconds => now - first < seconds) || HISTORY_S, tokens = rates(now).filter(point => point[0] > now - span);
+    const span = [60, 120, 300].find(seconds => now - first < seconds) || HISTORY_S, tokens = rates().filter(point => point[0] > now - span);
     const usage = Math.max(0, ...cluster.engines.map(one => one.kv_usage));
     view.replaceChildren(
       make("div", { class: "head" }, make("h1", { text: "Overview" }),
         make("span", { class: "muted", text: `${number(recent.length)} requests in the last ten minutes` })),
       make("div", { class: "tiles" },
-        tile(number(Math.max(0, perSecond)), "tokens generated a second"),
+        tile(number(rate(old, last)), "tokens/s"),
         tile(duration(median(begun.map(line => line.ttft_s))), "time to first token, median"),
-        tile(duration(median(itl)), "between two tokens, median"),
-        tile(`${last.running} · ${last.waiting}`, "sequences running · waiting"),
-        tile(percent(usage), "of KV blocks held"),
-        tile(asked ? percent(cached / asked) : "–", "of prompt tokens were cached")),
+        tile(duration(median(itl)), "inter-token latency, median"),
+        tile(`${last.running} · ${last.waiting}`, "running · waiting sequences"),
+        tile(percent(usage), "KV cache usage"),
+        tile(asked ? percent(cached / asked) : "–", "cached prompt tokens")),
       make("div", { class: "charts" },
-        chart("Tokens a second", span, [tokens], { format: number }),
+        chart("Tokens/s", span, [tokens], { format: number }),
         chart("Time to first token", span, [], { format: duration, dots: begun.slice(-1500).map(line => [line.received + line.ttft_s, line.ttft_s]) }),
-        chart("Between two tokens", span, [], { format: duration, dots: recent.filter(line => line.ended && line.completion_tokens > 1).slice(-1500).map(line => [line.ended, line.decode_s / (line.completion_tokens - 1)]) }),
+        chart("Inter-token latency", span, [], { format: duration, dots: recent.filter(line => line.ended && line.completion_tokens > 1).slice(-1500).map(line => [line.ended, line.decode_s / (line.completion_tokens - 1)]) }),
         chart("Sequences", span, [samples.map(one => [one.at, one.running]), samples.map(one => [one.at, one.waiting])], { format: number, labels: ["running", "waiting"] }),
-        chart("KV blocks held", span, [samples.map(one => [one.at, 100 * one.usage])], { format: value => `${value.toFixed(0)} %` }),
+        chart("KV cache usage", span, [samples.map(one => [one.at, 100 * one.kv_usage])], { format: value => `${value.toFixed(0)} %` }),
         chart("Cached prompt tokens", span, [], { format: value => `${value.toFixed(0)} %`, dots: recent.filter(line => line.ended && line.prompt_tokens).slice(-1500).map(line => [line.ended, 100 * line.cached_tokens / line.prompt_tokens]) })),
       slowest(recent));
   };
@@ -262,8 +254,8 @@ function slowest(recent) {
     make("td", { text: line.path }), make("td", { class: "num", text: duration(line.ttft_s) }),
     make("td", { class: "num", text: duration(line.seconds) }), make("td", { class: "num", text: number(line.completion_tokens) })));
   if (!rows.length) return make("p", { class: "muted", text: "No request has ended yet. Try one in the playground." });
-  return make("section", { class: "panel" }, make("h2", { text: "Slowest of late" }),
-    make("div", { class: "scroll" }, table(["Request", "Path", ["First token"], ["Whole"], ["Tokens"]], rows)));
+  return make("section", { class: "panel" }, make("h2", { text: "Slowest recent requests" }),
+    make("div", { class: "scroll" }, table(["Request", "Path", ["TTFT"], ["Latency"], ["Output tokens"]], rows)));
 }
 
 function table(titles, rows) {
@@ -316,7 +308,7 @@ function showRequests(main) {
   const search = make("input", { type: "search", placeholder: "Search id, path, model, key, outcome", "aria-label": "Search", id: "search", on: { input: event => { wanted.text = event.target.value; restart(); } } });
   search.value = wanted.text;
   const head = make("div", { class: "line-row line-head" }, make("span"), make("span", { text: "Request" }), make("span", { class: "wide", text: "Model" }),
-    make("span", { class: "num", text: "First token" }), make("span", { class: "num", text: "Whole" }), make("span", { class: "num wide", text: "Tokens" }),
+    make("span", { class: "num", text: "TTFT" }), make("span", { class: "num", text: "Latency" }), make("span", { class: "num wide", text: "Tokens" }),
     make("span", { class: "wide", text: "Key" }), make("span", { class: "wide", text: "State" }));
   main.replaceChildren(make("div", { class: "full" },
     make("div", { class: "head" }, make("h1", { text: "Requests" }), count),
@@ -424,7 +416,7 @@ function showRequest(main, id) {
         others.length ? make("p", { class: "muted", text: `Then ${others.slice(0, 3).map(one => `${WHY[one.cause] || one.cause} (${duration(one.seconds)})`).join(", ")}.` }) : null,
         make("div", { class: "strip", "aria-hidden": "true" }, ...life.phases.map(phase => { const piece = make("i", { class: `i-${phase.phase}`, title: `${phase.phase} ${duration(phase.seconds)}` }); piece.style.flexGrow = phase.seconds; piece.style.flexBasis = "0"; return piece; })),
         waterfall(life)),
-      make("section", { class: "panel" }, make("h2", { text: "What it was" }), facts(life)),
+      make("section", { class: "panel" }, make("h2", { text: "Details" }), facts(life)),
       ...life.parts.map((part, place) => partPanel(life, part, place)),
     ];
   }
@@ -451,10 +443,10 @@ function waterfall(life) {
 
 function facts(life) {
   const list = [
-    ["Arrived", new Date(life.received * 1000).toLocaleString()], ["Took", duration(life.wall_s)], ["First token after", duration(life.ttft_s)],
+    ["Arrived", new Date(life.received * 1000).toLocaleString()], ["Latency", duration(life.wall_s)], ["Time to first token", duration(life.ttft_s)],
     ["Ended", life.ended === null ? `not yet: ${life.state}` : life.outcome], ["Status", life.status ?? "–"], ["Path", life.path], ["Model", life.model || "–"],
     ["Key", life.key || "–"], ["Prompt", `${number(life.prompt_tokens)} tokens, ${number(life.cached_tokens)} cached`], ["Answer", `${number(life.completion_tokens)} tokens`],
-    ["Waited for the client", duration(life.blocked_s)], ["Ingress", life.ingress], ["Engine", life.engine || "–"],
+    ["Blocked by the client", duration(life.blocked_s)], ["Ingress", life.ingress], ["Engine", life.engine || "–"],
   ];
   return make("dl", { class: "facts" }, ...list.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: String(value) }))));
 }
@@ -476,7 +468,7 @@ function partPanel(life, part, place) {
   for (const route of part.routes) {
     panel.append(make("h3", { text: `Sent to ${route.engine} after ${duration(route.at_s)}` }));
     if (!route.considered.length) { panel.append(make("p", { class: "muted", text: route.reason })); continue; }
-    panel.append(make("div", { class: "scroll" }, table(["Engine", ["Predicted"], ["To compute"], ["Queued tokens"], ["Waiting"], ["Told"]],
+    panel.append(make("div", { class: "scroll" }, table(["Engine", ["Predicted TTFT"], ["Tokens to compute"], ["Queued tokens"], ["Waiting"], ["Updated"]],
       route.considered.map(one => make("tr", { class: one.engine === route.engine ? "picked" : "" }, make("td", { text: one.engine }), make("td", { class: "num", text: duration(one.predicted_s) }),
         make("td", { class: "num", text: number(one.tokens_to_compute) }), make("td", { class: "num", text: number(one.queued_tokens) }), make("td", { class: "num", text: number(one.waiting) }), make("td", { class: "num", text: `${duration(one.told_s_ago)} ago` }))))));
   }
@@ -598,7 +590,7 @@ function showActors(main) {
     view.replaceChildren(make("div", { class: "head" }, make("h1", { text: "Actors" }), make("span", { class: "muted", text: `RayLM ${cluster.version} · ${cluster.fingerprint}` }),
         cluster.dashboard ? make("a", { href: cluster.dashboard, target: "_blank", rel: "noopener", id: "dashboard", text: "Ray's dashboard" }) : null),
       panelOf("Ingresses", ["Replica", "State", "Node", ["Process"], ["Requests"], ["Queued tokens"], "Up for"], ingresses),
-      panelOf("Engines", ["Engine", "Computes on", ["Restarts"], ["Running"], ["Waiting"], "KV cache", ["Steps"], ["A step"], ["Preempted"]], engines),
+      panelOf("Engines", ["Engine", "Computes on", ["Restarts"], ["Running"], ["Waiting"], "KV cache", ["Steps"], ["Step time"], ["Preemptions"]], engines),
       actors.length ? panelOf("Processes, as Ray knows them", ["Kind", "State", "Node", ["Process"], ["Restarts"], "Since", "Name"], actors) : make("p", { class: "muted", text: cluster.sees === "all" ? "Ray does not run here." : "Processes are shown to the admin's key." }));
   };
 }
