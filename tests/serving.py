@@ -57,6 +57,21 @@ def text_of(line: str) -> str:
     return choices[0]["delta"].get("content") or ""
 
 
+def websocket_upgrade(port: int, path: str) -> bytes:
+    """All that a server answers to an upgrade without a key, to the end of the connection or of a short answer."""
+    key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{key}\r\n".encode()
+        )
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+            if answer.endswith(b"}"):
+                break
+    return answer
+
+
 class Server:
     """`raylm serve`; leaving the context ends all of it, whatever state it is in."""
 

@@ -24,7 +24,7 @@ from raylm.cli.serve_process import port_is_free
 from tests.ingress.bad_inputs import bad_inputs
 from tests.ingress.test_bad_inputs import LIMIT_S, good_answer, refuse
 from tests.reference import greedy, random_prompts
-from tests.serving import ARGS, ROOT, Server, chat, free_port, serve_file, text_of
+from tests.serving import ARGS, ROOT, Server, chat, free_port, serve_file, text_of, websocket_upgrade
 
 pytestmark = pytest.mark.ray
 
@@ -94,6 +94,12 @@ async def test_a_refusal_has_one_request_id_and_the_envelope(server: Server) -> 
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"
     assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_a_websocket_is_refused_and_nothing_is_logged_of_it(server: Server) -> None:
+    before = len(server.log.read_text())
+    assert all(websocket_upgrade(server.port, "/v1/requests").startswith(b"HTTP/1.1 40") for _ in range(20))
+    assert "Traceback" not in server.log.read_text()[before:]
 
 
 async def test_bad_inputs_are_refused_through_the_proxy_too(server: Server) -> None:

@@ -44,6 +44,7 @@ from raylm.messages import (
 )
 
 CONTEXT = 131_072
+VOCAB_SIZE: int = resolve("embedded").config["vocab_size"]
 WIDTH = 256
 BEAT_S = 0.001
 
@@ -167,11 +168,11 @@ async def run(only: str, rounds: int, out: Path | None) -> tuple[float, bool]:
 
 
 @asynccontextmanager
-async def front_end() -> AsyncIterator[str]:
+async def front_end(engine: InstantEngine | None = None) -> AsyncIterator[str]:
     """The app, served by uvicorn on this loop; its URL."""
     config = Config.model_validate({"model": "embedded", "max_model_len": CONTEXT})
     llm = AsyncLLM(config)
-    llm.add_engine(InstantEngine(resolve("embedded").config["vocab_size"]))
+    llm.add_engine(engine or InstantEngine(VOCAB_SIZE))
     gc.collect()
     gc.freeze()  # as the ingress does
     server = uvicorn.Server(uvicorn.Config(build_asgi_app(llm, config), port=0, log_level="error", lifespan="off"))

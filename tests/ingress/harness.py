@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import orjson
@@ -19,9 +19,10 @@ def client_of(app: Starlette) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def served(app: Starlette) -> AsyncIterator[str]:
+async def served(app: Starlette, *, websockets: bool = False) -> AsyncIterator[str]:
     """Serve the app by uvicorn on a free port; yields its base URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off"))
+    ws: Literal["websockets-sansio", "none"] = "websockets-sansio" if websockets else "none"
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws=ws, lifespan="off"))
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)

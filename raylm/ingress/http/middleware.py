@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylm.errors import EngineUnavailableError, HeadersTooLargeError, NotFoundError, OverloadedError, RayLMError
 from raylm.frontend import Throttle
 from raylm.ingress.http.errors import as_known_error, error_response, logger, routing_error
+from raylm.ingress.http.heap import HeapTrimmer
 from raylm.stages import about, report
 
 if TYPE_CHECKING:
@@ -66,24 +67,36 @@ class RequestContextMiddleware:
     The id stands in ``scope["raylm.request_id"]`` and in the header x-request-id of the answer, the names in
     ``scope["raylm.ignored_fields"]`` in the header x-raylm-ignored-fields, beside the headers that
     ``scope["raylm.answer_headers"]`` makes. PROBES are neither counted nor logged,
-    whoever sends them.
+    whoever sends them. WebSockets are refused. The heap is trimmed after large bodies and answers.
     """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics, access_log: bool = False) -> None:
         self._app = app
         self._metrics = metrics
         self._access_log = access_log
+        self._heap = HeapTrimmer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await _refuse_websocket(scope, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = scope["raylm.request_id"] = _request_id(scope["headers"])
         is_probe, began = route_path(scope) in PROBES, time.perf_counter()
         status: int | None = None
+        carried = 0
+
+        async def receive_and_count() -> Message:
+            nonlocal carried
+            message = await receive()
+            carried += len(message.get("body", b""))
+            return message
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, carried
+            carried += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if not is_probe:
@@ -99,7 +112,7 @@ class RequestContextMiddleware:
 
         try:
             _check_headers(scope["headers"])
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_and_count, send_with_id)
         except Exception as error:
             if status is not None:
                 failed = about("request.failed", request_id)
@@ -111,8 +124,20 @@ class RequestContextMiddleware:
                 response = error_response(as_known_error(error, request_id), scope["path"])
             await response(scope, receive, send_with_id)
         finally:
+            self._heap.carried(carried)
             if self._access_log and not is_probe:
                 report("stage", "access", _access_line(scope, status, time.perf_counter() - began), request_id)
+
+
+async def _refuse_websocket(scope: Scope, send: Send) -> None:
+    """No route has WebSockets. Without ASGI's extension for refusals with a body a server answers 403."""
+    if "websocket.http.response" not in (scope.get("extensions") or {}):
+        await send({"type": "websocket.close", "code": 1000, "reason": ""})
+        return
+    refusal = error_response(NotFoundError("The API has no WebSockets; ask by HTTP."), scope["path"])
+    start = {"type": "websocket.http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers}
+    await send(start)
+    await send({"type": "websocket.http.response.body", "body": refusal.body})
 
 
 def route_path(scope: Scope) -> str:

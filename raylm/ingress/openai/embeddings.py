@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
+from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Prompt, Prompts
 from raylm.ingress.openai.generation import CutBody, RequestBody, tokenized
@@ -63,10 +63,11 @@ class Embedded:
 class PoolingHandler(ABC, Generic[B]):
     """The handler of a route: sends the texts of a body to the engines side by side, answers when it has all vectors.
 
-    ``prefix`` begins the ids of answers.
+    ``prefix`` begins the ids of answers; ``listed`` is the field of an answer that has an entry for each text.
     """
 
-    prefix: str
+    prefix: ClassVar[str]
+    listed: ClassVar[str] = "data"
 
     def __init__(self, llm: AsyncLLM, config: Config) -> None:
         self._llm = llm
@@ -80,8 +81,11 @@ class PoolingHandler(ABC, Generic[B]):
     def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
         """What the route makes of the vectors, which may stand in it as they are."""
 
-    async def __call__(self, body: B, request_id: str) -> bytes:
-        return orjson.dumps(await self.respond(body, request_id), option=orjson.OPT_SERIALIZE_NUMPY)
+    async def __call__(self, body: B, request_id: str) -> list[bytes]:
+        answer = await self.respond(body, request_id)
+        entries = answer[self.listed]
+        numbers = sum(1 + len(entry.get("embedding", ())) for entry in entries)
+        return await json_answer(lambda: answer | {self.listed: Pieces(entries)}, numbers)
 
     async def respond(self, body: B, request_id: str) -> JSONObject:
         """What the route answers; vectors in it are arrays."""

@@ -91,6 +91,7 @@ class Rerank(PoolingHandler[RerankRequest]):
     """Answers in Jina's and Cohere's form: the nearest document first."""
 
     prefix = "rerank"
+    listed = "results"
 
     def texts(self, body: RerankRequest) -> Sequence[Text]:
         return [(body.query, "query"), *((text, "documents") for text in body.documents)]

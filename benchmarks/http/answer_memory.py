@@ -1,0 +1,173 @@
+"""Memory of an ingress before, while and after it gives its largest answers, of each kind many, eight at once.
+
+    python -m benchmarks.http.answer_memory                    # 200 of each kind; /tokenize takes half an hour
+    python -m benchmarks.http.answer_memory --only kv --answers 16
+    python -m benchmarks.http.answer_memory --check            # the exit status is 1 above 1.3 times
+
+The HTTP app and AsyncLLM are the real ones, as in benchmarks.http.event_loop, in a process of their own; curl takes the
+answers. "before" is measured after one small answer of the kind, "warm" three seconds after the first eight large ones,
+which fill what is kept on purpose (48 MiB of ended requests' timelines, texts of tokens), "after" behind the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.http.event_loop import CONTEXT, VOCAB_SIZE, InstantEngine, front_end
+from benchmarks.rows import Report, parser
+from raylm.messages import EngineSnapshot, EngineStats
+
+AT_ONCE = 8
+MOST = 1.3  # times the warm memory
+SETTLE_S = 3.0
+_BEAT_S = 0.02
+_PAGES_PER_MIB = 2**20 / os.sysconf("SC_PAGESIZE")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``make`` gives a body of about as many things as it is asked for, None for a GET; ``size`` is the largest."""
+
+    name: str
+    path: str
+    make: Callable[[int], dict[str, Any] | None]
+    size: int
+
+
+def _chat(size: int) -> dict[str, Any]:
+    many = {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": size}
+    return {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True} | many
+
+
+def _completion(size: int, **fields: Any) -> dict[str, Any]:
+    return {"model": "embedded", "prompt": "Hi", "max_tokens": size, "ignore_eos": True, "logprobs": 20} | fields
+
+
+def _prompt(size: int) -> dict[str, Any]:
+    many = {"echo": True, "logprobs": 20, "prompt_logprobs": 20, "return_token_ids": True}
+    return {"model": "embedded", "prompt": [300] * size, "max_tokens": 1} | many
+
+
+KINDS = (
+    Kind("/tokenize", "/tokenize", lambda size: {"model": "embedded", "prompt": "a" * size}, 4_194_304),
+    Kind("/detokenize", "/detokenize", lambda size: {"model": "embedded", "tokens": [300] * size}, 520_000),
+    Kind("chat, 16 choices, logprobs", "/v1/chat/completions", _chat, 500),
+    Kind("the same as a stream", "/v1/chat/completions", lambda size: _chat(size) | {"stream": True}, 500),
+    Kind("completion, logprobs", "/v1/completions", _completion, 8_000),
+    Kind("prompt_logprobs, echo", "/v1/completions", _prompt, 16_000),
+    Kind("embeddings", "/v1/embeddings", lambda size: {"model": "embedded", "input": ["text"] * size}, 2_048),
+    Kind("embeddings, base64", "/v1/embeddings",
+         lambda size: {"model": "embedded", "input": ["text"] * size, "encoding_format": "base64"}, 2_048),
+    Kind("rerank", "/rerank",
+         lambda size: {"model": "embedded", "query": "q", "documents": ["text " * 800] * size}, 1_024),
+    Kind("/v1/cluster/kv", "/v1/cluster/kv", lambda size: None, 1),
+)  # fmt: skip
+
+
+class FullEngine(InstantEngine):
+    """Its pool has as many runs of blocks as a million blocks can have."""
+
+    async def snapshot(self) -> EngineSnapshot:
+        blocks = list(range(0, 1_000_000, 2))
+        return EngineSnapshot(EngineStats(), 1_000_000, 16, ["r"], [0], ["running"], [CONTEXT], [CONTEXT], [blocks], [])
+
+
+def memory_mib() -> float:
+    """What this process has of the machine's memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) / _PAGES_PER_MIB
+
+
+class Peak:
+    """The most memory in MiB that was seen since it was reset."""
+
+    def __init__(self) -> None:
+        self.most = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            self.most = max(self.most, memory_mib())
+            await asyncio.sleep(_BEAT_S)
+
+
+async def ask(url: str, body: Path | None) -> int:
+    """The size of an answer in bytes, which is thrown away."""
+    command = ["curl", "-sSf", "-o", "/dev/null", "-w", "%{size_download}", "-H", "Expect:"]
+    if body is not None:
+        command += ["-H", "Content-Type: application/json", "--data-binary", f"@{body}"]
+    process = await asyncio.create_subprocess_exec(*command, url, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{url} was not answered.")
+    return int(out)
+
+
+async def measure(url: str, kind: Kind, answers: int, peak: Peak, folder: Path) -> dict[str, float]:
+    """Memory in MiB around ``answers`` answers of a kind."""
+    bodies = {}
+    for size in (1, kind.size):
+        made = kind.make(size)
+        bodies[size] = None if made is None else folder / f"body-{size}"
+        if made is not None:
+            (folder / f"body-{size}").write_text(json.dumps(made))
+    await ask(url + kind.path, bodies[1])
+    await asyncio.sleep(SETTLE_S)
+    before = peak.most = memory_mib()
+    room = asyncio.Semaphore(AT_ONCE)
+    sizes: list[int] = []
+
+    async def one() -> None:
+        async with room:
+            sizes.append(await ask(url + kind.path, bodies[kind.size]))
+
+    settled = []
+    for count in (AT_ONCE, answers):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(one())
+        await asyncio.sleep(SETTLE_S)
+        settled.append(memory_mib())
+    warm, after = settled
+    figures = {"answer": max(sizes) / 2**20, "before": before, "peak": peak.most, "warm": warm, "after": after}
+    return figures | {"after over warm": after / warm}
+
+
+async def run(only: str, answers: int, out: Path | None) -> float:
+    """The most that a kind left, as a multiple of the warm memory."""
+    units = dict.fromkeys(("answer", "before", "peak", "warm", "after"), "MiB") | {"after over warm": ""}
+    report, worst, peak = Report("answer_memory", units, out), 0.0, Peak()
+    async with front_end(FullEngine(VOCAB_SIZE)) as url:
+        watching = asyncio.create_task(peak.watch())
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in KINDS:
+                if only in kind.name:
+                    figures = await measure(url, kind, answers, peak, Path(folder))
+                    report.add(kind.name, figures, f"{answers} answers")
+                    worst = max(worst, figures["after over warm"])
+        watching.cancel()
+    return worst
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="kinds whose name holds this")
+    options.add_argument("--answers", type=int, default=200, help="of each kind")
+    options.add_argument("--check", action="store_true", help=f"fail above {MOST} times the warm memory")
+    args = options.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the ingress has it
+        worst = runner.run(run(args.only, args.answers, args.out))
+    print(f"the most that is left: {worst:.2f} times")
+    return int(args.check and worst > MOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

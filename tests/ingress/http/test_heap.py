@@ -1,0 +1,58 @@
+"""Memory of an ingress after large answers: what they took is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import tracemalloc
+
+import httpx
+import pytest
+
+from raylm.ingress.http import answer
+from raylm.ingress.http.answer import Pieces, json_answer
+from raylm.ingress.http.heap import TRIM_AFTER_BYTES, HeapTrimmer
+from tests.ingress.harness import TEXT
+
+
+async def test_a_large_answer_of_small_parts_takes_no_more_than_its_bytes() -> None:
+    ids = [7] * 500_000
+    tracemalloc.start()
+    try:
+        pieces = await json_answer(lambda: {"tokens": Pieces(ids)}, len(ids))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(map(len, pieces)) > 1_000_000
+    assert peak < 6 * answer._PIECE_BYTES, "an object for each part takes thirty bytes for one"
+
+
+async def test_the_heap_is_trimmed_once_behind_many_bytes() -> None:
+    done = threading.Event()
+    calls: list[int] = []
+    heap = HeapTrimmer(lambda: (calls.append(1), done.set()))
+    heap.carried(TRIM_AFTER_BYTES - 1)
+    assert not heap._is_due
+    for _ in range(5):
+        heap.carried(TRIM_AFTER_BYTES)
+    assert await asyncio.to_thread(done.wait, 30)
+    assert len(calls) == 1
+    heap.carried(TRIM_AFTER_BYTES - 1)
+    assert not heap._is_due, "counted anew"
+
+
+async def test_bodies_and_answers_count(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(HeapTrimmer, "carried", lambda _, num_bytes: counted.append(num_bytes))
+    body = TEXT | {"prompt": "a" * 1000}
+    reply = await client.post("/v1/completions", json=body)
+    (found,) = counted
+    assert found == len(reply.request.content) + len(reply.content)
+
+
+@pytest.mark.long
+def test_two_hundred_of_the_largest_answers_of_each_kind_leave_no_memory() -> None:
+    """In a process of its own, which has the application and nothing else."""
+    subprocess.run([sys.executable, "-m", "benchmarks.http.answer_memory", "--check"], check=True)
