@@ -18,6 +18,7 @@ from raylm.engine.queues import create_queue
 from raylm.engine.sequence import RequestState, Sequence, Status
 from raylm.engine.step_budget import create_budget
 from raylm.engine.step_plan import StepPlan
+from raylm.engine.time_limits import TimeLimits
 from raylm.engine.timelines.observer import Observer
 from raylm.errors import InvalidRequestError, RayLMError
 from raylm.messages import (
@@ -32,7 +33,7 @@ from raylm.messages import (
 )
 from raylm.metrics import STEP_TOKENS_BUCKETS
 
-_MOST_GIVEN_UP = 64  # requests that a step gives up
+_MOST_GIVEN_UP = 256  # requests that a step gives up, in about a millisecond
 
 
 class Scheduler:
@@ -73,6 +74,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[int] = []
         self._given_up: list[tuple[str, int]] = []
+        self._limits = TimeLimits()
         self._ids: Iterator[int] = count()  # in the order of arrival
         self._step = 0
         self._seen = 0
@@ -173,17 +175,29 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Draw up the next step: first what runs, then what waits; None if nothing can be computed now."""
+        may_start = self._give_up()
         self._displace()
         plan = StepPlan(
             self._budget.tokens(self.running, shared=self.waiting.is_shared), self._budget.places(self.running)
         )
         self._schedule_running(plan)
-        self._schedule_waiting(plan)
+        if may_start:
+            self._schedule_waiting(plan)
         if plan.empty:
             return None
         self._step += 1
         finished, self._finished = self._finished, []
         return plan.columns(self._step, finished)
+
+    def _give_up(self) -> bool:
+        """End requests whose clients have hung up, before a plan holds their sequences; False if more are left."""
+        now = self.clock()
+        for _ in range(_MOST_GIVEN_UP):
+            if (state := self._limits.first_over(now)) is None:
+                return True
+            self._given_up.append((state.client_id, state.request.key))
+            self._abort(state)
+        return False
 
     def _displace(self) -> None:
         """Where no place is free, preempt a sequence if the policy gives its place to another."""
@@ -203,21 +217,16 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """The queue says who may start; it does if the pool can hold it."""
-        most = len(self._given_up) + _MOST_GIVEN_UP
-        while plan.max_new > 0 and plan.tokens > 0 and self.waiting and len(self._given_up) < most:
+        while plan.max_new > 0 and plan.tokens > 0 and self.waiting:
             if not self._start_one(plan):
                 return
 
     def _start_one(self, plan: StepPlan) -> bool:
-        """Let one sequence start, or give one up; False if none can."""
+        """Let one sequence start; False if none can."""
         spare = len(self.running)  # a block for each to grow by: admitting more is paid back in preemptions
         for seq in self.waiting.candidates():
             if seq.resume_after > self._seen:
                 return False
-            if seq.state.is_given_up(self.clock()):
-                self._given_up.append((seq.client_id, seq.key))
-                self._abort(seq.state)
-                return True
             cached = self.kv.admit(seq, spare, use_cache=not seq.reads_every_token)
             if cached is not None:
                 self._start(seq, cached, plan)
@@ -227,6 +236,7 @@ class Scheduler:
     def _start(self, seq: Sequence, cached: int, plan: StepPlan) -> None:
         """Move a sequence from the queue to the running batch; ``cached`` of its tokens are computed."""
         self.waiting.start(seq, cached)
+        self._limits.leave(seq.state)
         self._budget.join(seq)
         insort(self.running, seq, key=self.waiting.rank)
         if seq.status is Status.WAITING:
@@ -277,6 +287,7 @@ class Scheduler:
         seq.num_computed = 0
         seq.resume_after = self._step
         self.waiting.push(seq)
+        self._limits.enter(seq.state)
         self.loads.owe(seq, len(seq.token_ids) - 1)
         self.counters.preemptions += 1
 
@@ -394,6 +405,7 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         self._sequences[seq.id] = seq
         self.waiting.push(seq)
+        self._limits.enter(seq.state)
         self.loads.enter(seq)
 
     def _close(self, seq: Sequence) -> None:
@@ -428,6 +440,7 @@ class Scheduler:
             self._leave_batch(seq)
         else:
             self.waiting.remove(seq)
+            self._limits.leave(seq.state)
             self.kv.forget(seq)
         seq.status = Status.FINISHED
         self._observer.ended(seq, self._seen)

@@ -34,6 +34,7 @@ class RequestState:
     not made yet: they start when the first one has computed the prompt that they share. ``adapter`` is the number of
     its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content. ``due`` is the time at which the
     request's first token should be there, set by the fair policy when the first sequence begins to wait.
+    ``has_drawn`` is whether one of its sequences has drawn a token, here or in a lost engine; until then it has one.
     """
 
     client_id: str
@@ -46,6 +47,7 @@ class RequestState:
     adapter: int = 0
     adapter_digest: str = ""
     due: float = 0.0
+    has_drawn: bool = False
     open: list[Sequence] = field(default_factory=list)
 
     @classmethod
@@ -71,9 +73,11 @@ class RequestState:
         if request.drawn and any(length + len(drawn or ()) >= limit for drawn in request.drawn):
             raise RayLMError(f"The answer that another engine began is longer than this one's {max_model_len} tokens.")
         seed = random.getrandbits(63) if params.seed is None else params.seed
-        num_unforked = 0 if request.drawn and any(drawn != () for drawn in request.drawn) else params.n - 1
+        has_drawn = any(drawn != () for drawn in request.drawn)
+        num_unforked = 0 if has_drawn else params.n - 1
         stops = (() if params.ignore_eos else request.eos_token_ids) + params.stop_token_ids
-        return cls(client_id, request, arrival, seed, limit, num_unforked, stops, adapter, adapter_digest)
+        numbers = arrival, seed, limit, num_unforked
+        return cls(client_id, request, *numbers, stops, adapter, adapter_digest, has_drawn=has_drawn)
 
     def begin(self, ids: Iterator[int]) -> list[Sequence]:
         """Open the first sequence, or all that have not ended where another engine has computed the prompt."""
@@ -97,18 +101,9 @@ class RequestState:
         self.open.append(seq)
         return seq
 
-    def is_given_up(self, now: float) -> bool:
-        """Whether the client's time limit has passed before any sequence drew a token; the client has hung up then.
-
-        While that holds the request has one sequence: the others are made when the first one draws.
-        """
-        timeout_s = self.request.service.timeout_s
-        if timeout_s is None or now <= self.request.arrival_time + timeout_s:
-            return False
-        return self.num_unforked == self.request.params.n - 1 and all(seq.num_generated == 0 for seq in self.open)
-
     def fork(self, ids: Iterator[int]) -> list[Sequence]:
-        """Open the sequences that shared the first one's prompt computation; none the second time."""
+        """The first token was drawn: open the sequences that share the computation of the prompt, once."""
+        self.has_drawn = True
         count, self.num_unforked = self.num_unforked, 0
         return [self.sequence(next(ids), index) for index in range(1, count + 1)]
 

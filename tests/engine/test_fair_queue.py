@@ -285,8 +285,8 @@ def test_who_has_hung_up_is_not_computed_any_more() -> None:
     engine.kv.check_idle()
 
 
-def test_siblings_that_are_late_are_put_off_one_by_one() -> None:
-    """The first sequence draws after the target: its siblings stand in the line, and are late, all at once."""
+def test_siblings_that_start_after_the_target_do_not_end_the_engine() -> None:
+    """The first sequence draws after the target, and its siblings stand in the line together."""
     engine = fair(num_blocks=400, max_num_seqs=8)
     now = 1000.0
     engine.scheduler.clock = lambda: now
@@ -315,6 +315,20 @@ def test_a_request_that_has_drawn_is_not_given_up_for_a_sibling_that_waits(seats
             ended += [index for index, reason in zip(out.indexes, out.finish_reasons, strict=True) if reason]
     assert ended == [0, 1]
     assert engine.scheduler.take_given_up() == []
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_siblings_keep_their_place_when_the_target_of_their_request_has_passed(replayed: bool) -> None:
+    engine = at(1000.0)
+    made = urgent([1] * 4, 0, 0.05, arrived=1000.0)
+    made = replace(made, params=replace(made.params, n=4, max_tokens=3), drawn=((5,), (), (), ()) if replayed else ())
+    engine.scheduler.add(CLIENT, made)
+    engine.step()
+    engine.scheduler.clock = lambda: 1000.1
+    engine.scheduler.add(CLIENT, urgent([2] * 4, 1, None, arrived=1000.1))
+    order = starts(engine)
+    assert order == [1, 1, 1, 2], "the three that wait, then who came later"
+    engine.kv.check_idle()
 
 
 # -------------------------------------------------------------------- a key beside a flooder

@@ -68,9 +68,9 @@ class FairQueue(WaitingQueue):
     free, one of the tenant that runs the most beyond its share is preempted for a guest that runs less than its own.
     Nor do prompts of such a tenant join the step in which all starts that another one had waiting.
 
-    A tenant's sequences stand in the order in which their first tokens are due. A sequence whose first token cannot
-    come in time any more is put off by PATIENCE_S, once, so that it comes behind the sequences that can be in time. The
-    time of a sequence changes only while the sequence is not in the line, and never with the time of a sibling.
+    A tenant's sequences stand in the order in which the first tokens of their requests are due. A request whose first
+    token cannot come in time any more is put off by PATIENCE_S, once, so that it comes behind the requests that can be
+    in time. The time of a sequence changes only while the sequence is not in the line, and never with a sibling's.
     """
 
     def __init__(self, forecast: Forecast, quantum: int, kept: int = 0) -> None:
@@ -273,10 +273,10 @@ class FairQueue(WaitingQueue):
         return self._newest
 
     def _is_late(self, seq: Sequence) -> bool:
-        """A target will be missed, which was not known before."""
+        """The request will miss its target, which was not known before; once it has drawn, that is over."""
         request, due = seq.state.request, seq.due
         target_s = request.service.ttft_s
-        if target_s is None or due != request.arrival_time + target_s or seq.num_generated:
+        if target_s is None or due != request.arrival_time + target_s or seq.state.has_drawn:
             return False
         return self._forecast.now() + self._forecast.first_token_s(seq) > due
 
