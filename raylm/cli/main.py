@@ -46,7 +46,11 @@ def serve(
     name: Annotated[str | None, typer.Option(help="Of the Serve application.")] = None,
     route_prefix: Annotated[str | None, typer.Option(help="Path below which the model is served.")] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="A key that clients must send; see also ingress.api_keys_file.")
+        str | None,
+        typer.Option(
+            help="A key that clients must send. Other users of the machine see it in the list of processes: set "
+            "RAYLM_API_KEY instead, or ingress.api_keys_file."
+        ),
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the Serve file that is used, and end.")

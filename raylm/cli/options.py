@@ -42,9 +42,20 @@ def served(words: Sequence[str], place: Place) -> ServedFile:
     (target,) = targets
     if place.api_key is not None:
         options["ingress.api_keys_env"] = API_KEY_VARIABLE
-    if Path(target).suffix in _FILES:
-        return _from_file(Path(target), options, place)
-    return _from_model(target, options, place)
+    from_words = _from_file if Path(target).suffix in _FILES else _from_model
+    file = from_words(target, options, place)
+    return _with_key(file) if os.environ.get(API_KEY_VARIABLE) and place.api_key is None else file
+
+
+def _with_key(file: ServedFile) -> ServedFile:
+    """The environment has a key: it is that of every model that has no other source of keys."""
+    tree = copy.deepcopy(file.tree)
+    for place in our_places(tree):
+        arguments = tree["applications"][place]["args"] = tree["applications"][place].get("args") or {}
+        ingress = arguments["ingress"] = arguments.get("ingress") or {}
+        if not ingress.get("api_keys_file") and not ingress.get("api_keys_env"):
+            ingress["api_keys_env"] = API_KEY_VARIABLE
+    return check_tree(tree, file.source)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -141,7 +152,8 @@ def _from_model(model: str, options: dict[str, Any], place: Place) -> ServedFile
     return check_tree(tree, model)
 
 
-def _from_file(path: Path, options: dict[str, Any], place: Place) -> ServedFile:
+def _from_file(name: str, options: dict[str, Any], place: Place) -> ServedFile:
+    path = Path(name)
     tree = load_tree(path)
     if options or place != Place():
         check_tree(tree, str(path))

@@ -9,11 +9,12 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import Field, ValidationError
 
-from raylm.config import Config, Frozen, faults
+from raylm.config import SERVE_VARIABLES, Config, Frozen, faults
 from raylm.errors import ConfigError
 
 M = TypeVar("M", bound=Frozen)
 
+HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 BUILDER = "raylm:build_app"
 APPLICATION = "default"
 _BUILDERS = (BUILDER, "raylm.build_app", "raylm.app:build_app", "raylm.app.build_app")
@@ -21,18 +22,7 @@ _WILDCARDS = {"0.0.0.0", "::"}
 # What a Serve file has beside its applications; configs/llama.yaml says why. A test compares the two.
 SERVE_OPTIONS: dict[str, Any] = {
     "http_options": {"host": "127.0.0.1", "port": 8000},
-    "controller_options": {
-        "runtime_env": {
-            "env_vars": {
-                "RAY_SERVE_ENABLE_HA_PROXY": "1",
-                "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-                "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
-                "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-                "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "raylm.ingress:serve_middlewares",
-                "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "raylm.ingress:configure_controller",
-            }
-        }
-    },
+    "controller_options": {"runtime_env": {"env_vars": SERVE_VARIABLES}},
     "logging_config": {"log_level": "WARNING", "enable_access_log": False},
 }
 
@@ -66,9 +56,13 @@ class ServedFile:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Serve's controller, its proxies and all replicas are to have in their environment."""
+        """What Serve's controller, its proxies and all replicas are to have in their environment.
+
+        A variable of RayLM's that the file lacks has its usual value. A file without HAProxy stays without.
+        """
         options = self.tree.get("controller_options") or {}
-        return dict((options.get("runtime_env") or {}).get("env_vars") or {})
+        usual = {name: value for name, value in SERVE_VARIABLES.items() if name != HAPROXY_VARIABLE}
+        return usual | ((options.get("runtime_env") or {}).get("env_vars") or {})
 
     def url(self, route_prefix: str, node: str = "127.0.0.1") -> str:
         """For clients on ``node``, without a slash at the end."""

@@ -92,6 +92,7 @@ class Ingress:
         )
         from raylm.ingress.handle_calls import HandleCalls
         from raylm.ingress.http.entrance import ENTRANCE
+        from raylm.ingress.http.haproxy_start import lacking_variables
         from raylm.ingress.routes import Surroundings, build_asgi_app
 
         context = serve.get_replica_context()
@@ -106,6 +107,8 @@ class Ingress:
             report("error", "chat", f"{app_name}: {error.message}")
             raise
         report("stage", "chat", f"{app_name}: {self._llm.chat_description}")
+        if lacking := lacking_variables():
+            report("stage", "limits", f"{app_name}: {lacking}")
         link = RemoteState(app_name) if _is_shared(self._config) else None
         self._state = StateClient(link, context.replica_tag)
         self._llm.timelines.ingress = instance = context.replica_id.unique_id

@@ -13,10 +13,15 @@ from typer.testing import CliRunner
 from raylm.checkpoint import EMBEDDED
 from raylm.cli.main import app
 from raylm.cli.options import API_KEY_VARIABLE, Place, served, to_yaml
-from raylm.cli.serve_file import SERVE_OPTIONS, read_serve_file
-from raylm.config import knobs
+from raylm.cli.serve_file import HAPROXY_VARIABLE, SERVE_OPTIONS, read_serve_file
+from raylm.config import SERVE_VARIABLES, knobs
 from raylm.errors import ConfigError
 from tests.serving import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
 
 
 def args_of(*words: str, place: Place = Place()) -> dict[str, Any]:  # noqa: B008
@@ -188,3 +193,34 @@ def test_a_wrong_word_ends_with_status_2() -> None:
     done = CliRunner().invoke(app, ["serve", "embedded", "--max-num-seq", "3"])
     assert done.exit_code == 2
     assert done.stderr.splitlines() == ["raylm: --max-num-seq: unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"]
+
+
+def test_a_key_in_the_environment_is_that_of_models_without_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "two.yaml"
+    entry = {"import_path": "raylm:build_app"}
+    own = {"ingress": {"api_keys_file": "/keys"}}
+    applications = [entry | {"name": "a", "route_prefix": "/a"}, entry | {"name": "b", "args": own}]
+    file.write_text(yaml.safe_dump({"applications": applications}))
+    monkeypatch.setenv(API_KEY_VARIABLE, "sk-1")
+    a, b = (config.ingress for config in served([str(file)], Place()).configs())
+    assert (a.api_keys_env, a.api_keys_file) == (API_KEY_VARIABLE, None)
+    assert (b.api_keys_env, b.api_keys_file) == (None, "/keys")
+    monkeypatch.delenv(API_KEY_VARIABLE)
+    assert not served([str(file)], Place()).configs()[0].ingress.has_keys
+
+
+def test_the_help_of_the_api_key_says_where_else_it_may_be() -> None:
+    assert "RAYLM_API_KEY" in CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+
+
+def test_variables_that_a_file_lacks_have_their_usual_value_but_haproxy(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    tree: dict[str, Any] = {"applications": [{"import_path": "raylm:build_app"}]}
+    file.write_text(yaml.safe_dump(tree))
+    lacking = SERVE_VARIABLES.keys() - {HAPROXY_VARIABLE}
+    assert read_serve_file(file).environment == {name: SERVE_VARIABLES[name] for name in lacking}
+    own = {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "7", "OTHER": "x"}
+    file.write_text(yaml.safe_dump(tree | {"controller_options": {"runtime_env": {"env_vars": own}}}))
+    assert read_serve_file(file).environment == {name: SERVE_VARIABLES[name] for name in lacking} | own

@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from raylm import ray_private
+from raylm.config import SERVE_VARIABLES
 from raylm.errors import ConfigError
 
 _PER_ADDRESS_VARIABLE = "RAYLM_HAPROXY_CONNECTIONS_PER_ADDRESS"
@@ -88,3 +89,14 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def lacking_variables() -> str | None:
+    """Which of the variables that a Serve file must have are not there, in a process of Serve's."""
+    lacking = [name for name in SERVE_VARIABLES if name not in os.environ]
+    if not lacking:
+        return None
+    return (
+        f"controller_options of the Serve file has no {', '.join(lacking)}: limits of connections, heads and probes "
+        "are not RayLM's; take them from configs/llama.yaml"
+    )

@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from raylm.config import SERVE_VARIABLES
 from raylm.errors import ConfigError, EngineUnavailableError
 from raylm.ingress.http.errors import error_response
-from raylm.ingress.http.haproxy_start import explain_start, max_connections, own_directories
+from raylm.ingress.http.haproxy_start import explain_start, lacking_variables, max_connections, own_directories
 from tests.serving import free_port
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -80,7 +81,10 @@ async def replica() -> AsyncIterator[Replica]:
 async def haproxy(
     tmp_path: Path, replica: Replica, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Any]:
-    """Ray's object that runs HAProxy: below /up a replica, below /down none. A parameter is its environment."""
+    """Ray's object that runs HAProxy: below /up a replica, below /down none.
+
+    A parameter is its environment, and limits that are not a second.
+    """
     from ray.serve._private import haproxy as of_ray
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
@@ -88,9 +92,10 @@ async def haproxy(
     from raylm.ingress.http.haproxy import configure
 
     monkeypatch.setattr(of_ray, "HAPROXY_CONFIG_TEMPLATE", of_ray.HAPROXY_CONFIG_TEMPLATE)  # as it was, afterwards
+    given = getattr(request, "param", {})
     for name in ("_HEAD_S", "_READER_S", "_KEPT_S"):
-        monkeypatch.setattr(f"raylm.ingress.http.haproxy.{name}", 1)
-    for name, value in getattr(request, "param", {}).items():
+        monkeypatch.setattr(f"raylm.ingress.http.haproxy.{name}", given.get(name, 1))
+    for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     server = ServerConfig("replica", "127.0.0.1", replica.port)
     backends = {
@@ -301,14 +306,20 @@ async def test_idle_connections_of_one_address_leave_places_for_others(
         assert (await client.get("/up/health", headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("haproxy", [{"RAY_SERVE_HAPROXY_MAXCONN": 40}], indirect=True)
-async def test_the_last_places_are_for_addresses_with_few_connections(haproxy: Any, connect: Connect) -> None:
+PATIENT = {"RAY_SERVE_HAPROXY_MAXCONN": 40, "_HEAD_S": 600, "_KEPT_S": 600}
+
+
+@pytest.mark.parametrize("haproxy", [PATIENT], indirect=True)
+async def test_the_last_places_are_for_addresses_with_few_connections(
+    haproxy: Any, connect: Connect, replica: Replica
+) -> None:
+    replica.ready = b"200 OK", b'{"status":"ok"}'
     for source in ("127.0.0.2", "127.0.0.3"):
-        await connect(15, b"G", source)  # of 40 places, 30 are for all
-    few, many = await connect(8, b"G", "127.0.0.4"), await connect(8, b"G", "127.0.0.4")
-    async with asyncio.timeout(30):
-        assert [(await reader.read(64))[:12] for reader, _ in few] == [b"HTTP/1.1 408"] * 8
-        assert [await refused(connection) for connection in many] == [True] * len(many)
+        assert len(await connect(15, b"G", source)) == 15  # of 40 places, 30 are for all
+    few = await connect(8, HEALTH, "127.0.0.4")
+    async with asyncio.timeout(60):
+        assert [(await reader.readuntil(b" 200 "))[:9] for reader, _ in few] == [b"HTTP/1.1 "] * 8
+        assert [await refused(connection) for connection in await connect(8, HEALTH, "127.0.0.4")].count(False) == 0
 
 
 async def refused(connection: Connection) -> bool:
@@ -420,3 +431,13 @@ def test_it_takes_as_many_connections_as_it_may_have_descriptors_for(monkeypatch
         assert max_connections() == expected
     monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "77")
     assert max_connections() == 77
+
+
+def test_variables_that_a_file_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SERVE_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    assert lacking_variables() is None
+    monkeypatch.delenv("RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH")
+    said = lacking_variables()
+    assert said is not None
+    assert said.startswith("controller_options of the Serve file has no RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH: ")
