@@ -408,12 +408,17 @@ class Run:
         assert logprobs.token_ids[::count] == prompt[1:]
 
 
-def expected(request: EngineCoreRequest, index: int, max_model_len: int) -> tuple[list[int], tuple[str, int | None]]:
-    """Tokens and (finish reason, stop reason) of one sequence alone: the rules of the API, token after token."""
+def expected(
+    request: EngineCoreRequest, index: int, max_model_len: int, adapter: str = ""
+) -> tuple[list[int], tuple[str, int | None]]:
+    """Tokens and (finish reason, stop reason) of one sequence alone: the rules of the API, token after token.
+
+    ``adapter`` is the path of its LoRA adapter.
+    """
     params, prompt = request.params, list(request.prompt_token_ids)
     assert params.seed is not None
     room = min(max_model_len - len(prompt), params.max_tokens or max_model_len)
-    tokens = MODEL.continuation(prompt, sequence_seed(params.seed, index), room)
+    tokens = MODEL.continuation(prompt, sequence_seed(params.seed, index), room, adapter)
     for length, token in enumerate(tokens, start=1):
         if length > params.min_tokens:
             if token in request.eos_token_ids and not params.ignore_eos:
