@@ -5,7 +5,7 @@
 
 Where a case has several values of one metric, the bar ends at their median, and a line spans the least and the largest.
 Bars of ratios begin at 1, on a logarithmic axis. Questions of ``BY_CLIENTS`` are drawn as groups of bars, a group for
-each number of clients and a bar for each engine.
+each number of clients and a bar for each engine, and printed as a Markdown table of medians.
 """
 
 from __future__ import annotations
@@ -64,22 +64,48 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axis.tick_params(labelleft=False)
 
 
-def draw_by_clients(rows: Sequence[Row], path: Path) -> None:
-    """A group of bars for each number of clients, from cases such as "RayLM, 8 clients"."""
-    titles = BY_CLIENTS[rows[0].question]
-    values: dict[tuple[str, str, str], list[float]] = {}
-    for row in rows:
+def by_clients(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians by metric, engine and clients, from cases such as "RayLM, 8 clients"; fewer clients first."""
+    values: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in sorted(rows, key=lambda row: int(row.case.rpartition(", ")[2].split()[0])):
         engine, _, clients = row.case.rpartition(", ")
-        values.setdefault((row.metric, engine, clients), []).append(row.value)
-    engines = list(dict.fromkeys(engine for _, engine, _ in values))
-    groups = sorted({clients for _, _, clients in values}, key=lambda text: int(text.split()[0]))
-    width = 0.84 / len(engines)
+        values.setdefault(row.metric, {}).setdefault(engine, {}).setdefault(clients, []).append(row.value)
+    return {
+        metric: {
+            engine: {clients: statistics.median(found) for clients, found in groups.items()}
+            for engine, groups in engines.items()
+        }
+        for metric, engines in values.items()
+    }
+
+
+def table_by_clients(rows: Sequence[Row]) -> list[str]:
+    """The medians as lines of a Markdown table."""
+    medians, titles = by_clients(rows), BY_CLIENTS[rows[0].question]
+    groups = list(dict.fromkeys(clients for one in medians[next(iter(titles))].values() for clients in one))
+    counts = ", ".join(group.split()[0] for group in groups)
+    units = {row.metric: row.unit for row in rows}
+    heads = [f"{metric}, {units[metric]}, at {counts} clients" for metric in titles]
+    cells = {
+        engine: [", ".join(f"{medians[metric][engine].get(group, 0):,.0f}" for group in groups) for metric in titles]
+        for engine in medians[next(iter(titles))]
+    }
+    lines = [["", *heads], ["---"] * (1 + len(heads)), *([engine, *found] for engine, found in cells.items())]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def draw_by_clients(rows: Sequence[Row], path: Path) -> None:
+    """A group of bars for each number of clients."""
+    titles, medians = BY_CLIENTS[rows[0].question], by_clients(rows)
     with picture(path, len(titles), (11, 3.6), f"{rows[0].machine}, {rows[0].date}") as axes:
         for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-            for place, engine in enumerate(engines):
-                found = [statistics.median(values.get((metric, engine, group), [0.0])) for group in groups]
+            engines = medians[metric]
+            groups = list(dict.fromkeys(clients for one in engines.values() for clients in one))
+            width = 0.84 / len(engines)
+            for place, (engine, found) in enumerate(engines.items()):
                 at = [group + (place - (len(engines) - 1) / 2) * width for group in range(len(groups))]
-                bars = axis.bar(at, found, width * 0.94, color=_COLORS[place % len(_COLORS)], label=engine)
+                heights = [found.get(group, 0.0) for group in groups]
+                bars = axis.bar(at, heights, width * 0.94, color=_COLORS[place % len(_COLORS)], label=engine)
                 axis.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=1)
             axis.set_xticks(range(len(groups)), groups)
             axis.spines[["top", "right"]].set_visible(False)
@@ -115,7 +141,10 @@ def main() -> None:
     args = options.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     for file in args.files:
-        draw(read(file), args.to / f"{file.stem}.svg")
+        rows = read(file)
+        draw(rows, args.to / f"{file.stem}.svg")
+        if rows[0].question in BY_CLIENTS:
+            print("\n".join(table_by_clients(rows)))
 
 
 if __name__ == "__main__":

@@ -146,6 +146,11 @@ def test_each_sample_is_a_row_by_engine_and_clients_as_soon_as_it_is_measured(tm
         ("compare_chat", "RayLM, 1 client", 10.0, "tok/s"), ("compare_chat", "RayLM, 8 clients", 80.0, "tok/s"),
     ]  # fmt: skip
     assert [row.value for row in rows.read(path) if row.metric == "other processes"] == [0.25, 0.25]
+    assert plot.table_by_clients(rows.read(path)) == [
+        "|  | output, tok/s, at 1, 8 clients | TTFT p50, ms, at 1, 8 clients |",
+        "| --- | --- | --- |",
+        "| RayLM | 10, 80 | 5, 5 |",
+    ]
     plot.draw(rows.read(path), tmp_path / "rows.svg")
     drawn = (tmp_path / "rows.svg").read_text()
     assert [text in drawn for text in ("RayLM", "8 clients", ">80<")] == [True] * 3
