@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raylm.config import CacheConfig, Config, EngineConfig, SchedulerConfig
+from raylm.engine.recording.recorded_scheduler import RecordedScheduler
 from raylm.errors import ConfigError
+from raylm.messages import ServiceLevel
 from raylm.simulate import (
     Fleet,
     Replay,
@@ -25,7 +30,7 @@ from raylm.simulate import (
     simulate,
 )
 from tests.engine.build import request
-from tests.engine.test_engine_core import running
+from tests.engine.test_engine_core import collect, running, until
 from tests.fakes import FakeExecutor, FakeWorker
 
 
@@ -105,6 +110,59 @@ async def test_where_nothing_can_be_written_the_engine_says_so_at_its_start(tmp_
     with pytest.raises(ConfigError, match="record_dir"):
         async with running(FakeExecutor(), settings):
             pass
+
+
+@pytest.mark.parametrize("last", ["none of it", "a part"])
+async def test_a_full_disk_ends_the_recording_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, last: str
+) -> None:
+    write, room = os.write, 5000
+
+    def write_while_there_is_room(file: int, data: bytes) -> int:
+        nonlocal room
+        if last == "none of it" and len(data) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(file, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write_while_there_is_room)
+    path = await recorded(tmp_path, 6)
+    lines = path.read_text().splitlines(keepends=True)
+    assert 4000 < sum(map(len, lines)) <= 5000
+    assert all(json.loads(line) for line in lines)
+    assert replay(path) > 0
+    (told,) = [record.getMessage() for record in caplog.records if "engine.record_dir" in record.getMessage()]
+    assert str(path) in told
+
+
+async def test_an_engine_that_begins_on_a_full_disk_serves_without_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, *args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    settings = Config(engine=EngineConfig(record_dir=str(tmp_path / "recordings")))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        async with running(FakeExecutor(), settings) as core:
+            outbox = core.connect("a")
+            core.add("a", [request([1, 2, 3], 1, max_tokens=3, ignore_eos=True)])
+            assert len((await collect(outbox, 1))[1, 0]) == 3
+    assert "No space left on device" in caplog.text
+
+
+async def test_nothing_is_kept_of_requests_that_were_given_up(tmp_path: Path) -> None:
+    settings = Config(engine=EngineConfig(record_dir=str(tmp_path)))
+    async with running(FakeExecutor(), settings) as core:
+        core.connect("a")
+        late = [replace(request([1, 2], key), service=ServiceLevel(timeout_s=1.0)) for key in range(9)]
+        core.add("a", late)
+        await until(lambda: not core.has_work)
+        scheduler = core.scheduler
+        assert isinstance(scheduler, RecordedScheduler)
+        assert not scheduler._asked
+        assert not scheduler._added
 
 
 def test_a_recorded_fleet_is_simulated_as_it_was(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ sequence that has ended, which is a line of a trace. Prompts and answers are the
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,29 +28,65 @@ from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutp
 
 Write = Callable[[dict[str, Any]], None]
 _KEY_BYTES = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # what may come to pass between two engines, and is no fault of the configuration
+
+logger = logging.getLogger("raylm.engine")
 
 
 def create_scheduler(
     config: Config, kv: KVCacheManager, max_model_len: int, clock: Callable[[], float], observer: Observer | None = None
 ) -> Scheduler:
-    """As configured; a recorded one writes to a file of its own in ``engine.record_dir``.
+    """As configured; a recorded one writes to a file of its own in ``engine.record_dir``, unless the disk is full.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written there.
     """
     if config.engine.record_dir is None:
         return Scheduler(config.scheduler, kv, max_model_len, clock, observer)
-    path = Path(config.engine.record_dir).expanduser() / f"engine-{uuid.uuid4().hex[:12]}.jsonl"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        recording = Recording(Path(config.engine.record_dir).expanduser())
     except OSError as error:
-        raise ConfigError(f"engine.record_dir: {path} cannot be written: {error.strerror}") from None
-    return RecordedScheduler(config, kv, max_model_len, clock, lambda line: _write(file, line), observer)
+        if error.errno not in _FULL:
+            raise ConfigError(f"engine.record_dir: {error.filename} cannot be written: {error.strerror}") from None
+        logger.error("engine.record_dir: %s: %s. This engine is not recorded.", error.filename, error.strerror)
+        return Scheduler(config.scheduler, kv, max_model_len, clock, observer)
+    return RecordedScheduler(config, kv, max_model_len, clock, recording.write, observer)
 
 
-def _write(file: int, line: dict[str, Any]) -> None:
-    os.write(file, orjson.dumps(line) + b"\n")
+class Recording:
+    """The file of one engine. Where a line cannot be written the file ends with the line before, and serving goes on.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / f"engine-{uuid.uuid4().hex[:12]}.jsonl"
+        self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._size = 0
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line; nothing once the file has ended."""
+        if self._file is None:
+            return
+        data, reason = orjson.dumps(line) + b"\n", "no space is left"
+        try:
+            written = os.write(self._file, data)
+        except OSError as error:
+            written, reason = 0, error.strerror or str(error)
+        if written == len(data):
+            self._size += written
+        else:
+            self._end(self._file, reason)
+
+    def _end(self, file: int, reason: str) -> None:
+        self._file = None
+        logger.error("engine.record_dir: the recording %s ends here, serving goes on: %s.", self.path, reason)
+        with suppress(OSError):
+            os.ftruncate(file, self._size)  # of the last line a part may be there
+        with suppress(OSError):
+            os.close(file)
 
 
 class RecordedScheduler(Scheduler):
@@ -101,6 +140,12 @@ class RecordedScheduler(Scheduler):
         self._write({"kind": "stop", "at": self.clock(), "client": client_id, "id": key, "index": index})
         self._end(client_id, key, index, "stopped")
         self._drop_ended(client_id, key)
+
+    def take_given_up(self) -> list[tuple[str, int]]:
+        given_up = super().take_given_up()
+        for client_id, key in given_up:
+            self._drop_ended(client_id, key)
+        return given_up
 
     def schedule(self) -> SchedulerOutput | None:
         plan = super().schedule()
