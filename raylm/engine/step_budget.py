@@ -73,7 +73,8 @@ class LatencyBudget(StepBudget):
 
     A sequence's target is its request's, or ``target_s`` where that has none. Each decoding sequence has its token, and
     prompts share the rest, at least ``MIN_PREFILL_TOKENS``. Without a decoding sequence or a target the step is as
-    large as it may be; likewise before the first step was seen.
+    large as it may be; likewise before the first step was seen. A request's target below the time of a step of the
+    decoding sequences alone cannot be met, and prompts do not wait for it: it counts as none.
     """
 
     def __init__(self, most: int, max_num_seqs: int, target_s: float = math.inf) -> None:
@@ -92,8 +93,9 @@ class LatencyBudget(StepBudget):
         most = super().tokens(running, shared=shared)
         if not self._cost.known or (self._target_s == math.inf and not self._targets):
             return most
-        own = [target_s for seq, target_s in self._targets.items() if _decodes(seq)]
         decoding = sum(map(_decodes, running))
+        shortest_s = self._cost.seconds(max(1, decoding))
+        own = [target_s for seq, target_s in self._targets.items() if target_s >= shortest_s and _decodes(seq)]
         least_s = min(own, default=math.inf)
         if decoding > len(own):
             least_s = min(least_s, self._target_s)

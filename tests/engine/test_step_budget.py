@@ -114,6 +114,21 @@ def paced(seq: Sequence, itl_s: float) -> Sequence:
     return seq
 
 
+@pytest.mark.parametrize(("server_s", "own_s", "tokens"), [
+    (math.inf, [0.001], MOST), (math.inf, [0.023], MOST), (0.2, [0.001], 180), (math.inf, [0.001, 0.1], 80),
+    (math.inf, [0.025], 4 + MIN_PREFILL_TOKENS),
+])  # fmt: skip
+def test_a_requests_target_that_cannot_be_met_is_not_followed(server_s: float, own_s: list[float], tokens: int) -> None:
+    """Four sequences that decode take 24 ms by themselves."""
+    budget = shown(LatencyBudget(MOST, 8, server_s), 1, 4, 32, 64, 100, 256, 2048)
+    running = [*decoding(4), prefilling()]
+    for seq, target_s in zip(running, own_s, strict=False):
+        paced(seq, target_s)
+    for seq in running:
+        budget.join(seq)
+    assert budget.tokens(running) == pytest.approx(tokens, abs=2)
+
+
 @pytest.mark.parametrize(("itl_s", "tokens"), [(None, 901), (0.1, 80)])
 def test_a_requests_own_target_cuts_the_prompts_beside_it(itl_s: float | None, tokens: int) -> None:
     engine = Engine(400, max_num_batched_tokens=MOST)
