@@ -36,9 +36,10 @@ check: $(VENV)/.dev  ## format, lint, types, import rules, size figures and lice
 conformance: $(VENV)/.dev  ## check every endpoint's answers against the specifications (URL=… for a running server)
 	@$(BIN)/python -m tests.conformance $(URL)
 
-clients: $(VENV)/.dev $(OTHERS)/.installed  ## try clients that need other packages than ours: litellm, openai 2.x, the benches of vLLM and SGLang
+clients: $(VENV)/.dev $(OTHERS)/.installed  ## try other clients: litellm and its proxy, openai 2.x, inspect-ai, the benches of vLLM and SGLang, three agents in JavaScript
 	@LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python -m tests.conformance.with_server \
-		$(OTHERS)/bin/python -m tests.conformance.clients {url} openai litellm vllm sglang
+		$(OTHERS)/bin/python -m tests.conformance.clients {url} openai litellm inspect_ai vllm sglang \
+		$$(test ! -d $(OTHERS)/js || echo javascript)
 
 fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10
 	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)
@@ -77,9 +78,12 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
 
-$(OTHERS)/.installed: tests/conformance/clients.txt tests/conformance/benches.txt
+$(OTHERS)/.installed: tests/conformance/clients.txt tests/conformance/benches.txt $(wildcard tests/conformance/js/*)
 	@echo "make: installing other clients into $(OTHERS)"
 	@$(PYTHON) -m venv --clear $(OTHERS)
 	@$(OTHERS)/bin/python -m pip install --quiet --requirement $<
 	@$(OTHERS)/bin/python -m pip install --quiet --no-deps --requirement tests/conformance/benches.txt
+	@if command -v npm > /dev/null; then \
+		cp -r tests/conformance/js $(OTHERS)/js && npm install --silent --no-audit --no-fund --prefix $(OTHERS)/js; \
+	else echo "make: npm is not installed, so clients in JavaScript are left out"; fi
 	@touch $@

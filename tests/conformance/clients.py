@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tests.conformance.agents import JAVASCRIPT, inspect_responses, javascript, litellm_proxy
 from tests.conformance.benches import sglang_bench, vllm_bench
 
 MODEL = "embedded"
@@ -293,7 +294,9 @@ CHECKS: dict[str, list[Callable[[str], None]]] = {
     ],
     "anthropic": [anthropic_messages],
     "langchain_openai": [langchain_chat],
-    "litellm": [litellm_chat, litellm_tools, litellm_rest],
+    "litellm": [litellm_chat, litellm_tools, litellm_rest, litellm_proxy],
+    "inspect_ai": [inspect_responses],
+    "javascript": [javascript],
     "vllm": [vllm_bench],
     "sglang": [sglang_bench],
 }
@@ -320,16 +323,24 @@ def _raises(kind: type[Exception], call: Callable[[], object]) -> Any:
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
+def _version(library: str) -> str | None:
+    """None where it is not installed; those in JavaScript are pinned together."""
+    if library == "javascript":
+        return "" if JAVASCRIPT.exists() else None
+    if importlib.util.find_spec(library) is None:
+        return None
+    return importlib.metadata.version(importlib.metadata.packages_distributions()[library][0])
+
+
 def main() -> int:
     """Run what is named, or else what is installed; 1 if anything failed."""
     url, *named = sys.argv[1:]
     failed = False
     for library in named or CHECKS:
-        if importlib.util.find_spec(library) is None:
+        if (version := _version(library)) is None:
             print(f"{'FAIL' if named else '--  '}  {library} is not installed")
             failed = failed or bool(named)
             continue
-        version = importlib.metadata.version(importlib.metadata.packages_distributions()[library][0])
         for check in CHECKS[library]:
             try:
                 check(url)
