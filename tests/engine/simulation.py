@@ -12,6 +12,7 @@ from typing import Any
 from raylm.config import SchedulerConfig
 from raylm.engine.kv_cache_manager import KVCacheManager
 from raylm.engine.queues.base import AGING_S
+from raylm.engine.queues.fair import FairQueue
 from raylm.engine.scheduler import Scheduler
 from raylm.engine.sequence import Sequence, sequence_seed
 from raylm.errors import ContextLengthError
@@ -308,16 +309,21 @@ class Run:
             assert self.setup.policy == "fair" or all(last < rank for rank in waiting), "somebody jumped the queue"
         for victim in preempted:
             assert all(self._rank(seq)[0] <= self._rank(victim)[0] for seq in running.values()), "not the lowest class"
-            assert any(self._rank(running[seq_id]) < self._rank(victim) for seq_id in plan.seq_ids), "for nobody's good"
+            better = any(self._rank(running[seq_id]) < self._rank(victim) for seq_id in plan.seq_ids)
+            assert better or victim is displaced, "for nobody's good"
 
     def _displaced(self, plan: SchedulerOutput, preempted: list[Sequence]) -> Sequence | None:
-        """Who gave its place up for a new sequence, of a tenant that does not run more than its own now."""
-        if self.setup.policy != "fair" or not plan.new or len(self.scheduler.running) < self.setup.max_num_seqs:
+        """The sequence that gave its place to a new one, of a tenant that had more sequences by weight."""
+        queue = self.scheduler.waiting
+        if not isinstance(queue, FairQueue) or not plan.new or len(self.scheduler.running) < self.setup.max_num_seqs:
             return None
         runs = Counter(seq.state.request.service.tenant for seq in self.scheduler.running)
+        weights = {name: tenant.weight for name, tenant in queue._tenants.items()}
         new = next(seq for seq in self.scheduler.running if seq.id == plan.new[0].seq_id)
-        most = runs[new.state.request.service.tenant]
-        return next((seq for seq in preempted if runs[seq.state.request.service.tenant] >= most), None)
+        of_new = new.state.request.service.tenant
+        tenants = [(seq, seq.state.request.service.tenant) for seq in preempted]
+        most = runs[of_new] / weights[of_new]
+        return next((seq for seq, tenant in tenants if (runs[tenant] + 1) / weights[tenant] > most), None)
 
     def _check_hits(self, plan: SchedulerOutput) -> None:
         """A prefix hit needs an earlier sequence of the same salt with the same beginning."""
