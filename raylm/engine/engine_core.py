@@ -249,7 +249,7 @@ class EngineCore:
         gone = ModelNotFoundError(message, param="model")
         for client_id, key in self.scheduler.requests_of(number):
             self.scheduler.abort(client_id, key)
-            self._outboxes[client_id].put(self._outputs(client_id, [(key, gone)]))
+            self._refuse(client_id, key, gone)  # a client that has left is not told
         if self._in_flight:
             await asyncio.wait([result for _, result in self._in_flight])
         await self._executor.unload_adapter(number)

@@ -11,6 +11,7 @@ import pytest
 from raylm.config import CacheConfig, Config, LoRAConfig, SchedulerConfig
 from raylm.engine import EngineCore
 from raylm.engine.block_hashes import ChainedHasher
+from raylm.engine.engine_core import _MOST_LEAVERS
 from raylm.engine.outbox import Outbox
 from raylm.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from raylm.messages import EngineCoreRequest, LoRAAdapter
@@ -146,6 +147,21 @@ async def test_a_request_for_an_unknown_adapter_gets_its_error() -> None:
         core.add("a", [asking(1, "nobody")])
         ((key, error),) = (await outbox.get()).errors
         assert (key, type(error), error.param) == (1, ModelNotFoundError, "model")
+
+
+async def test_unloading_ends_what_a_client_that_has_left_had_open() -> None:
+    """Of many requests of a client that leaves only a part is ended at once."""
+    fake = executor()
+    async with running(fake, config()) as core:
+        await core.load_adapter(ONE)
+        core.connect("leaver")
+        core.add("leaver", [asking(key, "one") for key in range(2 * _MOST_LEAVERS)])
+        core.drop_client("leaver")
+        assert core.scheduler.open_requests("leaver")
+        await core.unload_adapter("one")
+        assert not core.scheduler.open_requests("leaver")
+        assert set(fake.worker.adapters) == {0}
+        await until(lambda: not core.has_work)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005])
