@@ -178,6 +178,7 @@ class JSONEndpoint:
                 scope["raylm.ignored_fields"] = ignored
                 body = (await self.body.read(data)).at(place)
                 self.incoming.tell(body.left_out)
+                self.incoming.meet(Headers(scope=scope).get("user-agent", ""))
                 ignored += [name for name in body.left_out if name not in ignored]
                 place.service = service_level(Headers(scope=scope), place.key, body)
                 note_body(getattr(body, "model", None), getattr(body, "stream", None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import UnionType
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
 
 MAX_TOLD = 256  # names in the log
+AGENTS_CONTEXT = 32_768  # tokens; the first prompts of agents have 10,000 to 25,000
+_AGENT = re.compile(r"\b(claude-cli|codex[\w-]*|crush|gemini-?cli|goose|opencode|openhands|qwen-?code)/", re.IGNORECASE)
 
 
 class IncomingFields:
     """What is done to a body before its handler checks it: where one model is served, its name is filled in.
 
-    Owns which names of fields that were left out the log has.
+    Owns which names of fields that were left out, and of agents, the log has.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -43,6 +46,21 @@ class IncomingFields:
         if model is not None and model.default == "" and data.get("model") is None:
             data = data | {"model": self._only_model()}
         return data, []
+
+    def meet(self, user_agent: str) -> None:
+        """Write a line of the log, once for each agent, where the model's context is too small for what agents send."""
+        if (found := _AGENT.search(user_agent)) is None or self._llm.max_model_len >= AGENTS_CONTEXT:
+            return
+        agent = found[1].lower()
+        if agent not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(agent)
+            logger.warning(
+                "the agent %s sends requests; its prompts may not fit into the context of %d tokens, less than %d",
+                agent,
+                self._llm.max_model_len,
+                AGENTS_CONTEXT,
+                extra=about("agent.context", agent=agent),
+            )
 
     def _only_model(self) -> str:
         if others := tuple(self._llm.adapters.known):

@@ -12,7 +12,7 @@ import pytest
 from raylm.config import Config
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http.middleware import MAX_SHOWN
-from raylm.ingress.openai.unknown_fields import MAX_TOLD
+from raylm.ingress.openai.unknown_fields import AGENTS_CONTEXT, MAX_TOLD
 from raylm.messages import LoRAAdapter
 from tests.ingress.bad_inputs import ENDPOINTS
 from tests.ingress.fake_llm import FakeAsyncLLM
@@ -158,3 +158,22 @@ async def test_what_is_told_is_bounded_and_plain(warning: httpx.AsyncClient, cap
     assert all(name.isascii() and name.isprintable() and len(name) <= 100 for name in shown)
     assert "set-cookie" not in answer.headers
     assert len(caplog.records) == MAX_TOLD
+
+
+async def test_an_agent_that_meets_a_small_context_is_warned_of_once(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for length, agent, lines in (
+        (AGENTS_CONTEXT, "claude-cli/2.1 (external, cli)", 0),
+        (4096, "OpenAI/Python 2.54.0", 0),
+        (4096, "claude-cli/2.1 (external, cli)", 1),
+        (4096, "claude-cli/2.2 (external, cli)", 1),
+        (4096, "opencode/1.2 ai-sdk/4", 2),
+    ):
+        llm.max_model_len = length
+        answer = await client.post(CHAT_PATH, json=CHAT, headers={"user-agent": agent})
+        assert answer.status_code == 200
+        assert len(caplog.records) == lines, agent
+    assert "opencode" in caplog.records[1].getMessage()
+    assert "4096" in caplog.records[1].getMessage()
