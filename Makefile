@@ -41,8 +41,9 @@ clients: $(VENV)/.dev $(OTHERS)/.installed  ## try other clients: litellm and it
 		$(OTHERS)/bin/python -m tests.conformance.clients {url} openai litellm inspect_ai vllm sglang \
 		$$(test ! -d $(OTHERS)/js || echo javascript)
 
-fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10
+fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for MINUTES=10, and read 2,500 mutated files
 	@$(BIN)/python -m tests.hostile.fuzz $(MINUTES)
+	@$(BIN)/pytest tests/hostile/test_files.py
 
 sanitizers: $(VENV)/.dev  ## the native kernels under Address- and UndefinedBehaviorSanitizer, their threads under ThreadSanitizer
 	@$(BIN)/python -m tests.native.sanitizers

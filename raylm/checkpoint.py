@@ -13,6 +13,8 @@ from typing import Any
 from raylm.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "models" / "embedded"
+MOST = 2**31 - 1  # of a size or a token id
+_SHOWN = 80
 _WANTED = ("*.json", "1_Pooling/config.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
@@ -32,9 +34,11 @@ class Checkpoint:
     def eos_token_ids(self) -> tuple[int, ...]:
         """generation_config's, else config's."""
         found = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
-        if found is None:
-            return ()
-        return tuple(found) if isinstance(found, list) else (int(found),)
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(one) is int and 0 <= one <= MOST for one in listed):
+            what = f"model: eos_token_id of {self.path} is {shown(found)}"
+            raise ConfigError(f"{what}; it must be a token id from 0 to {MOST}, or a list of them.")
+        return tuple(listed)
 
     @cached_property
     def max_position_embeddings(self) -> int | None:
@@ -43,22 +47,32 @@ class Checkpoint:
         Rotary embeddings of the longrope kind have other frequencies beyond the length that they were trained at first,
         also for the tokens before it, whose keys are in the cache by then: it is the longest for them.
         """
-        found = [self.config.get("max_position_embeddings", self.config.get("n_positions"))]
+        name = "max_position_embeddings" if "max_position_embeddings" in self.config else "n_positions"
+        found = [self._size(name, self.config.get(name))]
         rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
             name = "original_max_position_embeddings"
-            found.append(rope.get(name, self.config.get(name)))
-        return min((int(length) for length in found if length is not None), default=None)
+            found.append(self._size(name, rope.get(name, self.config.get(name))))
+        return min((length for length in found if length is not None), default=None)
 
     @cached_property
     def hidden_size(self) -> int | None:
-        holders, names = (self.config, self.config.get("text_config") or {}), ("hidden_size", "n_embd", "d_model")
-        found = (holder.get(name) for holder in holders for name in names)
-        return next((int(size) for size in found if size is not None), None)
+        text, names = self.config.get("text_config"), ("hidden_size", "n_embd", "d_model")
+        holders = (self.config, text if isinstance(text, dict) else {})
+        found = (self._size(name, holder.get(name)) for holder in holders for name in names)
+        return next((size for size in found if size is not None), None)
 
     @cached_property
     def pooling_config(self) -> dict[str, Any]:
         return self._read("1_Pooling/config.json", required=False)
+
+    def _size(self, name: str, value: object) -> int | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= MOST or value % 1:
+            what = f"config.json of {self.path}: {name} is {shown(value)}"
+            raise ConfigError(f"{what}; it must be an integer from 1 to {MOST}.")
+        return int(value)
 
     def _read(self, name: str, *, required: bool = True) -> dict[str, Any]:
         file = self.path / name
@@ -66,13 +80,29 @@ class Checkpoint:
             if required:
                 raise ConfigError(f"model: {self.path} has no {name}, so it is no Hugging Face checkpoint.")
             return {}
-        try:
-            data = json.loads(file.read_text())
-        except ValueError as error:
-            raise ConfigError(f"model: {file} is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"model: {file} does not hold a JSON object.")
-        return data
+        return read_object(file)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file; ConfigError names what is wrong with it."""
+    if not file.is_file():
+        raise ConfigError(f"model: {file} is no file.")
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model: {file} is not valid JSON: {error}; was it copied to its end?") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"model: {file} does not hold a JSON object.")
+    return data
+
+
+def shown(value: object) -> str:
+    """A value of a checkpoint's file for an error message."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes
+        text = "too long to be shown"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def resolve(model: str, revision: str | None = None) -> Checkpoint:

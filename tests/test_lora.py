@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,12 @@ def rewrite(path: Path, **changes: Any) -> Path:
     return path
 
 
+def as_pipe(file: Path) -> None:
+    """Opening it would wait for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 REFUSALS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "dora": (lambda base, path: make_adapter(base, path, use_dora=True), "lora_magnitude_vector|use_dora"),
     "bias": (lambda base, path: make_adapter(base, path, bias="lora_only"), "bias is 'lora_only'"),
@@ -174,7 +181,14 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda base, path: (make_adapter(base, path) / "adapter_model.safetensors").write_bytes(b"\0" * 64),
         "adapter_model.safetensors cannot be read",
     ),
-}
+    "digits": (lambda base, path: rewrite(make_adapter(base, path), lora_alpha=10**400), "lora_alpha is no number"),
+    "infinite": (
+        lambda base, path: rewrite(make_adapter(base, path, scale=1e20), lora_alpha=1e29), "not finite in float32"),
+    "config is a pipe": (
+        lambda base, path: as_pipe(make_adapter(base, path) / "adapter_config.json"), "adapter_config.json is no file"),
+    "weights are a pipe": (
+        lambda base, path: as_pipe(make_adapter(base, path) / "adapter_model.safetensors"), "safetensors is no file"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raylm.checkpoint import Checkpoint
+from raylm.checkpoint import MOST, Checkpoint
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.params import PoolingParams, PoolingType, SamplingParams
 
@@ -48,7 +48,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     defaults = {name: found[name] for name in _SAMPLING if found.get(name) is not None}
     try:
         SamplingParams(**defaults)
-    except (InvalidRequestError, TypeError) as error:
+    except (InvalidRequestError, ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(f"model: generation_config.json holds a bad value: {error}") from error
     return defaults
 
@@ -56,6 +56,6 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
 def default_max_tokens(checkpoint: Checkpoint) -> int | None:
     """``max_new_tokens`` of the checkpoint's generation_config.json: the length of answers that requests leave open."""
     found = checkpoint.generation_config.get("max_new_tokens")
-    if found is None or (type(found) is int and found >= 1):
+    if found is None or (type(found) is int and 1 <= found <= MOST):
         return found
-    raise ConfigError("model: generation_config.json holds a bad value: max_new_tokens must be at least 1.")
+    raise ConfigError("model: generation_config.json holds a bad value: max_new_tokens must be an integer from 1 on.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raylm.checkpoint import Checkpoint
+from raylm.checkpoint import Checkpoint, shown
 from raylm.errors import ConfigError
 from raylm.models.transformers_backend import TRANSFORMERS_ARCHITECTURES
 
@@ -18,9 +18,12 @@ ARCHITECTURES = {
 def architecture_of(checkpoint: Checkpoint) -> str:
     """The one that a checkpoint names; ConfigError where it is not supported."""
     named = checkpoint.config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ConfigError(f"config.json of {checkpoint.path}: architectures is {shown(named)}; it must list names.")
     if len(named) != 1 or named[0] not in ARCHITECTURES:
         raise ConfigError(
-            f"model: the architecture {', '.join(map(str, named)) or '(none named)'} of {checkpoint.path} is not "
+            f"model: the architecture {', '.join(named)[:200] or '(none named)'} of {checkpoint.path} is not "
             f"supported; supported: {', '.join(sorted(ARCHITECTURES))}."
         )
-    return str(named[0])
+    architecture: str = named[0]
+    return architecture

@@ -5,13 +5,12 @@ Of our own architectures the names and shapes of all weights are checked, of the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
 
-from raylm.checkpoint import Checkpoint
+from raylm.checkpoint import Checkpoint, read_object
 from raylm.errors import ConfigError
 from raylm.models.architectures import architecture_of
 from raylm.models.config_fields import OUR_DEFAULTS, Fields
@@ -24,8 +23,15 @@ _NAMES_SHOWN = 6
 
 def check_checkpoint(checkpoint: Checkpoint) -> None:
     """ConfigError if files are missing, cut off or no checkpoint, or do not fit config.json."""
-    architecture = architecture_of(checkpoint)
+    architecture_of(checkpoint)
     _check_tokenizer(checkpoint.path / "tokenizer.json")
+    check_weights(checkpoint)
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """As ``check_checkpoint``, without the tokenizer."""
+    architecture = architecture_of(checkpoint)
+    _ = checkpoint.eos_token_ids, checkpoint.max_position_embeddings, checkpoint.hidden_size  # each is checked
     files = weight_files(checkpoint.path)
     stored = {name: shape for file in files for name, shape in stored_shapes(file).items()}
     if architecture in OUR_DEFAULTS and "quantization_config" not in checkpoint.config:
@@ -33,19 +39,29 @@ def check_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, which are there."""
+    """The safetensors files of a checkpoint, which are there.
+
+    An index may name files of its directory alone; they may be links, as those of the hub's cache are.
+    """
     index, files = path / "model.safetensors.index.json", [path / "model.safetensors"]
     if index.exists():
-        try:
-            files = sorted({path / file for file in dict(json.loads(index.read_text())["weight_map"]).values()})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"model: {index} is no index of safetensors files.") from error
+        named = read_object(index).get("weight_map")
+        if not isinstance(named, dict) or not all(_is_weights_name(name) for name in named.values()):
+            raise ConfigError(
+                f"model: {index} is no index of safetensors files: its weight_map must give each weight the name of a "
+                "file beside it, which ends in .safetensors."
+            )
+        files = sorted({path / name for name in named.values()})
     for file in files:
-        if not file.exists():
+        if not file.is_file():
             pickled = any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
             hint = "; PyTorch .bin files are never read, convert them to safetensors" if pickled else ""
             raise ConfigError(f"model: {path} has no {file.name}{hint}.")
     return files
+
+
+def _is_weights_name(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and not {"/", "\\", "\0"} & set(name)
 
 
 def stored_shapes(file: Path) -> dict[str, Shape]:
@@ -77,11 +93,7 @@ def wrong_shape(name: str, found: Collection[int], wanted: Collection[int]) -> C
 def _check_tokenizer(file: Path) -> None:
     if not file.exists():
         raise ConfigError(f"model: {file.parent} has no tokenizer.json; convert its tokenizer to the fast format.")
-    try:
-        read = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"model: {file} is not valid JSON: {error}; was it copied to its end?") from error
-    if not isinstance(read, dict) or "model" not in read:
+    if "model" not in read_object(file):
         raise ConfigError(f"model: {file} is no tokenizer of Hugging Face's tokenizers.")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from raylm.checkpoint import Checkpoint
+from raylm.checkpoint import MOST, Checkpoint, shown
 from raylm.errors import ConfigError
 
 # What transformers assumes of entries that a config.json leaves out.
@@ -19,6 +20,8 @@ OUR_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "attention_bias": False, "head_dim": 128},
 }
+_MOST = {"num_hidden_layers": 10_000}  # each has names and objects of its own
+_LARGEST = sys.float_info.max
 
 
 class Fields:
@@ -43,11 +46,13 @@ class Fields:
             return self.size(fallback, least=least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.error(name, value, f"an integer from {least} on")
+        if value > (most := _MOST.get(name, MOST)):
+            raise self.error(name, value, f"at most {most}")
         return value
 
     def number(self, name: str) -> float:
         value = self.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST:
             raise self.error(name, value, "a positive number")
         return float(value)
 
@@ -58,5 +63,5 @@ class Fields:
         return value
 
     def error(self, name: str, value: object, wanted: str) -> ConfigError:
-        found = "is missing; it" if name not in self._values else f"is {value!r}; it"
+        found = "is missing; it" if name not in self._values else f"is {shown(value)}; it"
         return ConfigError(f"config.json of {self.checkpoint.path}: {name} {found} must be {wanted}.")

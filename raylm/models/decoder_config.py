@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylm.checkpoint import Checkpoint
+from raylm.checkpoint import Checkpoint, shown
 from raylm.errors import ConfigError
 from raylm.models.config_fields import Fields
 from raylm.models.ranks import SINGLE_RANK, Ranks
@@ -23,6 +23,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+_LARGEST_THETA = 1e30  # far above what models have; its powers are numbers in float32
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -82,7 +83,7 @@ def decoder_config(
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "even, for the rotary embedding")
     act = fields.get("hidden_act")
-    if act not in _ACTIVATIONS:
+    if not isinstance(act, str) or act not in _ACTIVATIONS:
         raise fields.error("hidden_act", act, f"one of {', '.join(_ACTIVATIONS)}, which are supported")
     return DecoderConfig(
         vocab_size=fields.size("vocab_size"),
@@ -109,7 +110,9 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     if kinds is None:
         first = layers if window is None else fields.size("max_window_layers", least=0)
         return tuple(window if layer >= first else None for layer in range(layers))
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
+        raise fields.error("layer_types", kinds, f"a list of {layers} names")
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise fields.error("layer_types", kinds, f"{layers} of full_attention or sliding_attention")
     if window is None and "sliding_attention" in kinds:
         raise fields.error("use_sliding_window", False, "true where layer_types has sliding_attention")
@@ -122,9 +125,13 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
     if not isinstance(parameters, dict):
         raise fields.error("rope_parameters", parameters, "an object")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in _ROPE_TYPES or any(isinstance(value, dict) for value in parameters.values()):
+    if (
+        not isinstance(kind, str)
+        or kind not in _ROPE_TYPES
+        or any(isinstance(value, dict) for value in parameters.values())
+    ):
         raise ConfigError(
-            f"config.json: the rotary embedding {kind!r} is not supported, only {', '.join(_ROPE_TYPES)}."
+            f"config.json: the rotary embedding {shown(kind)} is not supported, only {', '.join(_ROPE_TYPES)}."
         )
     if parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported.")
@@ -132,6 +139,8 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
         if kind != "default":
             return _scaled_rope(kind, fields.checkpoint)
         theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta <= _LARGEST_THETA:
+            raise fields.error("rope_theta", theta, f"a positive number up to {_LARGEST_THETA:g}")
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return Rope(1.0 / (theta**exponents), 1.0)
 

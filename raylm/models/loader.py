@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from raylm.checkpoint import Checkpoint
+from raylm.checkpoint import Checkpoint, shown
 from raylm.errors import ConfigError
 from raylm.models.causal_lm import CausalLM, Shard
-from raylm.models.checkpoint_check import refuse_names, stored_shapes, weight_files, wrong_shape
+from raylm.models.checkpoint_check import check_weights, refuse_names, stored_shapes, weight_files, wrong_shape
 from raylm.models.linear import HEAD, PLAIN, Linear, Quantization, linear_layers, select_kernels
 from raylm.models.ranks import SINGLE_RANK, Ranks
 from raylm.models.registry import QUANTIZATION, model_class
@@ -38,6 +38,7 @@ def load_model(
         ConfigError: an entry of config.json is not supported, or weights are missing, unexpected or of another shape.
     """
     model, chosen = _outline(checkpoint, quantization, device, ranks)
+    check_weights(checkpoint)  # before memory is taken for what config.json says
     with device:
         chosen.apply(model, tied=f"{HEAD}.weight" in model.redundant)
     model.materialize(dtype, device)
@@ -68,8 +69,12 @@ def _outline(
 ) -> tuple[CausalLM, Quantization]:
     cls = model_class(checkpoint)
     chosen = _select_quantization(checkpoint, quantization, device, ranks)
-    with torch.device("meta"):
-        model = cls.from_checkpoint(checkpoint, ranks)
+    try:
+        with torch.device("meta"):
+            model = cls.from_checkpoint(checkpoint, ranks)
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        sizes = f"the sizes in config.json of {checkpoint.path} are too large together"
+        raise ConfigError(f"model: {sizes}: {str(error).splitlines()[0]}") from error
     model.quantization = chosen.description
     return model, chosen
 
@@ -97,7 +102,7 @@ def resolve_dtype(checkpoint: Checkpoint, asked: str, device: torch.device) -> t
     CPUs multiply float16 slowly or not at all, so there 'auto' serves it in float32, which holds it exactly.
     """
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
-    name = str(declared if asked == "auto" else asked).removeprefix("torch.")
+    name = shown(declared if asked == "auto" else asked).strip("'").removeprefix("torch.")
     if name not in _DTYPES:
         raise ConfigError(f"model: the dtype {name!r} of {checkpoint.path} is not supported; set dtype.")
     if name == "float16" and device.type == "cpu":

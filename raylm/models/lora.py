@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -37,6 +38,7 @@ _INERT = {
 }  # fmt: skip
 _READ = {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"}
 # Ways to begin training that take something out of the base model's weights.
+_LARGEST_ALPHA = 1e30
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -55,8 +57,12 @@ class LowRank:
 Weights = Mapping[str, LowRank]
 
 
-def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> dict[str, LowRank]:
+def read_adapter(
+    path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype = torch.float32
+) -> dict[str, LowRank]:
     """The low-rank products of an adapter; ``shapes`` are (out, in) of the modules of the model that it may change.
+
+    All numbers are finite also in ``dtype``, the model's.
 
     Raises:
         InvalidRequestError: it is no adapter, not one for this model, or asks for what is not served; named.
@@ -64,7 +70,11 @@ def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: in
     try:
         config = _read_config(path / _CONFIG)
         pairs = _read_pairs(path / _WEIGHTS, shapes)
-        return {name: _low_rank(name, pair, shapes[name], config, max_rank) for name, pair in pairs.items()}
+        found = {name: _low_rank(name, pair, shapes[name], config, max_rank) for name, pair in pairs.items()}
+        for name, pair in found.items():
+            if not all(matrix.to(dtype).isfinite().all() for matrix in (pair.down.float(), pair.up)):
+                raise _UnservedError(f"the weights of {name} are not finite in {str(dtype).removeprefix('torch.')}")
+        return found
     except _UnservedError as error:
         text = f"The adapter {path.name!r} cannot be served: {error}."
         raise InvalidRequestError(text, param="lora_path") from error.__cause__
@@ -74,15 +84,24 @@ def adapter_digest(path: Path) -> str:
     """SHA-256 of the files that an adapter is read from: equal digests mean equal adapters, wherever they lie."""
     digest = hashlib.sha256()
     for name in (_CONFIG, _WEIGHTS):
+        if not (path / name).is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path / name))
         with (path / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def _check_is_file(file: Path) -> None:
+    """Opening a pipe would wait until there is a writer."""
+    if file.exists() and not file.is_file():
+        raise _UnservedError(f"its {file.name} is no file")
 
 
 def _read_pairs(file: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:
     """By module {"A": lora_A, "B": lora_B}, or one of the two."""
     found: dict[str, dict[str, Tensor]] = {}
     try:
+        _check_is_file(file)
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a mapping
                 match = _NAME.fullmatch(name)
@@ -112,8 +131,6 @@ def _low_rank(
         raise _UnservedError(f"{module} has {found}; this model's module is ({rows}, {inputs})")
     if rank > max_rank:
         raise _UnservedError(f"{module} has the rank {rank}; lora.max_rank is {max_rank}")
-    if not (down.isfinite().all() and up.isfinite().all()):
-        raise _UnservedError(f"the weights of {module} are not finite")
     # As peft has it; with the root it is rank-stabilized scaling (Kalajdzievski 2023).
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRank(down, up.float() * scale)
@@ -121,6 +138,7 @@ def _low_rank(
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
+        _check_is_file(file)
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise _UnservedError(f"its {_CONFIG} is longer than {_MAX_CONFIG_BYTES} bytes")
         config = json.loads(file.read_bytes())
@@ -135,7 +153,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise _UnservedError(f"bias is {str(config['bias'])[:40]!r}; adapters with biases are not served")
     alpha = config.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _LARGEST_ALPHA:
         raise _UnservedError("lora_alpha is no number")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):

@@ -25,14 +25,14 @@ class LoRASlots(Adapters):
     def __init__(self, config: LoRAConfig, model: CausalLM, forward: Forward, max_num_seqs: int) -> None:
         assert config.root is not None
         self._root, self._max_rank = Path(config.root), config.max_rank
-        self._shapes = adaptable_shapes(model)
+        self._shapes, self._dtype = adaptable_shapes(model), model.dtype
         self._forward = forward
         self._packed: dict[int, object] = {}
         self._adapter_of = np.zeros(max_num_seqs, np.int64)
 
     def load(self, adapter: int, path: str) -> str:
         directory = inside(self._root, path)
-        weights = read_adapter(directory, self._shapes, self._max_rank)
+        weights = read_adapter(directory, self._shapes, self._max_rank, self._dtype)
         self._packed[adapter] = self._forward.pack(weights)
         return adapter_digest(directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from raylm.errors import ConfigError
 from raylm.models import SINGLE_RANK, check_checkpoint
 from raylm.models.checkpoint_check import weight_shapes
 from raylm.models.config_fields import OUR_DEFAULTS, Fields
+from raylm.models.loader import load_model, resolve_dtype
 from raylm.models.registry import model_class
 
 SIZES = {
@@ -44,6 +46,21 @@ def change_weights(path: Path, **changes: torch.Tensor | None) -> None:
 
 def cut(file: Path, count: int) -> None:
     file.write_bytes(file.read_bytes()[:count])
+
+
+def index(path: Path, file: object) -> None:
+    """An index that says that all weights are in ``file``; they lie beside the checkpoint's directory, too."""
+    shutil.copy(path / "model.safetensors", path.parent / "outside.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def generation(path: Path, **values: object) -> None:
+    (path / "generation_config.json").write_text(json.dumps(values))
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -73,6 +90,28 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: change_weights(path, **{"model.norm.weight": None}),
         r"lacks weights that the model needs: model\.norm\.weight",
     ),
+    "an index to the directory above": (lambda path: index(path, "../outside.safetensors"), "a file beside it"),
+    "an index to anywhere": (
+        lambda path: index(path, str(path.parent / "outside.safetensors")), "a file beside it"),
+    "an index to a number": (lambda path: index(path, 5), "a file beside it"),
+    "an index to no safetensors": (lambda path: index(path, "config.json"), "a file beside it"),
+    "an index without a map": (
+        lambda path: (path / "model.safetensors.index.json").write_text("{}"), "no index of safetensors files"),
+    "a pipe as config": (lambda path: pipe(path / "config.json"), "config.json is no file"),
+    "a pipe as weights": (lambda path: pipe(path / "model.safetensors"), "has no model.safetensors"),
+    "a deep config": (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
+    "eos is a float": (lambda path: generation(path, eos_token_id=1e30), "eos_token_id of .* is 1e"),
+    "eos is no token": (lambda path: generation(path, eos_token_id=2**63), "eos_token_id of .* is 9223372036854775808"),
+    "eos is a list of null": (lambda path: generation(path, eos_token_id=[None]), r"eos_token_id of .* is \[None\]"),
+    "architectures is a text": (lambda path: change_config(path, architectures="Llama"), "architectures is 'Llama'"),
+    "architectures of lists": (lambda path: change_config(path, architectures=[[]]), r"architectures is \[\["),
+    "a length that is no number": (
+        lambda path: change_config(path, max_position_embeddings={}), "max_position_embeddings is {}"),
+    "a length without an end": (
+        lambda path: change_config(path, max_position_embeddings=float("inf")), "max_position_embeddings is inf"),
+    "layers for years": (lambda path: change_config(path, num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    "a size of many digits": (lambda path: change_config(path, vocab_size=10**400), "vocab_size is 1000"),
+    "text is a list": (lambda path: change_config(path, hidden_size=None, text_config=[]), "hidden_size is None"),
 }  # fmt: skip
 
 
@@ -84,6 +123,41 @@ def test_a_fault_is_told(path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=said) as told:
         check_checkpoint(Checkpoint(path))
     assert "\n" not in str(told.value)
+
+
+def test_links_are_followed_as_the_hubs_cache_has_them(path: Path) -> None:
+    blobs = path.parent / "blobs"
+    blobs.mkdir()
+    for file in [file for file in path.iterdir() if file.is_file()]:
+        file.rename(blobs / file.name)
+        file.symlink_to(Path("..") / "blobs" / file.name)
+    index(path, "model.safetensors")
+    check_checkpoint(Checkpoint(path))
+
+
+_QWEN: dict[str, object] = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+WRONG_IN_A_DECODER: list[tuple[dict[str, object], str]] = [
+    ({"hidden_act": ["silu"]}, "hidden_act"),
+    (_QWEN | {"layer_types": 5}, "layer_types"),
+    (_QWEN | {"layer_types": [[]] * 5}, "layer_types"),
+    (_QWEN | {"sliding_window": 1e30}, "sliding_window"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
+    ({"rope_parameters": {"rope_type": []}}, "rotary embedding"),
+    ({"num_attention_heads": True}, "num_attention_heads"),
+    ({"head_dim": 7}, "head_dim"),
+    ({"dtype": ["x"]}, "dtype"),
+    ({"intermediate_size": 2**31 - 1}, "mlp"),
+    ({"intermediate_size": 2**31 - 1, "hidden_size": 2**31 - 1, "vocab_size": 2**31 - 1}, "too large|shape"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG_IN_A_DECODER)
+def test_a_decoder_is_refused_by_the_fields_name(path: Path, changes: dict[str, object], said: str) -> None:
+    change_config(path, **changes)
+    checkpoint = Checkpoint(path)
+    with pytest.raises(ConfigError, match=said):
+        load_model(checkpoint, resolve_dtype(checkpoint, "auto", torch.device("cpu")), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("architecture", OUR_DEFAULTS)

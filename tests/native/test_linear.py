@@ -126,6 +126,25 @@ def test_a_scale_that_overflows_harms_its_own_column_alone() -> None:
     assert not out[:, 7].isfinite().any()
 
 
+@pytest.mark.parametrize("instructions", OFFERED)
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_inputs_that_are_not_finite_harm_their_own_row_alone(instructions: str, wrong: float) -> None:
+    """And overflow no integer, which the sanitizers watch."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-128, 128, (50, 76), generator=generator).to(torch.int8)
+    for weight, inputs in (
+        (Int8Weight(values, torch.rand(50, generator=generator)), 76),
+        (random_int4(16, 64, 2, True, generator), 128),
+    ):
+        linear = NativeLinear(kernels(instructions), weight, None)
+        x = torch.randn((3, inputs), generator=generator)
+        wanted = linear(x)
+        x[1] = wrong
+        x[1, ::3] = -wrong
+        found = linear(x)
+        assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+
+
 @pytest.mark.parametrize(
     ("weight", "named"),
     [

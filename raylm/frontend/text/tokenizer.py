@@ -7,7 +7,8 @@ its `tokenizers` core alone: importing AutoTokenizer takes 1.7 s and brings torc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -38,7 +39,8 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
         try:
-            loaded = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+            with _panics_raised():
+                loaded = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:
             raise ConfigError(f"model: the tokenizer in {path} cannot be loaded: {error}") from error
         self.backend: Backend = loaded.backend_tokenizer
@@ -82,7 +84,13 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"{param} is not valid Unicode: it holds a surrogate.", param=param) from error
-        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            with _panics_raised():
+                ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except Exception as error:
+            raise InvalidRequestError(
+                f"The model's tokenizer cannot read {param}: {_line(error)}", param=param
+            ) from error
         return ids
 
     async def decode(self, token_ids: list[int]) -> str:
@@ -95,7 +103,13 @@ class Tokenizer:
 
     def decode_now(self, token_ids: list[int]) -> str:
         """Text of ``token_ids``, special tokens included, on the calling thread. It lets go of the GIL."""
-        texts: list[str] = self.backend.decode_batch([token_ids], skip_special_tokens=False)
+        try:
+            with _panics_raised():
+                texts: list[str] = self.backend.decode_batch([token_ids], skip_special_tokens=False)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"The model's tokenizer cannot write tokens: {_line(error)}", param="tokens"
+            ) from error
         return texts[0]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -129,6 +143,25 @@ class Tokenizer:
 
     def _begin_turn(self) -> None:
         self._inline_left = INLINE_CHARS
+
+
+class _PanickedError(Exception):
+    """A library in Rust has panicked."""
+
+
+@contextmanager
+def _panics_raised() -> Iterator[None]:
+    """Turn pyo3's PanicException, which is no Exception and cannot be imported, into one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _PanickedError(str(error)) from error
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
 
 
 def check_chars(num_chars: int, param: str) -> None:

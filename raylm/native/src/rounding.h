@@ -52,14 +52,17 @@ RoundedGroup round_inputs(const T* x, int count, uint8_t* out) {
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   i32x16 sums = {};
   for (i = 0; i + kLanes <= count; i += kLanes) {
-    const i32x16 value = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
+    // Of what is not finite the low 8 bits are kept, as of all, so that no sum overflows.
+    const i32x16 steps = bits<i32x16>(load_wide(x + i) * inverse + magic) - bits<int32_t>(12582912.0f);
+    const i32x16 value = (steps << 24) >> 24;
     sums += value;
     store(out + i, __builtin_convertvector(value + MIDDLE, u8x16));
   }
   int32_t sum = 0;
   for (int lane = 0; lane < kLanes; lane++) sum += sums[lane];
   for (; i < count; i++) {
-    const int value = int(std::nearbyint(widen(x[i]) * inverse));
+    const float steps = widen(x[i]) * inverse;
+    const int value = std::isfinite(steps) ? int(std::nearbyint(steps)) : 0;
     sum += value;
     out[i] = uint8_t(value + MIDDLE);
   }

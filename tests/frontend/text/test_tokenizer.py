@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -105,3 +107,22 @@ async def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer, monke
     ids = [await task for task in long[:3]]
     assert ids == [real("9" * (LARGE_CHARS + 1), add_special_tokens=False)] * 3
     assert begun == [3], "what was cancelled while it waited was tokenized"
+
+
+async def test_a_regex_that_panics_ends_at_the_text(checkpoint: Path, tmp_path: Path) -> None:
+    """One that a checkpoint brings may go back and forth for ever; the library gives up by a panic."""
+    path = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    described = json.loads((path / "tokenizer.json").read_text())
+    described["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(x+x+)+y"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (path / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = Tokenizer(path)
+    with pytest.raises(InvalidRequestError, match=r"tokenizer cannot read prompt: .*retry-limit") as refused:
+        await tokenizer.encode("x" * 200, add_special_tokens=False)
+    assert refused.value.param == "prompt"
+    assert await tokenizer.encode("a", add_special_tokens=False)
+    tokenizer.close()

@@ -1,0 +1,42 @@
+"""Files that others made: mutated checkpoints and adapters are served or refused, and none ends its process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.adapters import make_adapter
+from tests.checkpoints import make_checkpoint
+from tests.hostile.files import attempt
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    checkpoint = make_checkpoint(folder / "checkpoint")
+    return checkpoint, make_adapter(checkpoint, folder / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "adapters"),
+    [(12, 6), pytest.param(2000, 500, marks=pytest.mark.long)],
+    ids=["some", "two_thousand"],
+)
+def test_mutated_files_are_served_or_refused(made: tuple[Path, Path], checkpoints: int, adapters: int) -> None:
+    counts = ["--checkpoints", str(checkpoints), "--adapters", str(adapters)]
+    command = [sys.executable, "-m", "tests.hostile.files", *map(str, made), *counts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_what_goes_wrong_in_a_child_is_found() -> None:
+    def wrong() -> str:
+        raise TypeError("a traceback")
+
+    assert attempt(wrong).startswith("FOUND Traceback")
+    too_much = attempt(lambda: bytearray(2**40))
+    assert too_much.startswith("FOUND")
+    assert "MemoryError" in too_much
