@@ -134,12 +134,14 @@ class ClientBatch:
     """What one client sends at once: ``aborts`` are keys of whole requests, ``stops`` (key, index) of sequences.
 
     With ``watch_blocks`` it is to be told which blocks the prefix cache holds, from now on and beginning with all.
+    ``sent`` is when, in seconds since the epoch by the client's clock, by which its requests' arrivals are told too.
     """
 
     adds: list[EngineCoreRequest]
     aborts: list[int]
     stops: list[tuple[int, int]] = field(default_factory=list)
     watch_blocks: bool = False
+    sent: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

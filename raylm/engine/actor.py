@@ -163,7 +163,7 @@ class EngineCoreActor:
     async def submit(self, client_id: str, batch: ClientBatch) -> None:
         """Take a batch, which renews the client's lease even if it is empty."""
         self._leases.renew(client_id)
-        self._core.add(client_id, batch.adds)
+        self._core.add(client_id, batch.adds, batch.sent)
         self._core.abort(client_id, batch.aborts)
         self._core.stop(client_id, batch.stops)
         if batch.watch_blocks:

@@ -42,6 +42,7 @@ TELL_EVERY_S = 0.05
 TELL_ADDED_S = 0.01  # the same where requests were added, which a long step would hide
 _LONG_S = 0.02  # a step that is expected to take so long lets the next one wait until most of it is over
 _MOST_OF_IT = 0.75
+_ON_ITS_WAY_S = 0.1  # that requests are on their way; a larger difference of clocks is that of two machines
 _MOST_LEAVERS = 256  # requests that are ended at once, in about a millisecond
 
 
@@ -119,11 +120,18 @@ class EngineCore:
         for _ in range(min(most, len(self._leavers))):
             self.scheduler.abort(*self._leavers.popleft())
 
-    def add(self, client_id: str, requests: list[EngineCoreRequest]) -> None:
-        """Take in requests; one that can never be served gets its error at once."""
+    def add(self, client_id: str, requests: list[EngineCoreRequest], sent: float | None = None) -> None:
+        """Take in requests; one that can never be served gets its error at once.
+
+        ``sent`` is when, by the client's clock. Where that is another than the engine's the arrivals are corrected, as
+        time limits and targets count from them.
+        """
         self._check_alive()
         if client_id not in self._outboxes:
             return
+        ahead_s = 0.0 if sent is None else self._clock() - sent
+        if abs(ahead_s) > _ON_ITS_WAY_S:
+            requests = [replace(request, arrival_time=request.arrival_time + ahead_s) for request in requests]
         for request in requests:
             self._observe(client_id, request, "taken_in")
             if not self._grammars.holds_back(client_id, request):

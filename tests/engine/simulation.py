@@ -23,6 +23,7 @@ from tests.fakes import FakeModel, FakeWorker
 
 MODEL = FakeModel(vocab_size=4, eos_token_id=0, eos_period=9)
 POISON = 99
+WEIGHTS = {"": 1.0, "one": 1.0, "other": 0.1, "third": 7.0}  # of the keys
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,11 @@ def random_request(rng: Random, key: int) -> EngineCoreRequest:
 
 
 def random_service(rng: Random) -> ServiceLevel:
-    """Three keys; some requests have targets that cannot be met, and time limits that pass while they wait."""
+    """Four keys; some requests have targets that cannot be met, and time limits that pass while they wait."""
+    tenant = rng.choice([*WEIGHTS])
     return ServiceLevel(
-        tenant=rng.choice(["", "one", "other"]),
-        weight=rng.choice([1.0, 1.0, 0.1, 7.0]),
+        tenant=tenant,
+        weight=WEIGHTS[tenant],
         ttft_s=rng.choice([None, None, 0.001, 0.05, 0.5, 5.0]),
         itl_s=rng.choice([None, None, None, 1e-4, 0.02]),
         timeout_s=rng.choice([None, None, 0.05, 1.0, 20.0]),

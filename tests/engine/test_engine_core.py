@@ -522,3 +522,20 @@ async def test_a_request_whose_client_has_hung_up_is_told_so_and_not_computed() 
         ((key, error),) = out.errors
         assert (key, type(error)) == (3, DeadlineExceededError)
     assert executor.worker.tokens_computed == 0
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, -11.0, 0.0, 11.0, 3600.0])
+async def test_a_time_limit_is_by_the_clock_of_the_client_that_set_it(ahead_s: float) -> None:
+    """``ahead_s`` is what the engine's clock is ahead of the client's; a second of ten, and eleven, have passed."""
+    async with running(FakeExecutor()) as core:
+        outbox, now = core.connect("a"), time.time() - ahead_s
+        for key, waited_s in enumerate([1.0, 11.0]):
+            one = replace(request([1] * 20, key, max_tokens=1), service=ServiceLevel(timeout_s=10.0))
+            core.add("a", [replace(one, arrival_time=now - waited_s)], now)
+        drawn, errors = set(), {}
+        while not (drawn and errors):
+            out = await outbox.get()
+            drawn |= set(out.keys)
+            errors |= dict(out.errors)
+    assert drawn == {0}
+    assert {key: type(error) for key, error in errors.items()} == {1: DeadlineExceededError}

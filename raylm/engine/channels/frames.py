@@ -12,25 +12,50 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 _LENGTH = struct.Struct("<Q")
+_MOST_BYTES = 107  # of a Unix socket's path on Linux, without the zero at its end
 
 
 class PrivateListener:
     """A Unix socket at ``path`` that listens, in a directory of its own.
 
-    That has mode 0700: what comes here is unpickled, and believed, as no other user can have sent it.
+    That has mode 0700: what comes here is unpickled, and believed, as no other user can have sent it. It is below
+    TMPDIR, or below /tmp or /dev/shm where the path is too long for a socket or no directory can be made.
+
+    Raises:
+        OSError: no directory can be made in any of these places.
     """
 
     def __init__(self, name: str, most: int = 1) -> None:
-        self._directory = tempfile.mkdtemp(prefix="raylm-")
+        self._directory = _directory(len(name))
         self.path = os.path.join(self._directory, name)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.bind(self.path)
-        self.socket.listen(most)
+        try:
+            self.socket.bind(self.path)
+            self.socket.listen(most)
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Expect nobody any more; connections that were accepted stay."""
         self.socket.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _directory(name_bytes: int) -> str:
+    """A new private directory in which a socket may have a name of so many bytes."""
+    failed = []
+    for place in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/dev/shm")):
+        try:
+            directory = tempfile.mkdtemp(prefix="raylm-", dir=place)
+        except OSError as error:
+            failed.append(f"{place}: {error.strerror}")
+            continue
+        if len(os.fsencode(directory)) + 1 + name_bytes <= _MOST_BYTES:
+            return directory
+        os.rmdir(directory)
+        failed.append(f"{place}: the path is longer than the {_MOST_BYTES} bytes of a socket's")
+    raise OSError(f"A Unix socket has no place ({'; '.join(failed)}); TMPDIR must be a short path with room.")
 
 
 def frame(value: Any) -> bytes:

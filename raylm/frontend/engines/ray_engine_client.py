@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -103,7 +104,7 @@ class RayEngineClient(EngineClient):
             self._wake.clear()
             batch, self._batch = self._batch, ClientBatch([], [])
             try:
-                await self._core.submit.remote(self._client_id, batch)
+                await self._core.submit.remote(self._client_id, replace(batch, sent=time.time()))
             except RayError as error:
                 if not isinstance(getattr(error, "cause", error), RayActorError | RayLMError):
                     engine_id = self.info.engine_id
