@@ -168,9 +168,11 @@ def test_chosen_tokens_are_described_whatever_their_rank(api: httpx.Client, move
     chat = CHAT | moved | {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 5}
     shown = post(api, "/v1/chat/completions", chat | {"logprob_token_ids": chosen})
     wanted = raw_logprobs(shown["prompt_token_ids"] + drawn(shown)[0])[len(shown["prompt_token_ids"]) - 1 :]
-    for row, entry in zip(wanted, shown["choices"][0]["logprobs"]["content"], strict=False):
+    tokens = drawn(shown)[0]
+    for row, token_id, entry in zip(wanted, tokens, shown["choices"][0]["logprobs"]["content"], strict=False):
         found = [item["logprob"] for item in entry["top_logprobs"]]
-        assert found == pytest.approx(row[chosen].tolist(), abs=2e-4)
+        named = chosen if token_id in chosen else [token_id, *chosen]
+        assert found == pytest.approx(row[named].tolist(), abs=2e-4)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -324,6 +324,9 @@ class AsyncLLM:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
+    def token_piece(self, token_id: int) -> str:
+        return self._tokenizer.token_piece(token_id)
+
 
 async def _claim(request: EngineCoreRequest, head: RequestHead, max_tokens: int | None) -> None:
     """Reserve the tokens of a prompt that came alone."""

@@ -93,8 +93,10 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/score": Endpoint(
         ScoreRequest,
         {"model": "embedded", "text_1": "a", "text_2": ["b", "c"]},
-        POOLING | {"text_1": [*TEXTS, "", [], ["a"] * 3], "text_2": [*TEXTS, "", [], ["a"] * 1025]},
+        POOLING | {"text_1": [*TEXTS, "", [], ["a"] * 3], "text_2": [*TEXTS, "", [], ["a"] * 1025]}
+        | {"queries": [*TEXTS, "", []], "documents": [*TEXTS, "", []]},
         ("text_1", "text_2"),
+        {"queries": ("text_1", "documents"), "documents": ("text_1", "queries")},
     ),
     "/rerank": Endpoint(
         RerankRequest,
@@ -104,6 +106,7 @@ ENDPOINTS: dict[str, Endpoint] = {
             "documents": [*TEXTS, "x", [], [""]],
             "top_n": [*INTEGER, -1],
             "return_documents": BOOLEAN,
+            "max_tokens_per_doc": [*INTEGER, -1],
         },
         ("query", "documents"),
     ),

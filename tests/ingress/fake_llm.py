@@ -73,6 +73,9 @@ class FakeAsyncLLM:
     def token_bytes(self, token_id: int) -> bytes:
         return SPECIAL.get(token_id) or bytes([token_id])
 
+    def token_piece(self, token_id: int) -> str:
+        return SPECIAL[token_id].decode() if token_id in SPECIAL else f"<0x{token_id:02X}>"
+
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 

@@ -104,7 +104,7 @@ GENERATION: dict[str, list[Any]] = SAMPLING | {
 POOLING: dict[str, list[Any]] = {
     "model": STRING,
     "pooling": [*CHOICE, "max"],
-    "truncate_prompt_tokens": COUNT,
+    "truncate_prompt_tokens": [*INTEGER, 0, -2],
     "truncation_side": [*CHOICE, "left"],
     "priority": PRIORITY,
     "cache_salt": SALT,

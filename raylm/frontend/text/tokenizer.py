@@ -125,6 +125,11 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
 
+    def token_piece(self, token_id: int) -> str:
+        """The token as the vocabulary spells it (``Ġthe``, ``▁the``), "" for an id without a token."""
+        piece: str | None = self.backend.id_to_token(token_id)
+        return piece or ""
+
     def close(self) -> None:
         self._lanes.close()
 

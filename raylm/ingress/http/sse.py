@@ -41,7 +41,14 @@ class ChunkTemplate:
             prefix = self._prefixes[index] = self._head + b'[{"index":%d,' % index + self._opening
         return prefix + orjson.dumps(text) + self._suffix
 
-    def choices(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        """A chunk of any shape; ``usage`` if this chunk is to carry it."""
+    def choices(
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        on_top: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A chunk of any shape; ``usage`` and the fields ``on_top`` if this chunk is to carry them."""
         tail = self._usage if usage is None else b',"usage":' + orjson.dumps(usage)
+        if on_top:
+            tail += b"," + orjson.dumps(on_top)[1:-1]
         return self._head + orjson.dumps(choices, default=pieces_as_list) + tail + b"}\n\n"

@@ -147,6 +147,7 @@ class ChatChoices(Choices):
     """The role opens a choice of a stream, and then what is ``echoed``."""
 
     _text_key = "delta.content"
+    _on_top = ("prompt_token_ids",)
     _ending: ClassVar[JSONObject] = {"delta": {}}
 
     def __init__(
@@ -177,7 +178,9 @@ class ChatChoices(Choices):
         return {"delta": _delta_message(delta), "logprobs": self._logprobs(delta)}
 
     def _logprobs(self, delta: CompletionDelta) -> JSONObject | None:
-        return None if self._num_logprobs is None else chat_logprobs(delta.logprobs or (), self._shown_as)
+        if self._num_logprobs is None:
+            return None
+        return chat_logprobs(delta.logprobs or (), self._shown_as, drawn=bool(self._body.logprob_token_ids))
 
 
 def assistant_message(choice: CompletionDelta) -> JSONObject:
@@ -252,7 +255,7 @@ class ChatCompletions:
         head = body.head(name, arrival_time, "messages", self._llm)
         params, prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
         head, drawn = stream_id.nth(0, head, prompt.params)
-        (token_ids,) = await self._llm.reserve([body.cut(prompt.token_ids)], drawn, [head])
+        (token_ids,) = await self._llm.reserve([body.cut(prompt.token_ids, self._llm.max_model_len)], drawn, [head])
         return params, self._llm.generate(token_ids, drawn, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,6 +35,7 @@ class Choices(ABC):
     """
 
     _text_key: ClassVar[str]
+    _on_top: ClassVar[tuple[str, ...]] = ()  # fields of an opening that stand beside ``choices`` in its chunk
     _ending: ClassVar[JSONObject]  # what stands in the last chunk of a choice in place of its news
 
     def __init__(
@@ -85,8 +87,9 @@ class Choices(ABC):
             return
         async with aclosing(merge(outputs, self._body.at_once(self._n))) as items:
             async for output in items:
+                usage.begin(output)
+                shown = replace(usage) if self._with_usage else None
                 usage.count(output)
-                shown = usage.as_json() if self._with_usage else None
                 if self._plain and len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
                     data = self._delta(template, output, output.deltas[0], shown)
                 else:
@@ -101,19 +104,23 @@ class Choices(ABC):
             last = self._id.line() + template.choices([], usage.as_json())
         yield last + self._id.line() + DONE
 
-    def _deltas(self, template: ChunkTemplate, output: RequestOutput, usage: JSONObject | None) -> bytes:
+    def _deltas(self, template: ChunkTemplate, output: RequestOutput, usage: Usage | None) -> bytes:
         return b"".join([self._delta(template, output, delta, usage) for delta in output.deltas])
 
     def _delta(
-        self, template: ChunkTemplate, output: RequestOutput, delta: CompletionDelta, usage: JSONObject | None
+        self, template: ChunkTemplate, output: RequestOutput, delta: CompletionDelta, usage: Usage | None
     ) -> bytes:
-        """The chunks of what is new of one choice, which carry ``usage`` if it is given."""
+        """The chunks of what is new of one choice.
+
+        If ``usage`` is given they carry it: an opening without the tokens of the delta, the rest with them.
+        """
         index, reason = output.place * self._n + delta.index, delta.finish_reason
         sorted_out = delta.reasoning or delta.tool_calls
         choices = []
         if index not in self._opened:
             self._opened.add(index)
             choices += self._untold_opening(index, output)
+        num_opening = len(choices)
         self._told[index] += len(delta.token_ids)
         reached = OPEN + self._told[index] if reason is None else TEXT_TO_THE_END
         if self._plain and reason is None and not choices and not sorted_out and not delta.told:
@@ -126,7 +133,14 @@ class Choices(ABC):
         if reason is not None and not (delta.told and self._id.finish_told(index)):
             ending = {"logprobs": None, "finish_reason": reason} | self._ending | _stop_reason(delta)
             choices.append((FINISH, ending))
-        return b"".join([self._chunk(template, index, state, choice, usage) for state, choice in choices])
+        chunks = []
+        for place, (state, choice) in enumerate(choices):
+            if usage is not None and place == num_opening:
+                usage.add(delta)
+            chunks.append(self._chunk(template, index, state, choice, None if usage is None else usage.as_json()))
+        if usage is not None and len(choices) <= num_opening:
+            usage.add(delta)
+        return b"".join(chunks)
 
     def _untold_opening(self, index: int, output: RequestOutput) -> list[tuple[int, JSONObject]]:
         """What of a choice's opening was not told before, each chunk with how far it tells the choice."""
@@ -138,7 +152,8 @@ class Choices(ABC):
         self, template: ChunkTemplate, index: int, reached: int, choice: JSONObject, usage: JSONObject | None
     ) -> bytes:
         self._id.reach(index, reached)
-        return self._id.line() + template.choices([{"index": index} | choice], usage)
+        on_top = {name: choice.pop(name) for name in self._on_top if name in choice}
+        return self._id.line() + template.choices([{"index": index} | choice], usage, on_top)
 
     def _token_ids(self, delta: CompletionDelta) -> JSONObject:
         return {"token_ids": delta.token_ids} if self._body.return_token_ids else {}

@@ -33,6 +33,11 @@ MAX_INPUTS = 2048  # OpenAI's bound
 class PoolingBody(RequestBody, CutBody):
     pooling: PoolingType | None = None
 
+    def longest(self, max_model_len: int) -> int | None:
+        """As CutBody's; a limit above the context means the context."""
+        limit = super().longest(max_model_len)
+        return None if limit is None else min(limit, max_model_len)
+
     def pooling_params(self, default: PoolingType) -> PoolingParams:
         """How to pool, and what to make of the vector.
 
@@ -100,9 +105,13 @@ class PoolingHandler(ABC, Generic[B]):
         params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
         body.expect(len(texts), 1)
         heads = [head.nth(place, param) for place, (_, param) in enumerate(texts)]
-        prompts = [await tokenized(prompt, body, self._llm) for prompt, _ in texts]
+        prompts = [await self.prompt(text, body) for text in texts]
         reserved = await self._llm.reserve(prompts, params, heads)
         return [self._llm.embed(prompt, params, nth) for prompt, nth in zip(reserved, heads, strict=True)]
+
+    async def prompt(self, text: Text, body: B) -> Prompt:
+        """What is embedded of a text: the text cut as the body says."""
+        return await tokenized(text[0], body, self._llm)
 
     async def _embed(self, streams: Sequence[Outputs], at_once: float) -> Embedded:
         """If one of the texts fails the others are given up."""

@@ -138,11 +138,11 @@ async def open_stream(
 async def tokenized(prompt: Prompt, body: CutBody, llm: AsyncLLM, *, special: bool = True) -> Prompt:
     """``prompt`` cut as ``body`` says; a text stays one, unless it is cut or its ``special`` tokens are left out."""
     if isinstance(prompt, list):
-        return body.cut(prompt)
+        return body.cut(prompt, llm.max_model_len)
     if special and body.truncate_prompt_tokens is None:
         return prompt
     token_ids = await llm.tokenize(prompt, add_special_tokens=special)
-    kept = body.cut(token_ids)
+    kept = body.cut(token_ids, llm.max_model_len)
     return prompt if special and len(kept) == len(token_ids) else kept
 
 
@@ -153,7 +153,16 @@ def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool 
 
 @closed
 class PlainFormat(TypedDict):
-    type: Literal["text", "json_object"]
+    type: Literal["text"]
+
+
+@closed
+class JSONObjectFormat(TypedDict):
+    """``schema`` is llama.cpp's name, ``value`` huggingface_hub's, for the JSON schema of the object."""
+
+    type: Literal["json_object"]
+    schema: NotRequired[dict[str, Any] | None]
+    value: NotRequired[dict[str, Any] | None]
 
 
 @closed
@@ -171,7 +180,7 @@ class JSONSchemaFormat(TypedDict):
 
 
 ResponseFormat = Annotated[
-    PlainFormat | JSONSchemaFormat,
+    PlainFormat | JSONObjectFormat | JSONSchemaFormat,
     OneOf("only text, json_object, json_schema are supported.", key="type", served=False),
 ]
 
@@ -205,11 +214,22 @@ class Constraints(TypedDict, total=False):
     json_object: bool | None
 
 
+def _json_object(chosen: JSONObjectFormat) -> StructuredOutputs:
+    given = [name for name in ("schema", "value") if chosen.get(name) is not None]
+    if not given:
+        return StructuredOutputs(json_object=True, param="response_format")
+    if len(given) == 2:
+        message = "'schema' and 'value' are two names of one schema; give one of them."
+        raise InvalidRequestError(message, param="response_format.value")
+    schema = chosen.get("schema") if given == ["schema"] else chosen.get("value")
+    return StructuredOutputs(json=schema, param=f"response_format.{given[0]}")
+
+
 def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | None) -> StructuredOutputs | None:
     """What ``response_format`` and ``structured_outputs`` ask for, None for free text; both together are refused."""
     by_format = None
     if chosen is not None and chosen["type"] == "json_object":
-        by_format = StructuredOutputs(json_object=True, param="response_format")
+        by_format = _json_object(chosen)
     elif chosen is not None and chosen["type"] == "json_schema":
         schema = chosen["json_schema"].get("schema")
         by_format = StructuredOutputs(
@@ -273,10 +293,16 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-class CutBody(Body):
-    """How a prompt that is too long is cut."""
+def _cut_length(length: int) -> int:
+    if length < 1 and length != -1:
+        raise ValueError("must be -1 (what the context takes) or at least 1")
+    return length
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+
+class CutBody(Body):
+    """How a prompt that is too long is cut; ``truncate_prompt_tokens`` -1 means as many tokens as the context takes."""
+
+    truncate_prompt_tokens: Annotated[int, AfterValidator(_cut_length)] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
     @model_validator(mode="after")
@@ -285,9 +311,13 @@ class CutBody(Body):
             raise refuse("it needs 'truncate_prompt_tokens'", at="truncation_side")
         return self
 
-    def cut(self, token_ids: list[int]) -> list[int]:
+    def longest(self, max_model_len: int) -> int | None:
+        """The most tokens that a prompt keeps in a context of ``max_model_len`` tokens, None for all."""
+        return max_model_len if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
+    def cut(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """The last ``truncate_prompt_tokens`` of them, or with the side "right" the first; all without a limit."""
-        limit = self.truncate_prompt_tokens
+        limit = self.longest(max_model_len)
         if limit is None or len(token_ids) <= limit:
             return token_ids
         return token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:]
@@ -318,6 +348,13 @@ class GenerationBody(SamplingBody, CutBody):
                 raise unsupported("stream_options.include_obfuscation", "obfuscation is not supported; give false.")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("'prompt_logprobs' is not available in a stream.", param="prompt_logprobs")
+
+    def longest(self, max_model_len: int) -> int | None:
+        """As CutBody's; -1 leaves room for the answer that is asked for, and for one token at least."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        asked = getattr(self, "max_completion_tokens", None) or self.max_tokens or 1
+        return max(max_model_len - asked, 1)
 
     @property
     def options(self) -> StreamOptions:

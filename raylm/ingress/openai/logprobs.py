@@ -42,14 +42,19 @@ def _readable(raw: bytes) -> str:
         return "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> JSONObject:
-    """``choices[].logprobs`` of a chat completion or chunk; ``content`` is made as it is gone through."""
-    return {"content": Pieces(_chat_entry(entry, tokens) for entry in entries), "refusal": None}
+def chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts, *, drawn: bool = False) -> JSONObject:
+    """``choices[].logprobs`` of a chat completion or chunk; ``content`` is made as it is gone through.
+
+    With ``drawn`` the alternatives begin with the drawn token, unless it is among them.
+    """
+    return {"content": Pieces(_chat_entry(entry, tokens, drawn) for entry in entries), "refusal": None}
 
 
-def _chat_entry(entry: TokenLogprob, tokens: TokenTexts) -> JSONObject:
+def _chat_entry(entry: TokenLogprob, tokens: TokenTexts, drawn: bool) -> JSONObject:
     item = _chat_item(entry.token_id, entry.logprob, tokens)
-    item["top_logprobs"] = [_chat_item(token_id, logprob, tokens) for token_id, logprob in entry.top]
+    top = [_chat_item(token_id, logprob, tokens) for token_id, logprob in entry.top]
+    missing = drawn and all(token_id != entry.token_id for token_id, _ in entry.top)
+    item["top_logprobs"] = [dict(item), *top] if missing else top
     return item
 
 

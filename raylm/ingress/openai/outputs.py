@@ -38,16 +38,24 @@ class Usage:
         Raises:
             RayLMError: a sequence did not end by itself, which no finish_reason may claim.
         """
+        self.begin(output)
+        for delta in output.deltas:
+            if delta.finish_reason in ("abort", "error"):
+                raise RayLMError(_UNFINISHED)
+            self.add(delta)
+        self.unfinished -= output.finished
+
+    def begin(self, output: RequestOutput) -> None:
+        """Count the prompt of an output that is its first one."""
         if output.place not in self._begun:
             self._begun.add(output.place)
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_tokens += output.num_cached_tokens
-        for delta in output.deltas:
-            if delta.finish_reason in ("abort", "error"):
-                raise RayLMError(_UNFINISHED)
-            self.completion_tokens += len(delta.token_ids)
-            self.reasoning_tokens += delta.reasoning_tokens
-        self.unfinished -= output.finished
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Count the tokens of a delta."""
+        self.completion_tokens += len(delta.token_ids)
+        self.reasoning_tokens += delta.reasoning_tokens
 
     def check_finished(self) -> None:
         """Streams that end without their last outputs are an error, never a short answer.

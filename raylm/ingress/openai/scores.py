@@ -12,7 +12,7 @@ from raylm.errors import InvalidRequestError
 from raylm.frontend import RequestHead
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.embeddings import Embedded, PoolingBody, PoolingHandler, Text
-from raylm.ingress.openai.fields import StringOrStrings
+from raylm.ingress.openai.fields import Prompt, StringOrStrings
 
 MAX_DOCUMENTS = 1024
 
@@ -21,34 +21,56 @@ class ScoreRequest(PoolingBody):
     """Fields of /score: one text against each of many, or as many pairs as there are texts."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "activation", "use_activation", "data_1", "data_2", "mm_processor_kwargs", "queries", "documents",
-        "instruction",
+        "activation", "use_activation", "data_1", "data_2", "mm_processor_kwargs", "instruction",
     })  # fmt: skip
 
-    text_1: StringOrStrings
-    text_2: StringOrStrings
+    text_1: StringOrStrings | None = None
+    text_2: StringOrStrings | None = None
+    queries: StringOrStrings | None = None
+    documents: StringOrStrings | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The fields that hold the texts: one of the two pairs of names."""
+        given = self.queries is not None or self.documents is not None
+        return ("queries", "documents") if given else ("text_1", "text_2")
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """The texts of both ``names``."""
+        one, other = (getattr(self, name) or [] for name in self.names)
+        return one, other
 
     def check(self, config: Config) -> None:
         super().check(config)
-        for name in ("text_1", "text_2"):
+        for name in self.names:
+            if getattr(self, name) is None:
+                raise InvalidRequestError(f"'{name}' is required.", param=name)
             _check_texts(name, getattr(self, name))
-        if len(self.text_1) not in (1, len(self.text_2)):
-            message = "'text_1' must hold one text, or as many as 'text_2'."
-            raise InvalidRequestError(message, param="text_1")
+        for name in {"text_1", "text_2"} - {*self.names}:
+            if getattr(self, name) is not None:
+                message = f"Give 'text_1' and 'text_2', or 'queries' and 'documents', but not '{name}' with 'queries'."
+                raise InvalidRequestError(message, param=name)
+        (first, second), (one, other) = self.names, self.sides
+        if len(one) not in (1, len(other)):
+            raise InvalidRequestError(f"'{first}' must hold one text, or as many as '{second}'.", param=first)
 
 
 class RerankRequest(PoolingBody):
-    """Fields of /rerank, as Jina's and Cohere's clients send them."""
+    """Fields of /rerank, as Jina's and Cohere's clients send them.
+
+    ``max_tokens_per_doc`` keeps the first tokens of each document, special tokens not counted; 0 keeps all.
+    """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
-        "activation", "use_activation", "rank_fields", "max_chunks_per_doc", "max_tokens_per_doc",
-        "mm_processor_kwargs", "instruction",
+        "activation", "use_activation", "rank_fields", "max_chunks_per_doc", "mm_processor_kwargs", "instruction",
     })  # fmt: skip
 
     query: str
     documents: Annotated[list[str], Field(fail_fast=True)]
     top_n: Annotated[int, Field(ge=0)] | None = None
     return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -69,11 +91,11 @@ class Score(PoolingHandler[ScoreRequest]):
     prefix = "score"
 
     def texts(self, body: ScoreRequest) -> Sequence[Text]:
-        return [(text, "text_1") for text in body.text_1] + [(text, "text_2") for text in body.text_2]
+        return [(text, name) for name, side in zip(body.names, body.sides, strict=True) for text in side]
 
     def answer(self, body: ScoreRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
-        count = len(body.text_1)
-        pairs = [(place if count > 1 else 0, count + place) for place in range(len(body.text_2))]
+        count, num_others = map(len, body.sides)
+        pairs = [(place if count > 1 else 0, count + place) for place in range(num_others)]
         return {
             "id": head.request_id,
             "object": "list",
@@ -95,6 +117,14 @@ class Rerank(PoolingHandler[RerankRequest]):
 
     def texts(self, body: RerankRequest) -> Sequence[Text]:
         return [(body.query, "query"), *((text, "documents") for text in body.documents)]
+
+    async def prompt(self, text: Text, body: RerankRequest) -> Prompt:
+        whole, field = text
+        if field == "documents" and body.max_tokens_per_doc and isinstance(whole, str):
+            token_ids = await self._llm.tokenize(whole, add_special_tokens=False)
+            if len(token_ids) > body.max_tokens_per_doc:
+                whole = await self._llm.detokenize(token_ids[: body.max_tokens_per_doc])
+        return await super().prompt((whole, field), body)
 
     def answer(self, body: RerankRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
         cosines = _cosines(embedded, [(0, place) for place in range(1, len(embedded.vectors))])

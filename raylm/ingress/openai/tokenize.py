@@ -13,7 +13,6 @@ from raylm.ingress.http.answer import Pieces, json_answer
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.fields import Body, TokenIds
 from raylm.ingress.openai.generation import check_model, opens_turn
-from raylm.ingress.openai.logprobs import TokenTexts
 from raylm.ingress.openai.messages import Messages, Tool
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ class DetokenizeRequest(Body):
 class Tokenize:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._tokens = TokenTexts(llm)
 
     async def __call__(self, body: TokenizeRequest, request_id: str) -> list[bytes]:
         body.check()
@@ -62,8 +60,8 @@ class Tokenize:
 
         def make() -> JSONObject:
             answer = {"count": len(token_ids), "max_model_len": self._llm.max_model_len, "tokens": Pieces(token_ids)}
-            if body.return_token_strs:
-                answer["token_strs"] = Pieces(self._tokens.text_of(token_id) for token_id in token_ids)
+            strs = Pieces(map(self._llm.token_piece, token_ids)) if body.return_token_strs else None
+            answer["token_strs"] = strs
             return answer
 
         return await json_answer(make, len(token_ids))

@@ -55,6 +55,31 @@ async def test_base64_and_dimensions(client: httpx.AsyncClient, llm: FakeAsyncLL
     assert (chosen.pooling, chosen.normalize, ids) == ("mean", False, [97, 121])
 
 
+@pytest.mark.parametrize("limit", [-1, 5000])
+async def test_a_truncation_above_the_context_is_the_context(
+    client: httpx.AsyncClient, llm: FakeAsyncLLM, limit: int
+) -> None:
+    llm.max_model_len = 4
+    await embed(client, "Say it", truncate_prompt_tokens=limit)
+    assert llm.embedded[-1][0] == [*b"y it"]
+
+
+async def test_score_takes_queries_and_documents(client: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "queries": "a", "documents": ["a", "z"]}
+    named = {"model": MODEL, "text_1": "a", "text_2": ["a", "z"]}
+    answer, wanted = [(await client.post("/score", json=each)).json() for each in (body, named)]
+    assert (answer["data"], answer["usage"]) == (wanted["data"], wanted["usage"])
+
+
+async def test_rerank_cuts_documents(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    body = {"model": MODEL, "query": "abcd", "documents": ["abcd", "ef"], "max_tokens_per_doc": 3}
+    answer = (await client.post("/rerank", json=body)).json()
+    assert [bytes(ids) for ids, _ in llm.embedded] == [b"abcd", b"abc", b"ef"]
+    assert answer["usage"]["prompt_tokens"] == 4 + 3 + 2
+    await client.post("/rerank", json=body | {"max_tokens_per_doc": 0})
+    assert [bytes(ids) for ids, _ in llm.embedded][3:] == [b"abcd", b"abcd", b"ef"]
+
+
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 async def test_score(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, json={"model": MODEL, "text_1": "a", "text_2": ["a", "z"]})
@@ -95,6 +120,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/score", {"text_1": "a", "text_2": []}, "text_2"),
     ("/score", {"text_1": "a", "text_2": [""]}, "text_2"),
     ("/score", {"text_1": "a", "text_2": "b", "activation": True}, "activation"),
+    ("/score", {"text_1": "a"}, "text_2"),
+    ("/score", {"queries": "a"}, "documents"),
+    ("/score", {"queries": ["a", "b"], "documents": ["a"]}, "queries"),
+    ("/score", {"text_1": "a", "queries": "a", "documents": "b"}, "text_1"),
+    ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
     ("/rerank", {"query": "a", "documents": []}, "documents"),
     ("/rerank", {"query": "", "documents": ["a"]}, "query"),
     ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),

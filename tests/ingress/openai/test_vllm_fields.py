@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 
 from raylm.frontend.answers.answer_format import AnswerFormat
 from raylm.frontend.answers.reasoning_parsers import REASONING_PARSERS
@@ -79,6 +80,32 @@ async def test_a_prompt_is_cut_on_either_side(client: httpx.AsyncClient, llm: Fa
         for prompt in ("Hello there", [256, *b"Hello there"]):
             assert (await client.post("/v1/completions", json=body | {"prompt": prompt})).status_code == 200
             assert llm.calls[-1].prompt == ([*b"here"] if side == "left" else [256, *b"Hel"])
+
+
+async def test_minus_one_cuts_a_prompt_to_the_context(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    llm.max_model_len = 6
+    for fields, kept in (({}, b"er:Hi\n"[-5:]), ({"max_tokens": 4}, b"i\n")):
+        await post(client, truncate_prompt_tokens=-1, **fields)
+        assert llm.calls[-1].prompt == [*kept]
+    body = TEXT | {"truncate_prompt_tokens": -1, "max_tokens": 2, "prompt": "Hello there"}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert llm.calls[-1].prompt == [*b"here"]
+
+
+@pytest.mark.parametrize("name", ["schema", "value"])
+async def test_a_json_object_may_have_a_schema(client: httpx.AsyncClient, llm: FakeAsyncLLM, name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await post(client, response_format={"type": "json_object", name: schema})
+    form = llm.calls[-1].params.structured_outputs
+    assert form is not None
+    assert (form.json, form.json_object, form.param) == (schema, False, f"response_format.{name}")
+    await post(client, response_format={"type": "json_object", name: None})
+    form = llm.calls[-1].params.structured_outputs
+    assert form is not None
+    assert form.json_object
+    both = {"type": "json_object", "schema": schema, "value": schema}
+    answer = await client.post("/v1/chat/completions", json=CHAT | {"response_format": both})
+    assert answer.json()["error"]["param"] == "response_format.value"
 
 
 async def test_special_tokens_are_added_as_asked(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
