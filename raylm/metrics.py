@@ -1,4 +1,4 @@
-"""Names and help of all metrics; the names are vLLM's, so that existing dashboards and alerts work unchanged."""
+"""Names and help of all metrics; a series that vLLM has too has its name. ``vllm:cache_config_info`` is not served."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,17 @@ STEP_TOKENS = Metric("histogram", "vllm:iteration_tokens_total", "Tokens compute
 TTFT = Metric("histogram", "vllm:time_to_first_token_seconds", "From arrival to the first token, seconds.")
 ITL = Metric("histogram", "vllm:inter_token_latency_seconds", "Between two tokens of a sequence, seconds.")
 E2E = Metric("histogram", "vllm:e2e_request_latency_seconds", "From arrival to the last token, seconds.")
+PROMPT_LENGTH = Metric("histogram", "vllm:request_prompt_tokens", "Prompt tokens of a prompt.")
+GENERATION_LENGTH = Metric("histogram", "vllm:request_generation_tokens", "Tokens generated for a prompt, all choices.")
+LONGEST_GENERATION = Metric("histogram", "vllm:request_max_num_generation_tokens", "Tokens of its longest choice.")
+PARAMS_N = Metric("histogram", "vllm:request_params_n", "Choices asked for.")
+PARAMS_MAX_TOKENS = Metric("histogram", "vllm:request_params_max_tokens", "Tokens that a choice may have.")
+QUEUE_TIME = Metric("histogram", "vllm:request_queue_time_seconds", "From arrival to the first step, seconds.")
+PREFILL_TIME = Metric("histogram", "vllm:request_prefill_time_seconds", "From the first step to a token, seconds.")
+DECODE_TIME = Metric("histogram", "vllm:request_decode_time_seconds", "From the first token to the last, seconds.")
+TPOT = Metric(
+    "histogram", "vllm:request_time_per_output_token_seconds", "Decode time by tokens behind the first, seconds."
+)
 SUCCESS = Metric("counter", "vllm:request_success", "Requests finished, by reason.", ("finished_reason",))
 QUEUED_REQUESTS = Metric("gauge", "raylm:queued_requests", "Sequences, received or about to be, without a token yet.")
 QUEUED_TOKENS = Metric("gauge", "raylm:queued_tokens", "Prompt tokens of those sequences, in part estimated.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.timelines.record import Part, Record
-from raylm.messages import Counters, EngineStats
+from raylm.messages import Counters, EngineCoreRequest, EngineStats
 from raylm.metrics import STEP_TOKENS_BUCKETS
+from raylm.params import SamplingParams
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -93,3 +96,26 @@ def test_tokens_of_keys_are_counted_as_requests_end() -> None:
     assert of("tokens", key="bob", kind="generation") == 30
     assert (of("requests", key="alice"), of("ttft_seconds", key="alice")) == (1, 1.0)
     assert of("ttft_seconds", key="bob") == 0.25
+
+
+def test_lengths_and_times_of_a_prompt_are_those_of_vllms_dashboards() -> None:
+    telemetry, part = Telemetry("m", dict), Part("p", lambda: 0.0)
+    params = SamplingParams(n=2, max_tokens=7)
+    request = EngineCoreRequest(
+        key=1, request_id="r", prompt_token_ids=array("I", [1] * 5), params=params, arrival_time=10.0
+    )
+    part.on_open(request, [[1, 2, 3], [4]])
+    part.events = [(0, "scheduled", 11.0, 1, 0, ""), (1, "scheduled", 11.5, 2, 0, "")]
+    part.first_token, part.last_token = 13.0, 17.0
+    record = Record("r", "", "/v1/completions", lambda: 0.0)
+    record.parts.append(part)
+    telemetry.ended(record)
+    found, only = samples(telemetry), frozenset({("model_name", "m")})
+    wanted = {
+        "prompt_tokens": 5, "generation_tokens": 4, "max_num_generation_tokens": 3, "params_n": 2,
+        "params_max_tokens": 7, "queue_time_seconds": 1, "prefill_time_seconds": 2, "decode_time_seconds": 4,
+        "time_per_output_token_seconds": 2,
+    }  # fmt: skip
+    for name, value in wanted.items():
+        assert found[f"vllm:request_{name}_sum", only] == value
+        assert found[f"vllm:request_{name}_count", only] == 1
