@@ -1,0 +1,315 @@
+"""What another user of the machine reaches of a running server: its files, its sockets and its ports, without a key."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import httpx
+import pytest
+
+from raylm.cli.serve_process import session_members
+from raylm.cli.start_checks import keep_token_private
+from tests.serving import ARGS, START_LIMIT_S, Server, free_port, serve_file
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user"),
+]
+
+STRANGER = 54321
+KEY = "sk-of-the-test-of-other-users"
+KEYED = ARGS | {"ingress": {"api_keys_env": "RAYLM_API_KEY"}}
+PREDICTABLE = (Path("/tmp/haproxy-serve"), Path("/tmp/ray"))
+CALLS = ("/ray.rpc.InternalKVGcsService/InternalKVGet", "/ray.serve.ASGIService/HandleRequest")
+
+
+def as_stranger(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a child that has the rights of another user."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        result: Any = None
+        with suppress(BaseException), os.fdopen(writing, "wb") as pipe:
+            os.setgroups([])
+            os.setgid(STRANGER)
+            os.setuid(STRANGER)
+            result = work()
+            pickle.dump(result, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(child, 0)
+    assert data, "the other user's work failed"
+    return pickle.loads(data)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the processes of a server have open: files and sockets in the file system, and TCP ports by address."""
+
+    paths: list[Path]
+    sockets: list[Path]
+    ports: list[tuple[str, int]]
+
+
+def look(session: int) -> Found:
+    inodes, paths = set[str](), set[Path]()
+    for pid in session_members(session):
+        for entry in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                target = os.readlink(entry)
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+                elif target.startswith("/") and " (deleted)" not in target:
+                    paths.add(Path(target))
+    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    sockets = {Path(line[7]) for line in unix if len(line) > 7 and line[6] in inodes and line[7].startswith("/")}
+    ports = {
+        (address(local), int(local.rpartition(":")[2], 16))
+        for name in ("tcp", "tcp6")
+        for _, local, _, state, *_, inode in (
+            line.split()[:10] for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        )
+        if state == "0A" and inode in inodes
+    }
+    return Found(sorted(paths), sorted(sockets), sorted(ports))
+
+
+def address(field: str) -> str:
+    """IPv4 of /proc/net/tcp, and of IPv6's mapped ones; whatever else it is stays."""
+    digits = field.partition(":")[0][-8:]
+    return socket.inet_ntoa(bytes.fromhex(digits)[::-1])
+
+
+def writable_or_connectable(found: Found) -> list[str]:
+    """Run as the stranger."""
+    reached = [f"writes {path}" for path in found.paths if is_ordinary(path) and os.access(path, os.W_OK)]
+    reached += [
+        f"enters {path.parent}" for path in found.paths if is_ordinary(path) and os.access(path.parent, os.W_OK)
+    ]
+    for path in found.sockets:
+        with socket.socket(socket.AF_UNIX) as one, suppress(OSError):
+            one.connect(str(path))
+            reached.append(f"connects to {path}")
+    return reached
+
+
+def is_ordinary(path: Path) -> bool:
+    """Neither a device nor /proc, and not in a sticky directory, where a file's own mode is what counts."""
+    return not str(path).startswith(("/dev/", "/proc/", "/sys/")) and not os.path.isdir(path)
+
+
+def readable(paths: list[Path]) -> list[str]:
+    """Run as the stranger."""
+    return [str(path) for path in paths if os.access(path, os.R_OK)]
+
+
+def check(session: int, http_port: int, home: Path) -> None:
+    """``http_port`` is the server's; those of replicas and of Serve's own proxy are the same API."""
+    found = look(session)
+    assert found.sockets
+    assert len(found.ports) > 5
+    assert as_stranger(lambda: writable_or_connectable(found)) == []
+    secrets = [Path(f"/proc/{pid}/environ") for pid in session_members(session)]
+    secrets += [home / ".ray" / "auth_token", *(path for path in found.paths if ".sqlite" in path.name)]
+    secrets += [path for path in found.paths if path.name == "haproxy.cfg"]
+    assert any(".sqlite" in path.name for path in secrets)
+    assert as_stranger(lambda: readable(secrets)) == []
+    words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in session_members(session)]
+    token = (home / ".ray" / "auth_token").read_text()
+    assert not [one for one in words if KEY.encode() in one or token.encode() in one]
+    assert [place for place in found.ports if place[0] != "127.0.0.1"] == []
+    answers = {port: answer_of(port) for _, port in found.ports}
+    assert answers[http_port] == "the API, with a key"
+    assert {answer for answer in answers.values() if answer is not None} <= {
+        "the API, with a key", "metrics of Ray", "nothing without the token",
+    }, answers  # fmt: skip
+
+
+def answer_of(port: int) -> str | None:
+    """What a port says to whom has neither key nor token."""
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=10)
+    except httpx.HTTPError:
+        return called(port)
+    if answer.status_code == 401 and answer.text.startswith("{") and "No API key was given" in answer.text:
+        assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).status_code == 401
+        return "the API, with a key"
+    if answer.status_code in (401, 403):
+        return "nothing without the token"
+    if answer.status_code == 404 and all(
+        httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10).status_code in (401, 403, 404)
+        for path in ("/", "/metrics", "/stats", "/api/version", "/nodes", "/api/serve/applications/")
+    ):
+        return "nothing without the token"
+    if answer.status_code == 200 and re.match(r"# HELP \w+ ", answer.text):
+        assert KEY not in answer.text
+        return "metrics of Ray"
+    return f"{answer.status_code} {answer.text[:200]}"
+
+
+def called(port: int) -> str | None:
+    """The same of a port that speaks gRPC; None where it speaks neither."""
+    codes = set()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for name in CALLS:
+            try:
+                channel.unary_unary(name)(b"", timeout=10)
+            except grpc.RpcError as error:
+                codes.add(error.code())
+            else:
+                return f"answers {name}"
+    known = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
+    return "nothing without the token" if codes <= known else f"{codes}"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAYLM_API_KEY", KEY)
+    tmp_path.chmod(0o755)
+    for path in tmp_path.parents:
+        if path != Path("/tmp") and Path("/tmp") in path.parents:
+            path.chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def taken() -> Iterator[None]:
+    """Another user has made the directories whose names are known before."""
+    made = [path for path in PREDICTABLE if not path.exists()]
+    for path in made:
+        path.mkdir()
+        path.chmod(0o777)
+        os.chown(path, STRANGER, STRANGER)
+    yield
+    for path in made:
+        shutil.rmtree(path)
+
+
+@pytest.mark.usefixtures("taken")
+def test_raylm_serve(home: Path) -> None:
+    port = free_port()
+    with Server(serve_file(home / "serve.yaml", port, KEYED), port, HOME=str(home)) as server:
+        check(server._session, port, home)
+        assert [path for path in look(server._session).paths if set(PREDICTABLE) & {*path.parents}] == []
+
+
+class ServeRun:
+    """`serve run` of a file on a Ray of its own, whose files are in a directory that is private."""
+
+    def __init__(self, home: Path, port: int, **environment: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="own", dir="/tmp"))
+        self.log = home / "run.log"
+        names = {
+            "CONFIG_FILE_LOC": "haproxy.cfg", "SOCKET_PATH": "admin.sock", "METRICS_SOCKET_PATH": "metrics.sock",
+            "SERVER_STATE_BASE": "", "SERVER_STATE_FILE": "server-state",
+        }  # fmt: skip
+        files = {f"RAY_SERVE_HAPROXY_{name}": str(self.folder / "h" / file) for name, file in names.items()}
+        own = {
+            "RAY_TMPDIR": str(self.folder),
+            "RAY_AUTH_MODE": "token",
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        }
+        file = serve_file(home / "serve.yaml", port, KEYED)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                ["serve", "run", str(file)], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=os.environ | {"XDG_STATE_HOME": str(home)} | own | files | environment,
+            )  # fmt: skip
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        while members := session_members(self.process.pid):
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture
+def serve_run(home: Path) -> Iterator[Callable[..., ServeRun]]:
+    keep_token_private()
+    runs: list[ServeRun] = []
+
+    def start(port: int, **environment: str) -> ServeRun:
+        runs.append(ServeRun(home, port, **environment))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_serve_run(home: Path, serve_run: Callable[..., ServeRun]) -> None:
+    run = serve_run(port := free_port())
+    run.wait_until(lambda: is_healthy(port))
+    check(run.process.pid, port, home)
+    assert stat.S_IMODE((run.folder / "h").stat().st_mode) == 0o700
+
+
+def test_serve_run_says_that_another_user_has_taken_haproxys_directory(
+    home: Path, serve_run: Callable[..., ServeRun]
+) -> None:
+    theirs = Path(tempfile.mkdtemp(prefix="own", dir="/tmp"))
+    try:
+        os.chown(theirs, STRANGER, STRANGER)
+        run = serve_run(free_port(), RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=str(theirs / "haproxy.cfg"))
+        said = f"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC: {theirs} belongs to another user"
+        run.wait_until(lambda: said in run.log.read_text())
+        assert list(theirs.iterdir()) == []
+    finally:
+        shutil.rmtree(theirs)
+
+
+def test_serve_run_says_which_port_is_taken(serve_run: Callable[..., ServeRun]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = f"HAProxy cannot listen at 127.0.0.1:{port}: Address already in use; http_options.port moves it."
+        run = serve_run(port)
+        run.wait_until(lambda: said in run.log.read_text())
+
+
+def test_serve_run_says_that_the_port_of_serves_own_proxy_is_taken(serve_run: Callable[..., ServeRun]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = serve_run(free_port(), RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(port))
+        said = f"Serve's own proxy cannot listen on port {port}, which is taken; RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
+        run.wait_until(lambda: said in run.log.read_text())
