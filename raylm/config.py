@@ -55,6 +55,9 @@ class CacheConfig(Frozen):
     compute capability 8.9 and up."""
     prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
+    share_prefixes: bool = False
+    """With several API keys, reuse them between the keys too. A key can then find out, by `cached_tokens` and by the
+    time to the first token, whether another key has sent the same beginning. One key, or none, shares always."""
 
 
 class SchedulerConfig(Frozen):

@@ -22,6 +22,8 @@ from raylm.params import PoolingParams, SamplingParams
 
 TokenIds: TypeAlias = "list[int] | array[int]"
 """A prompt comes as an ``array("I")``: small, and the garbage collector does not walk through it."""
+CacheScope: TypeAlias = "str | tuple[str, str | None] | None"
+"""A cache salt, or a tenant and its cache salt."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 SequenceEventKind = Literal["taken_in", "compiled", "scheduled", "token", "preempted", "ended"]
 SequenceEvent = tuple[int, int, SequenceEventKind, float, int, int, str]
@@ -65,7 +67,7 @@ class ServiceLevel:
     ``tenant`` is a digest of the name of the API key, by which engines share themselves out in proportion to
     ``weight`` (above 0). The first token should be there ``ttft_s`` after the arrival (under the fair policy), and each
     further one ``itl_s`` after the one before. The client has hung up ``timeout_s`` after the arrival if nothing was
-    answered by then.
+    answered by then. With ``own_prefixes`` the prefix cache shares its blocks with requests of the same tenant only.
     """
 
     tenant: str = ""
@@ -73,6 +75,7 @@ class ServiceLevel:
     ttft_s: float | None = None
     itl_s: float | None = None
     timeout_s: float | None = None
+    own_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,11 @@ class EngineCoreRequest:
     drawn: tuple[tuple[int, ...] | None, ...] = ()
     service: ServiceLevel = ServiceLevel()
     resumable_as: str = ""
+
+    @property
+    def cache_scope(self) -> CacheScope:
+        """The requests that may share KV blocks with this one: those of an equal scope."""
+        return (self.service.tenant, self.cache_salt) if self.service.own_prefixes else self.cache_salt
 
 
 @dataclass(frozen=True, slots=True)

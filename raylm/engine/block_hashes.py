@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from struct import unpack
 
-from raylm.messages import TokenIds
+from raylm.messages import CacheScope, TokenIds
 
 _HASH_BYTES, _KEY_BYTES, _TOKEN_BYTES = 32, 8, 4
 
@@ -17,14 +17,14 @@ class ChainedHasher:
     """SHA-256 over (parent's hash, tokens): equal hashes mean equal prefixes, and none can be forged.
 
     The chain begins with what else the content depends on: the digest of the LoRA adapter ("" for the base model) and
-    the request's cache salt. Token ids are below 2**32.
+    the request's cache scope. Token ids are below 2**32.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
-    def root(self, adapter_digest: str, cache_salt: str | None) -> bytes:
-        return sha256(repr((adapter_digest, cache_salt)).encode()).digest()
+    def root(self, adapter_digest: str, cache_scope: CacheScope) -> bytes:
+        return sha256(repr((adapter_digest, cache_scope)).encode()).digest()
 
     def extend(self, hashes: list[bytes], root: bytes, token_ids: TokenIds, num_blocks: int) -> None:
         """Append to ``hashes`` until it covers the first ``num_blocks`` blocks of ``token_ids``."""

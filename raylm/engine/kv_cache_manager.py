@@ -181,7 +181,7 @@ class KVCacheManager:
         return blocks
 
     def _root(self, seq: Sequence) -> bytes:
-        return self._hasher.root(seq.state.adapter_digest, seq.state.request.cache_salt)
+        return self._hasher.root(seq.state.adapter_digest, seq.state.request.cache_scope)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

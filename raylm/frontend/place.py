@@ -26,7 +26,8 @@ class ApiKey:
     """A key's name and rights, without the key itself.
 
     Keys share by their ``weight``. ``max_output`` is its longest answer in tokens. An ``admin`` may change what is
-    served. ``ttft_s`` and ``itl_s`` are the targets of its requests that name none.
+    served, and sees and ends the requests of all keys. ``ttft_s`` and ``itl_s`` are the targets of its requests that
+    name none. With ``own_prefixes`` the prefix cache shares nothing between it and other keys.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ApiKey:
     admin: bool = True
     ttft_s: float | None = None
     itl_s: float | None = None
+    own_prefixes: bool = False
 
 
 class Place:

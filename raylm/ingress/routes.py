@@ -151,7 +151,8 @@ def _middleware(async_llm: AsyncLLM, config: Config, http_metrics: HTTPMetrics, 
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))
     if config.ingress.has_keys:
-        keys, open_paths = APIKeys(config.ingress, config.scheduler.policy), set(config.ingress.open_paths)
+        keys = APIKeys(config.ingress, config.scheduler.policy, config.cache.share_prefixes)
+        open_paths = set(config.ingress.open_paths)
         if "/console" in open_paths:
             open_paths |= PAGES.keys()
         async_llm.admission.policy = FairShares(lambda: len(keys))

@@ -202,7 +202,7 @@ class RecordedScheduler(Scheduler):
 
     def _blocks(self, request: EngineCoreRequest, adapter_digest: str, tokens: TokenIds) -> list[str]:
         hashes: list[bytes] = []
-        root = self._hasher.root(adapter_digest, request.cache_salt)
+        root = self._hasher.root(adapter_digest, request.cache_scope)
         self._hasher.extend(hashes, root, tokens, len(tokens) // self.kv.block_size)
         return [block_hash[:_KEY_BYTES].hex() for block_hash in hashes]
 

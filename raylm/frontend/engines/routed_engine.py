@@ -36,7 +36,7 @@ class PromptBlocks:
             request, hasher = self.request, ChainedHasher(block_size)
             hashes: list[bytes] = []
             num_blocks = len(request.prompt_token_ids) // block_size
-            root = hasher.root(adapter_digest, request.cache_salt)
+            root = hasher.root(adapter_digest, request.cache_scope)
             hasher.extend(hashes, root, request.prompt_token_ids, num_blocks)
             found = self._known[block_size, adapter_digest] = keys_of(hashes)
         return found

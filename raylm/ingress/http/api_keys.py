@@ -38,13 +38,14 @@ class APIKeys:
     The file is read again when it has changed; one with a fault is told in the log, and the keys stay as they were.
     """
 
-    def __init__(self, config: IngressConfig, policy: str = "fair") -> None:
-        """ConfigError: as ``read_keys``, which must find some."""
+    def __init__(self, config: IngressConfig, policy: str = "fair", share_prefixes: bool = False) -> None:
+        """With ``share_prefixes`` several keys share the prefix cache. ConfigError: as ``read_keys``, or no key."""
         self._config = config
         self._policy = policy
+        self._share_prefixes = share_prefixes
         self._seen = self._file_state()
         self._looked = time.monotonic()
-        self._digests = _digests(read_keys(config, policy) or [])
+        self._digests = self._read()
 
     def __len__(self) -> int:
         return len({key.name for key, _ in self._digests})
@@ -68,10 +69,15 @@ class APIKeys:
             return
         self._seen = state
         try:
-            self._digests = _digests(read_keys(self._config, self._policy) or [])
+            self._digests = self._read()
             logger.info("the API keys were read again: %d", len(self._digests), extra=about("api_keys"))
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error.message, extra=about("api_keys"))
+
+    def _read(self) -> list[tuple[ApiKey, bytes]]:
+        named = read_keys(self._config, self._policy) or []
+        apart = not self._share_prefixes and _num_names(named) > 1
+        return [(replace(key, own_prefixes=apart), hashlib.sha256(text.encode()).digest()) for key, text in named]
 
     def _file_state(self) -> tuple[int, int, int] | None:
         if self._config.api_keys_file is None:
@@ -83,12 +89,12 @@ class APIKeys:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _digests(named: _Named) -> list[tuple[ApiKey, bytes]]:
-    return [(key, hashlib.sha256(text.encode()).digest()) for key, text in named]
+def _num_names(named: _Named) -> int:
+    return len({key.name for key, _ in named})
 
 
 def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
-    """The configured keys, None where no source of keys is configured. Where none is an admin's all are.
+    """The configured keys, None where no source of keys is configured. A single key is an admin's.
 
     Both sources hold ``name: key``, one a line, in the variable also separated by commas; a key without a name is
     called by its number. Behind the key may stand options, in any order: weight=2 requests_per_minute=60
@@ -114,7 +120,7 @@ def read_keys(config: IngressConfig, policy: str = "fair") -> _Named | None:
         keys += _parse(os.environ[name].replace(",", "\n"), "ingress.api_keys_env", keys)
     if policy != "fair" and (of := next((key.name for key, _ in keys if key.ttft_s is not None), None)) is not None:
         raise ConfigError(f"ttft_ms of the key '{of}': nothing is scheduled by it (scheduler.policy: {policy}).")
-    if not any(key.admin for key, _ in keys):
+    if _num_names(keys) == 1:
         keys = [(replace(key, admin=True), text) for key, text in keys]
     return keys
 

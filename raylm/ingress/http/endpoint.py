@@ -141,7 +141,7 @@ class JSONEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, path = scope.get("raylm.api_key"), str(scope["path"])
         if self.for_admins and key is not None and not key.admin:
-            raise PermissionDeniedError("Only an API key of an admin may do this.")
+            raise PermissionDeniedError("Only an API key with the option 'admin' may do this.")
         headers = Headers(scope=scope)
         trace = trace_of(headers.get("traceparent"), ",".join(headers.getlist("tracestate")))
         request = scope["raylm.request_id"], scope.get("raylm.key", ""), path, trace
@@ -233,6 +233,7 @@ def service_level(headers: Headers, key: ApiKey | None, body: Body) -> ServiceLe
         ttft_s=_seconds(headers, _TTFT) or (None if key is None else key.ttft_s),
         itl_s=_seconds(headers, _ITL) or (None if key is None else key.itl_s),
         timeout_s=request_timeout_s(headers) if is_whole else None,
+        own_prefixes=key is not None and key.own_prefixes,
     )
 
 

@@ -253,7 +253,8 @@ def test_a_prompt_is_known_by_the_same_keys_in_the_engine_and_outside(block_size
         hasher.extend(hashes, hasher.root("digest", "salt"), tokens, 3)
     assert found[0] == found[1]
     assert keys_of(found[0]) == list(unpack_keys(pack_keys(found[0])))
-    assert len({one.root(digest, salt) for digest in ("", "a") for salt in (None, "", "None")}) == 6
+    scopes = (None, "", "None", ("", None), ("one", None), ("one", ""), ("other", None), "('one', None)")
+    assert len({one.root(digest, scope) for digest in ("", "a") for scope in scopes}) == 2 * len(scopes)
 
 
 def test_what_an_open_request_stores_counts_until_it_is_told_or_the_request_is_over() -> None:

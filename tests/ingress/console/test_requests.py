@@ -233,8 +233,9 @@ async def test_this_machine_has_several_names(stack: Stack, host: str) -> None:
         assert (await client.get("/v1/requests")).status_code == 200
 
 
-async def test_a_key_sees_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEYS", "alice: sk-a,bob: sk-b,carol: sk-c admin")
+@pytest.mark.parametrize("keys", ["alice: sk-a,bob: sk-b,carol: sk-c admin", "alice: sk-a,bob: sk-b"])
+async def test_a_key_sees_its_own(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
+    monkeypatch.setenv("KEYS", keys)
     async with Stack(ingress={"api_keys_env": "KEYS"}, delay_s=0.005) as stack, stack.client("10.0.0.7") as api:
         alice, bob = {"authorization": "Bearer sk-a"}, {"authorization": "Bearer sk-b"}
         headers = alice | {"x-request-id": "hers"}
@@ -255,6 +256,23 @@ async def test_a_key_sees_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
             page = await api.get(path)
             assert page.status_code == 200
             assert "unsafe-inline" not in page.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+async def test_a_key_is_not_told_what_another_key_has_sent(
+    monkeypatch: pytest.MonkeyPatch, share_prefixes: bool
+) -> None:
+    monkeypatch.setenv("KEYS", "alice: sk-a,bob: sk-b")
+    body = TEXT | {"prompt": "A secret that one of two keys has sent, and that is longer than a block of the cache."}
+    async with (
+        Stack(ingress={"api_keys_env": "KEYS"}, cache=SMALL["cache"] | {"share_prefixes": share_prefixes}) as stack,
+        stack.client("10.0.0.7") as api,
+    ):
+        cached = []
+        for key in ("sk-a", "sk-b", "sk-b"):
+            answer = await api.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert [tokens > 0 for tokens in cached] == [False, share_prefixes, True]
 
 
 # ---------------------------------------------------------------- five causes

@@ -17,6 +17,7 @@ from raylm.frontend.state.application_state import ApplicationState
 from raylm.frontend.state.client import LocalState
 from raylm.ingress import Surroundings, build_asgi_app, read_keys
 from raylm.ingress.http import api_keys
+from raylm.ingress.http.api_keys import APIKeys
 from tests.ingress.fake_llm import FakeAsyncLLM
 from tests.ingress.harness import CHAT, TEXT, client_of, until
 from tests.ingress.refused import error_of
@@ -84,9 +85,27 @@ async def test_only_admins_change_adapters(tmp_path: Path) -> None:
             assert error_of(await client.post(path, json=body, headers=BOB), 403)["code"] == "permission_denied"
             error = (await client.post(path, json=body, headers=ALICE)).json()["error"]
             assert error["code"] != "permission_denied"
-    async with limited(tmp_path, "", FakeAsyncLLM()) as client:  # without any admin all are
-        answer = await client.post("/v1/load_lora_adapter", json=body, headers=BOB)
-        assert answer.json()["error"]["code"] == "engine_unavailable"
+    async with limited(tmp_path, "", FakeAsyncLLM()) as client:
+        for headers in (ALICE, BOB):
+            error = error_of(await client.post("/v1/load_lora_adapter", json=body, headers=headers), 403)
+            assert "'admin'" in error["message"]
+
+
+def test_a_single_key_is_an_admin_and_shares_its_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    for text, admin, apart in (
+        ("alice: sk-a\nalice: sk-b\n", True, False),
+        ("alice: sk-a\nbob: sk-b\n", False, True),
+        ("alice: sk-a admin\nbob: sk-b\n", True, True),
+    ):
+        path.write_text(text)
+        keys = APIKeys(IngressConfig(api_keys_file=str(path)))
+        alice = keys.find([b"sk-a"])
+        assert alice is not None
+        assert (alice.admin, alice.own_prefixes) == (admin, apart)
+        shared = APIKeys(IngressConfig(api_keys_file=str(path)), share_prefixes=True).find([b"sk-a"])
+        assert shared is not None
+        assert not shared.own_prefixes
 
 
 def test_what_stands_behind_a_key(tmp_path: Path) -> None:
