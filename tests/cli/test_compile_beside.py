@@ -16,6 +16,7 @@ from raylm.native import build
 
 
 @pytest.mark.skipif(build._DRIVER.exists(), reason="where there is a GPU nothing is compiled beside the start")
+@pytest.mark.ray
 def test_kernels_compile_before_ray_starts(tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\n[ $1 = --version ] || exec sleep 60\n")
