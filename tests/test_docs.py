@@ -41,6 +41,22 @@ def test_every_path_in_a_page_exists(page: Path) -> None:
     assert [link for link in _LINK.findall(text) if not (page.parent / link).exists()] == []
 
 
+def test_every_line_of_security_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    lines = re.findall(r"^(?:- |\| (?!port or socket|---)).*(?:\n  .*)*", page, re.MULTILINE)
+    assert len(lines) > 15
+    named = [re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", line) for line in lines]
+    assert [line for line, tests in zip(lines, named, strict=True) if not tests] == [
+        "- decides what the model answers, and by its chat template what the model reads. Nothing prevents that."
+    ]
+    lost = [
+        (file, name)
+        for file, name in {one for tests in named for one in tests}
+        if not re.search(rf"^(?:async )?def {name or 'test_'}", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+    assert lost == []
+
+
 def test_every_package_that_is_asked_for_has_its_licence_listed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
