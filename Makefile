@@ -7,7 +7,7 @@ CONFIG ?= configs/llama.yaml
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all software check conformance clients long fuzz sanitizers format figures pictures boards clean
+.PHONY: help serve test test-all software check conformance clients long fuzz sanitizers lock format figures pictures boards clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -47,6 +47,13 @@ fuzz: $(VENV)/.dev  ## attack a server at random, beside an honest client, for M
 
 sanitizers: $(VENV)/.dev  ## the native kernels under Address- and UndefinedBehaviorSanitizer, their threads under ThreadSanitizer
 	@$(BIN)/python -m tests.native.sanitizers
+
+lock: $(VENV)/.dev  ## write requirements.lock anew: exact versions and hashes of what serving needs
+	@$(BIN)/python -m pip install --quiet uv
+	@head -5 requirements.lock > requirements.lock.new
+	@$(BIN)/uv pip compile pyproject.toml --quiet --generate-hashes --no-emit-package torch --no-header --no-annotate \
+		--no-emit-index-url --no-emit-find-links --python-version 3.11 --python-platform linux | grep -v '^#' >> requirements.lock.new
+	@mv requirements.lock.new requirements.lock
 
 format: $(VENV)/.dev  ## write the format, fix what the linter can
 	@$(BIN)/ruff format .
