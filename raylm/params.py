@@ -177,6 +177,7 @@ class SamplingParams:
         _check(asked, "logprob_token_ids", "needs logprobs")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
+            _check(value != -1, name, f"may not be -1, the whole vocabulary: at most {MAX_LOGPROBS} are served")
             _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must lie between 0 and {MAX_LOGPROBS}")
 
     @property

@@ -240,3 +240,23 @@ async def test_a_wrong_field_is_named(
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert llm.calls == []
+
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("/v1/completions", {"prompt": "Hi", "logprobs": -1}, "logprobs"),
+        ("/v1/completions", {"prompt": "Hi", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ("/v1/responses", {"input": "Hi", "top_logprobs": -1}, "top_logprobs"),
+    ],
+)
+async def test_the_whole_vocabulary_is_refused_with_its_reason(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = error_of(await client.post(path, json={"model": "org/fake-model"} | body))
+    assert error["param"] == param
+    assert "the whole vocabulary, is not served: at most 20 are" in error["message"]

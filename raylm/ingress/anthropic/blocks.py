@@ -20,8 +20,12 @@ SIGNATURE = "unsigned"
 # What a block begins as, the type of its deltas, and the field of a delta.
 _KINDS: dict[str, tuple[JSONObject, str, str]] = {
     "thinking": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
-    "text": ({"type": "text", "text": ""}, "text_delta", "text"),
-    "tool_use": ({"type": "tool_use", "id": "", "name": "", "input": {}}, "input_json_delta", "partial_json"),
+    "text": ({"type": "text", "text": "", "citations": None}, "text_delta", "text"),
+    "tool_use": (
+        {"type": "tool_use", "id": "", "name": "", "input": {}, "caller": {"type": "direct"}},
+        "input_json_delta",
+        "partial_json",
+    ),
 }
 
 

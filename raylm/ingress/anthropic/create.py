@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 PING = named_event({"type": "ping"})
 LAST_EVENT = {"type": "message_stop"}
+# What Anthropic's specification requires of a message's usage and not of a message_delta's.
+_OF_WHOLE_USAGE: JSONObject = {
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+    "inference_geo": None,
+    "service_tier": "standard",
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -67,17 +73,17 @@ class Message:
     """One answer while it is made, of which some was ``told`` before."""
 
     def __init__(self, message_id: str, model: str, told: Told) -> None:
-        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model, "container": None}
         self._told = told
         self._blocks = MessageBlocks(told)
         self._usage = Usage()
-        self._stop: JSONObject = {"stop_reason": None, "stop_sequence": None}
+        self._stop: JSONObject = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
 
     def as_json(self) -> JSONObject:
         return self._head | {
             "content": list(self._blocks.blocks),
             **self._stop,
-            "usage": self._usage_json(),
+            "usage": self._usage_json() | _OF_WHOLE_USAGE,
         }
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[Events, None]:
@@ -103,9 +109,10 @@ class Message:
         if reason is not None:
             self._stop["stop_reason"] = _STOP_REASONS[reason]
             if reason == "stop" and isinstance(delta.stop_reason, str):
-                self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+                self._stop |= {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
             events += self._blocks.finish()
-            events.append({"type": "message_delta", "delta": self._stop, "usage": self._usage_json()})
+            ended = self._stop | {"container": None}
+            events.append({"type": "message_delta", "delta": ended, "usage": self._usage_json()})
             events.append(LAST_EVENT)
         return events
 
@@ -118,6 +125,7 @@ class Message:
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+            "server_tool_use": None,
         }
 
 

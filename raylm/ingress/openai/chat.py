@@ -17,11 +17,11 @@ from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
-from raylm.ingress.openai.fields import at_most, unsupported, wish, wrong
+from raylm.ingress.openai.fields import NumLogprobs, at_most, unsupported, wish, wrong
 from raylm.ingress.openai.generation import GenerationBody, check_model, open_stream, opens_turn
 from raylm.ingress.openai.logprobs import TokenTexts, chat_logprobs
 from raylm.ingress.openai.messages import MAX_TOOLS, Messages, TextPart, Tool, ToolChoice
-from raylm.params import MAX_LOGPROBS, SamplingParams
+from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, ChatPrompt, CompletionDelta, RequestOutput, ToolCallDelta
@@ -67,7 +67,7 @@ class ChatCompletionRequest(GenerationBody):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -185,7 +185,7 @@ class ChatChoices(Choices):
 
 def assistant_message(choice: CompletionDelta) -> JSONObject:
     """The message of a finished choice; reasoning goes by both of the names in use."""
-    message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None}
+    message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
     if choice.reasoning:
         message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
     if choice.tool_calls:

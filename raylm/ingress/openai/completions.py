@@ -17,10 +17,10 @@ from raylm.ingress.http.body import JSONObject
 from raylm.ingress.http.endpoint import Answer
 from raylm.ingress.http.stream_ids import UNRESUMABLE, Posted, StreamId, StreamIds
 from raylm.ingress.openai.choices import Choices
-from raylm.ingress.openai.fields import Prompt, Prompts, unsupported
+from raylm.ingress.openai.fields import NumLogprobs, Prompt, Prompts, unsupported
 from raylm.ingress.openai.generation import GenerationBody, open_stream, tokenized
 from raylm.ingress.openai.logprobs import CompletionLogprobs, TokenTexts
-from raylm.params import MAX_LOGPROBS, SamplingParams
+from raylm.params import SamplingParams
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM, RequestOutput
@@ -42,7 +42,7 @@ class CompletionRequest(GenerationBody):
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = None
 

@@ -48,6 +48,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
 from raylm.frontend import LARGE, Place
 from raylm.ingress.http.errors import clip
+from raylm.params import MAX_LOGPROBS
 
 _EXPECTED = {
     "string_type": "a string", "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number",
@@ -354,6 +355,15 @@ class Part(BaseModel):
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"it may hold at most {MAX_FIELDS} entries")
         return value
+
+
+def _no_whole_vocabulary(value: object) -> object:
+    if type(value) is int and value == -1:
+        raise ValueError(f"-1, the whole vocabulary, is not served: at most {MAX_LOGPROBS} are")
+    return value
+
+
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_no_whole_vocabulary)]
 
 
 def unsupported(param: str, what: str) -> UnsupportedFieldError:

@@ -18,6 +18,7 @@ from raylm.ingress.openai.fields import (
     MAX_FIELDS,
     Body,
     Model,
+    NumLogprobs,
     OneOf,
     Part,
     Prompt,
@@ -30,7 +31,7 @@ from raylm.ingress.openai.fields import (
     refuse,
     unsupported,
 )
-from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
@@ -332,7 +333,7 @@ class GenerationBody(SamplingBody, CutBody):
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     logprob_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -10,11 +10,10 @@ from typing_extensions import TypedDict
 
 from raylm.ingress.http.body import JSONObject
 from raylm.ingress.openai.chat import CacheRetention, ChatCompletionRequest, ServiceTier, Verbosity
-from raylm.ingress.openai.fields import OneOf, Part, at_most, closed, refuse, wish
+from raylm.ingress.openai.fields import NumLogprobs, OneOf, Part, at_most, closed, refuse, wish
 from raylm.ingress.openai.generation import SamplingBody
 from raylm.ingress.openai.messages import MAX_TOOLS
 from raylm.ingress.responses.input import Input
-from raylm.params import MAX_LOGPROBS
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
@@ -115,7 +114,7 @@ class ResponsesRequest(SamplingBody):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -50,7 +50,7 @@ class ResponseJob:
         self.tokens = 0
         self.last = -1
         self._created_at = created_at
-        self._usage: Usage | None = None
+        self._usage = Usage()
         self._error: RayLMError | None = None
 
     @property
@@ -62,7 +62,7 @@ class ResponseJob:
         return self.status in ("completed", "incomplete", "failed")
 
     def response(self) -> JSONObject:
-        shown = self._as_asked() | {
+        return self._as_asked() | {
             "id": self.id,
             "object": "response",
             "created_at": self._created_at,
@@ -71,16 +71,19 @@ class ResponseJob:
             "error": None if self._error is None else {"code": "server_error", "message": self._error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
             "output": list(self.items.items),
+            "usage": self._usage_json(),
         }
-        if self.done and (usage := self._usage) is not None:
-            shown["usage"] = {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            }
-        return shown
+
+    def _usage_json(self) -> JSONObject:
+        """The counts so far: Open Responses requires them at any time, and OpenAI's specification has no null here."""
+        usage = self._usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
 
     async def events(self, outputs: Outputs, *, begun: bool = False) -> AsyncGenerator[Events, None]:
         """Read the one sequence to its end; every item is what happened since the last one.
@@ -93,7 +96,7 @@ class ResponseJob:
             async with aclosing(outputs):
                 with renamed(PARAM_NAMES):
                     output = await anext(outputs)
-                self.status, self._usage = "in_progress", Usage()
+                self.status = "in_progress"
                 kinds = [] if begun else ["in_progress"] if self.last >= 0 else ["created", "in_progress"]
                 yield self.told_as(*kinds) + self._take(output)
                 async for output in outputs:
@@ -115,7 +118,6 @@ class ResponseJob:
 
     def _take(self, output: RequestOutput) -> Events:
         events: Events = []
-        assert self._usage is not None
         self._usage.count(output)
         for delta in output.deltas:
             self.tokens += len(delta.token_ids)
@@ -149,7 +151,7 @@ class ResponseJob:
             "temperature": params.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [{"strict": None, "parameters": None} | tool for tool in body.tools or ()],
+            "tools": [{"strict": None, "parameters": None, "description": None} | tool for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",

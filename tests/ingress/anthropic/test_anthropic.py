@@ -49,7 +49,7 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, str]:
 async def test_a_whole_message(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     system = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
     message = await create(client, system=system, temperature=0.5, top_k=3, metadata={"user_id": "u"})
-    assert message["content"] == [{"type": "text", "text": "Hello wörld"}]
+    assert message["content"] == [{"type": "text", "text": "Hello wörld", "citations": None}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
     usage = message["usage"]
     assert usage["output_tokens"] == 13
@@ -70,8 +70,42 @@ async def test_events_come_in_order(client: httpx.AsyncClient) -> None:
         "message_delta", "message_stop",
     ]  # fmt: skip
     assert "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta") == "Hello wörld"
-    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["delta"] == {
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
+    }
     assert events[-2]["usage"]["output_tokens"] == 13
+
+
+# Fields that Anthropic's specification requires: of a message, of its usage, of a message_delta's usage.
+REQUIRED = {
+    "id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container",
+}  # fmt: skip
+REQUIRED_OF_DELTA_USAGE = {
+    "cache_creation_input_tokens", "cache_read_input_tokens", "input_tokens", "output_tokens", "output_tokens_details",
+    "server_tool_use",
+}  # fmt: skip
+REQUIRED_OF_USAGE = REQUIRED_OF_DELTA_USAGE | {"cache_creation", "inference_geo", "service_tier"}
+
+
+async def test_messages_have_all_required_fields(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    think_and_call(llm)
+    message = await create(client, tools=TOOLS, thinking={"type": "adaptive"})
+    events = await stream(client, tools=TOOLS, thinking={"type": "adaptive"})
+    for found in (message, events[0]["message"]):
+        assert found.keys() == REQUIRED
+        assert found["usage"].keys() == REQUIRED_OF_USAGE
+    assert events[-2]["delta"].keys() == {"container", "stop_details", "stop_reason", "stop_sequence"}
+    assert events[-2]["usage"].keys() == REQUIRED_OF_DELTA_USAGE
+    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    for blocks in (message["content"], begun):
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+        assert blocks[1]["citations"] is None
+        assert [block["caller"] for block in blocks[2:]] == [{"type": "direct"}] * 2
+    again = [{"role": "assistant", "content": message["content"][1:2]}, {"role": "user", "content": "And?"}]
+    await create(client, messages=[{"role": "user", "content": "Hi"}, *again])
 
 
 @pytest.mark.parametrize("step", [1, 7, 500])

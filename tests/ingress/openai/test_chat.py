@@ -34,7 +34,7 @@ async def stream(client: httpx.AsyncClient, **fields: Any) -> list[Any]:
 async def test_a_whole_answer(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
     answer = await post(client)
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "Hello wörld", "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": "Hello wörld", "refusal": None, "annotations": []}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
     prompt_tokens = len("user:Hi\n") + 1
     completion_tokens = len("Hello wörld".encode()) + 1

@@ -38,7 +38,7 @@ async def test_reasoning_may_be_left_out(client: httpx.AsyncClient, llm: FakeAsy
     (bare,) = (await post(client, include_reasoning=False))["choices"]
     (whole,) = (await post(client, include_reasoning=True))["choices"]
     assert whole["message"]["reasoning"] == "Hm."
-    assert bare["message"] == {"role": "assistant", "content": "I answer.", "refusal": None}
+    assert bare["message"] == {"role": "assistant", "content": "I answer.", "refusal": None, "annotations": []}
     for step in (1, 7, 100):
         llm.step = step
         deltas = [chunk["choices"][0]["delta"] for chunk in await stream(client, include_reasoning=False)]

@@ -39,7 +39,7 @@ class Replica:
         self.engine = WritingEngine("e", Random(0)) if writes else silent
         self.llm.add_engine(self.engine)
         app = build_asgi_app(self.llm, config)
-        (take_over,) = app.state.jobs
+        take_over, _ = app.state.jobs
         self.responses: CreateResponse = take_over.__self__
         self.client = client_of(app)
 

@@ -58,6 +58,13 @@ async def test_a_whole_response(client: httpx.AsyncClient, llm: FakeAsyncLLM) ->
     assert llm.calls[-1].params.top_k == 3
 
 
+async def test_responses_in_events_have_usage_and_tools_a_description(client: httpx.AsyncClient) -> None:
+    tools = [{"type": "function", "name": "f"}]
+    shown = [event["response"] for event in await stream(client, tools=tools) if "response" in event]
+    assert [response["usage"]["output_tokens"] for response in shown] == [0, 0, 13]
+    assert shown[-1]["tools"] == [tools[0] | {"description": None, "parameters": None, "strict": None}]
+
+
 async def test_a_response_that_was_cut_short(client: httpx.AsyncClient) -> None:
     response = await create(client, max_output_tokens=4)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
