@@ -1,4 +1,4 @@
-"""Names and help of all metrics; a series that vLLM has too has its name. ``vllm:cache_config_info`` is not served."""
+"""Names and help of all metrics. A series that vLLM has too has its name: vLLM's Grafana dashboard works unchanged."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ GENERATION_TOKENS = Metric("counter", "vllm:generation_tokens", "Tokens generate
 DRAFTED_TOKENS = Metric("counter", "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", ("engine",))
 ACCEPTED_TOKENS = Metric("counter", "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", ("engine",))
 STEP_TOKENS = Metric("histogram", "vllm:iteration_tokens_total", "Tokens computed in an engine's step.", ("engine",))
+CACHE_CONFIG = Metric(
+    "gauge",
+    "vllm:cache_config_info",
+    "The KV cache of an engine, as labels; always 1.",
+    ("engine", "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),
+)
 TTFT = Metric("histogram", "vllm:time_to_first_token_seconds", "From arrival to the first token, seconds.")
 ITL = Metric("histogram", "vllm:inter_token_latency_seconds", "Between two tokens of a sequence, seconds.")
 E2E = Metric("histogram", "vllm:e2e_request_latency_seconds", "From arrival to the last token, seconds.")

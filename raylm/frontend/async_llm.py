@@ -62,7 +62,12 @@ class AsyncLLM:
         self._template = ChatTemplate(self._tokenizer.chat_templates, self._tokenizer.special_tokens, self.model_name)
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.eos_token_ids)
         self._chat = ChatProcessor(config, self._tokenizer, self._template, self._grammars)
-        self._telemetry = Telemetry(self.model_name, lambda: self._router.stats())
+        self._telemetry = Telemetry(
+            self.model_name,
+            lambda: self._router.stats(),
+            lambda: {client.info.engine_id: client.info.worker for client in self._router.clients},
+            config.cache,
+        )
         self._input = InputProcessor(self._tokenizer, checkpoint.eos_token_ids, self.default_max_tokens)
         self._outputs = OutputProcessor(self._tokenizer, self._telemetry)
         outputs, self.timelines = self._outputs, Timelines(on_end=self._telemetry.ended)

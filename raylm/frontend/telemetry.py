@@ -13,8 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from raylm import metrics
+from raylm.config import CacheConfig
 from raylm.frontend.timelines.record import Part, Record
-from raylm.messages import EngineStats
+from raylm.messages import EngineStats, WorkerInfo
 
 _ENGINE_SERIES: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], metrics.Metric, str]] = [
     (GaugeMetricFamily, metrics.RUNNING, "running"),
@@ -58,9 +59,19 @@ def _cumulative(bounds: tuple[float, ...], counts: Iterable[int]) -> list[tuple[
 
 
 class Telemetry(Collector):
-    """Owned by one event loop: nothing here locks. ``engines`` gives the newest EngineStats by engine id."""
+    """Owned by one event loop: nothing here locks.
 
-    def __init__(self, model_name: str, engines: Callable[[], Mapping[str, EngineStats]]) -> None:
+    ``engines`` gives the newest EngineStats by engine id, and ``workers`` what their workers have found out at start.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        engines: Callable[[], Mapping[str, EngineStats]],
+        workers: Callable[[], Mapping[str, WorkerInfo]] = dict,
+        cache: CacheConfig | None = None,
+    ) -> None:
+        self._workers, self._cache = workers, cache or CacheConfig()
         self._model_name = model_name
         self._engines = engines
         self._ttft, self._itl, self._e2e = _Histogram(), _Histogram(), _Histogram()
@@ -121,6 +132,14 @@ class Telemetry(Collector):
         for metric, value in found.items():
             self._shapes[metric].observe(max(value, 0.0))
 
+    def _cache_config(self) -> Metric:
+        metric, cache = metrics.CACHE_CONFIG, self._cache
+        family = GaugeMetricFamily(metric.name, metric.help, labels=["model_name", *metric.labels])
+        for engine_id, worker in self._workers().items():
+            sizes = str(worker.block_size), str(worker.num_blocks)
+            family.add_metric([self._model_name, engine_id, *sizes, cache.dtype, str(cache.prefix_caching)], 1)
+        return family
+
     def text(self) -> bytes:
         return generate_latest(self)
 
@@ -138,6 +157,7 @@ class Telemetry(Collector):
             counted = _cumulative(metrics.STEP_TOKENS_BUCKETS, stats.counters.steps_by_tokens)
             steps.add_metric([self._model_name, engine_id], counted, stats.counters.step_tokens)
         yield steps
+        yield self._cache_config()
         latencies_seen = (metrics.TTFT, self._ttft), (metrics.ITL, self._itl), (metrics.E2E, self._e2e)
         for metric, histogram in (*latencies_seen, *self._shapes.items()):
             latencies = HistogramMetricFamily(metric.name, metric.help, labels=["model_name"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from tokenizers import Tokenizer
 
@@ -31,6 +32,19 @@ CONFIG = Config.model_validate({
     "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
 })  # fmt: skip
 PROMPT = "The scheduler decides what runs next, and the worker runs it."
+# The series that vLLM's examples/observability/prometheus_grafana/grafana.json asks for.
+VLLMS_DASHBOARD = {
+    *(
+        f"vllm:{name}_{part}"
+        for name in ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
+        for part in ("bucket", "sum", "count")
+    ),
+    "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total",
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+    "vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket", "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum",
+    "vllm:request_max_num_generation_tokens_sum",
+}  # fmt: skip
 TEXT: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 24, "seed": 7}
 CHAT: dict[str, Any] = {
     "model": "embedded",
@@ -255,3 +269,23 @@ async def test_a_lost_engine_is_told_and_then_away(stack: Stack) -> None:
         for path in ("/health", "/v1/models"):
             error_of(await client.get(path), 503)
         assert b"vllm:" in (await client.get("/metrics")).content
+
+
+async def test_vllms_dashboard_finds_its_series(api: httpx.AsyncClient) -> None:
+    assert (await api.post("/v1/completions", json=TEXT)).status_code == 200
+    assert (await api.post("/v1/completions", json=TEXT | {"stream": True})).status_code == 200
+    families = list(text_string_to_metric_families((await api.get("/metrics")).text))
+    told: dict[str, dict[str, float]] = {}
+    for family in families:
+        for sample in family.samples:
+            assert sample.name not in VLLMS_DASHBOARD or sample.labels["model_name"] == "embedded"
+            told.setdefault(sample.name, {})[sample.labels.get("le", "")] = sample.value
+    assert told.keys() >= VLLMS_DASHBOARD
+    assert told["vllm:request_generation_tokens_bucket"]["+Inf"] == 2
+    assert told["vllm:request_max_num_generation_tokens_sum"][""] == 2 * TEXT["max_tokens"]
+    (cache,) = [sample for family in families for sample in family.samples if "cache_config_info" in sample.name]
+    assert cache.value == 1
+    assert cache.labels == {
+        "model_name": "embedded", "engine": "e", "block_size": "16", "num_gpu_blocks": "64", "cache_dtype": "auto",
+        "enable_prefix_caching": "True",
+    }  # fmt: skip
