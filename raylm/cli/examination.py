@@ -209,6 +209,27 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
             yield Finding("keys", "ok", f"{len(list(read_keys(config.ingress) or ()))} API keys")
 
 
+def check_store(subject: Subject) -> Iterator[Finding]:
+    """The files in which responses are stored."""
+    from raylm.ingress import fault_of, find_store
+
+    for application in subject.file.ours:
+        name, config = application.name, application.config
+        assert config is not None
+        if (path := find_store(config.ingress.store, name)) is None:
+            yield Finding("store", "ok", "responses are kept in memory, until the ingress ends")
+            continue
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
+            raise ConfigError(f"ingress.store: {path} cannot be written; name a file that can.")
+        free = f"{shutil.disk_usage(there).free / GIB:.1f} GiB free"
+        if there == path and (fault := fault_of(path)) is not None:
+            cure = "restore it, or let the server move it aside and begin a new one; a newer version's stays with that"
+            yield Finding("store", "note", f"ingress.store: {path} cannot be used: {fault}", cure)
+        else:
+            yield Finding("store", "ok", f"responses are kept in {path}, {free}")
+
+
 def check_certificates(subject: Subject) -> Iterator[Finding]:
     """The files that http_options name for TLS."""
     options = subject.file.tree.get("http_options") or {}
@@ -278,5 +299,5 @@ def _kernels_are_ready() -> bool:
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     check_packages, check_cpu, check_kernels, check_cores, check_memory, check_ray, check_haproxy, check_ports,
-    check_certificates, check_keys, check_gpus, check_model,
+    check_certificates, check_keys, check_store, check_gpus, check_model,
 )  # fmt: skip

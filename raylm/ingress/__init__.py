@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from raylm.ingress.http.haproxy import configure_controller as configure_controller
     from raylm.ingress.ingress import SHARED_ACTORS as SHARED_ACTORS
     from raylm.ingress.ingress import Ingress as Ingress
+    from raylm.ingress.responses.database import fault_of as fault_of
+    from raylm.ingress.responses.shared_store import find_store as find_store
     from raylm.ingress.routes import Surroundings as Surroundings
     from raylm.ingress.routes import build_asgi_app as build_asgi_app
 
@@ -20,6 +22,8 @@ _MODULES = {
     "http.entrance": ("serve_middlewares",),
     "http.haproxy": ("configure_controller",),
     "ingress": ("SHARED_ACTORS", "Ingress"),
+    "responses.database": ("fault_of",),
+    "responses.shared_store": ("find_store",),
     "routes": ("Surroundings", "build_asgi_app"),
 }
 

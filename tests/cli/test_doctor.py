@@ -179,3 +179,13 @@ def test_a_requirement_that_is_missing_or_of_another_version(monkeypatch: pytest
     assert found[:2] == [
         ("note", "pip install 'typer>=999'"), ("problem", "pip install 'no-such-package-here>=1'"),
     ]  # fmt: skip
+
+
+def test_the_store_of_responses_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    found = examined("embedded", "--ingress.store", str(path), status=0)["store"]
+    assert (found["state"], str(path) in found["text"], path.exists()) == ("ok", True, False)
+    path.write_bytes(b"no database" * 99)
+    found = examined("embedded", "--ingress.store", str(path), status=0)["store"]
+    assert (found["state"], "file is not a database" in found["text"]) == ("note", True)
+    assert "ingress.store" in problem("store", "embedded", "--ingress.store", str(path / "x"))

@@ -168,10 +168,17 @@ class CreateResponse:
         )
 
     async def _keep(self, job: ResponseJob, items: list[JSONObject]) -> None:
+        """Store a response that has ended; where that fails, the response says that it is not stored."""
         response = job.response()
-        if response["store"]:
-            record = await self._record(job, items)
+        if not response["store"]:
+            return
+        record = await self._record(job, items)
+        try:
             await self._store.put(job.owner, job.id, record, response["previous_response_id"])
+        except StoreLostError as error:
+            job.stored = False
+            lost = about("response.not_stored", job.id)
+            logger.error("response %s is answered, and could not be stored: %s", job.id, error.message, extra=lost)
 
     async def _stream(self, job: ResponseJob, outputs: Outputs, items: list[JSONObject]) -> Chunks:
         numbers = count()
@@ -179,6 +186,9 @@ class CreateResponse:
             async for events in happened:
                 if job.done:
                     await self._keep(job, items)  # before the client hears of the end, and goes on from it
+                    for event in events:
+                        if "response" in event:
+                            event["response"]["store"] = job.stored
                 if events:
                     yield b"".join(named_event(event | {"sequence_number": next(numbers)}) for event in events)
 

@@ -28,6 +28,8 @@ Events = list[JSONObject]
 class ResponseJob:
     """Owns the state of one response; ``response`` is what clients get of it at any time.
 
+    It is ``stored`` unless its client does not want that, or the store could not keep it.
+
     ``owner`` is the name of the key that it was asked for with. ``tokens`` have been read of the answer; those that
     were told before are read again without events. Of the events in the background the newest has the number ``last``.
     """
@@ -49,6 +51,7 @@ class ResponseJob:
         self._params = params
         self.tokens = 0
         self.last = -1
+        self.stored = body.store is not False
         self._created_at = created_at
         self._usage = Usage()
         self._error: RayLMError | None = None
@@ -147,7 +150,7 @@ class ResponseJob:
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
-            "store": body.store is not False,
+            "store": self.stored,
             "temperature": params.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 from raylm.config import Config
-from raylm.errors import StoreLostError
-from raylm.ingress.responses.store import MEMORY, ResponseStore
+from raylm.errors import ConfigError, StoreLostError
+from raylm.ingress.responses.database import MEMORY, keep_private
+from raylm.ingress.responses.store import ResponseStore
 from raylm.ray_private import listen_where_ray_does
 
 if TYPE_CHECKING:
@@ -39,25 +39,29 @@ def open_store(
     return cast(ResponseStore, _RemoteStore(shared))
 
 
-def store_path(knob: str | None, application: str) -> str:
-    """The file that ``ingress.store`` names; by default one of the application's, or none outside of an application."""
+def find_store(knob: str | None, application: str) -> Path | None:
+    """The file that ``ingress.store`` names, by default one of the application's; None for one in memory.
+
+    Outside of an application the default is in memory. Nothing is made or looked at.
+    """
     if knob == MEMORY or (knob is None and not application):
-        return MEMORY
+        return None
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "raylm"
-    path = (state / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)).expanduser()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _keep_private(path)
+    return (state / f"{quote(application, safe='')}.sqlite" if knob is None else Path(knob)).expanduser()
+
+
+def store_path(knob: str | None, application: str) -> str:
+    """As ``find_store``, a file that can be written; ConfigError if there can be none."""
+    if (path := find_store(knob, application)) is None:
+        return MEMORY
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_private(path)
+    except OSError as error:
+        raise ConfigError(
+            f"ingress.store: {path} cannot be written ({error.strerror}); name a file that can."
+        ) from None
     return str(path)
-
-
-def _keep_private(path: Path) -> None:
-    """SQLite's file of what was asked and answered, and those beside it, are for this user alone to read."""
-    with suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # new files beside it get its mode
-    for one in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-        with suppress(FileNotFoundError):
-            if one.stat().st_uid == os.geteuid():
-                one.chmod(0o600)
 
 
 class _RemoteStore:

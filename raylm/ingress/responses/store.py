@@ -13,33 +13,26 @@ from typing import Any, TypeVar, cast
 
 import orjson
 
+from raylm.errors import StoreLostError
 from raylm.ingress.http.body import JSONObject
+from raylm.ingress.http.errors import logger
+from raylm.ingress.responses.database import (
+    END_OF_CONVERSATION,
+    ENDED,
+    MEMORY,
+    is_damaged,
+    move_aside,
+    open_database,
+)
+from raylm.stages import about
 
 T = TypeVar("T")
 
-MEMORY = ":memory:"
 LEASE_S = 5.0  # after which a job whose maker has not renewed it is another's
 MOST_MAKERS = 3  # of one job; who brings down as many is failed
 _FOLLOW_S = 5.0
 _ROW_BYTES = 512  # what a row counts beside its content
 UNFINISHED = ("queued", "in_progress")
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0,
-    record BLOB NOT NULL, job BLOB, maker TEXT, makers INTEGER NOT NULL DEFAULT 0, lease REAL NOT NULL DEFAULT 0,
-    used REAL NOT NULL, place INTEGER NOT NULL, size INTEGER NOT NULL
-);
-CREATE INDEX IF NOT EXISTS by_previous ON responses (previous);
-CREATE INDEX IF NOT EXISTS by_place ON responses (place);
-CREATE INDEX IF NOT EXISTS by_use ON responses (used);
-CREATE INDEX IF NOT EXISTS by_status ON responses (status, lease);
-CREATE INDEX IF NOT EXISTS by_size ON responses (owner, size);
-CREATE TABLE IF NOT EXISTS events (
-    response TEXT NOT NULL, last INTEGER NOT NULL, tokens INTEGER NOT NULL, data BLOB NOT NULL,
-    PRIMARY KEY (response, last)
-) WITHOUT ROWID;
-"""
-_LEAF = "NOT EXISTS (SELECT 1 FROM responses later WHERE later.previous = responses.id)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +62,14 @@ class ResponseStore:
     A response belongs to its ``owner``, the name of an API key ("" without keys), and is found with that alone. Its
     record is {"response": …, "input": items}, as JSON. A conversation is the chain of responses that ``previous``
     makes, each of which is kept once. Of each owner ``max_bytes`` are kept, and nothing that was not used for
-    ``max_age_s``; the least recently used goes first, and of a conversation its end before what leads to it.
+    ``max_age_s``; the least recently used goes first, and of a conversation its end before what leads to it. What is
+    not done is kept.
 
     A ``job`` is what makes an unfinished response anew. It has a maker, which renews it while it works on it; LEASE_S
     without that, and it is lost, and handed to the next that asks.
+
+    A damaged file is moved aside, and the responses in it are not found any more. All methods raise StoreLostError
+    where the file cannot be used, as on a full disk.
     """
 
     def __init__(
@@ -88,10 +85,9 @@ class ResponseStore:
         self._cancelled: dict[str, asyncio.Event] = {}
         self._told: dict[str, asyncio.Event] = {}
         self._thread = ThreadPoolExecutor(1, "responses")
-        self._database = sqlite3.connect(path, timeout=30, check_same_thread=False)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        self._database.executescript(_SCHEMA)
+        self._path = path
+        self._fails = False
+        self._database = open_database(path)
 
     async def put(
         self,
@@ -119,14 +115,13 @@ class ResponseStore:
                     (response_id, owner, previous, status, record, job, maker, now + LEASE_S, now, place,
                      len(record) + len(job or b"") + _ROW_BYTES),
                 )  # fmt: skip
-                self._touch_chain(owner, previous, now)
             if events is not None and maker is not None:
                 self._tell(response_id, maker, events)
             if job is None and maker is not None:
                 self._database.execute(
-                    "UPDATE responses SET status = ?1, record = ?2, used = ?3, size = size + ?4 - LENGTH(record),"
-                    " job = CASE WHEN ?5 THEN job END WHERE id = ?6 AND maker = ?7 AND status IN"
-                    " ('queued', 'in_progress')",
+                    "UPDATE responses SET status = ?1, record = ?2, used = ?3, job = CASE WHEN ?5 THEN job END,"
+                    " size = size + ?4 - LENGTH(record) - CASE WHEN ?5 THEN 0 ELSE COALESCE(LENGTH(job), 0) END"
+                    " WHERE id = ?6 AND maker = ?7 AND status IN ('queued', 'in_progress')",
                     (status, record, now, len(record), status in UNFINISHED, response_id, maker),
                 )
             self._make_room(owner, response_id, now)
@@ -144,7 +139,8 @@ class ResponseStore:
             found = self._row(owner, response_id, "record")
             if found is None:
                 return None
-            self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (self._clock(), response_id))
+            with suppress(sqlite3.OperationalError):  # a full disk can still be read
+                self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (self._clock(), response_id))
             return cast(bytes, found[0])
 
         return await self._do(work)
@@ -194,12 +190,17 @@ class ResponseStore:
         """Forget a record; whether there was one. What was built on it keeps what it needs of it."""
 
         def work() -> bool:
-            if self._row(owner, response_id, "id") is None:
+            found = self._row(owner, response_id, "previous")
+            if found is None:
                 return False
             self._database.execute(
-                "UPDATE responses SET deleted = 1, job = NULL, status = 'cancelled' WHERE id = ?", (response_id,)
+                "UPDATE responses SET deleted = 1, job = NULL, status = 'cancelled',"
+                " size = size - COALESCE(LENGTH(job), 0) WHERE id = ?",
+                (response_id,),
             )
             self._drop_unneeded(response_id)
+            used = "UPDATE responses SET used = ? WHERE id = ?"  # it may be the end of its conversation now
+            self._database.execute(used, (self._clock(), found[0]))
             return True
 
         found = await self._do(work)
@@ -277,10 +278,27 @@ class ResponseStore:
         """One transaction, on the thread; it is carried out whether who waits for it stays or not."""
 
         def transaction() -> T:
-            with self._database:
-                return work()
+            try:
+                return self._transaction(work)
+            except sqlite3.Error as error:
+                if is_damaged(error) and self._path != MEMORY:
+                    self._database.close()
+                    move_aside(self._path, error)
+                    self._database = open_database(self._path)
+                    return self._transaction(work)
+                if not self._fails:
+                    self._fails = True
+                    message = "ingress.store: %s cannot be used: %s"
+                    logger.error(message, self._path, error, extra=about("responses"))
+                raise StoreLostError("The store of responses cannot be used now; try again shortly.") from error
 
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, transaction))
+
+    def _transaction(self, work: Callable[[], T]) -> T:
+        with self._database:
+            done = work()
+        self._fails = False
+        return done
 
     def _one(self, query: str, *values: object) -> Any:
         return self._database.execute(query, values).fetchone()
@@ -310,35 +328,34 @@ class ResponseStore:
     def _end(self, response_id: str, record: bytes, status: str, error: JSONObject | None) -> bytes:
         content: JSONObject = orjson.loads(record)
         content["response"] |= {"status": status, "error": error}
-        ended = orjson.dumps(content)
+        ended, more = orjson.dumps(content), 0
         if error is not None and content.get("streamed"):
             last, tokens = self._newest_event(response_id)
             event = {"type": "response.failed", "response": content["response"], "sequence_number": last + 1}
             row = response_id, last + 1, tokens, orjson.dumps([event])
             self._database.execute("INSERT INTO events VALUES (?, ?, ?, ?)", row)
+            more = len(row[-1]) + _ROW_BYTES
         self._database.execute(
-            "UPDATE responses SET status = ?, record = ?, job = NULL WHERE id = ?", (status, ended, response_id)
+            "UPDATE responses SET status = ?, record = ?, job = NULL,"
+            " size = size + ? - LENGTH(record) - COALESCE(LENGTH(job), 0) WHERE id = ?",
+            (status, ended, len(ended) + more, response_id),
         )
         return ended
 
-    def _touch_chain(self, owner: str, response_id: str | None, now: float) -> None:
-        """What a new response goes on from is as recently used as it is."""
-        self._database.execute(
-            "WITH RECURSIVE chain (id) AS (SELECT ? UNION ALL SELECT r.previous FROM chain JOIN responses r"
-            " ON r.id = chain.id WHERE r.previous IS NOT NULL)"
-            " UPDATE responses SET used = ? WHERE owner = ? AND id IN (SELECT id FROM chain)",
-            (response_id, now, owner),
-        )
-
     def _make_room(self, owner: str, newest: str, now: float) -> None:
-        """Drop what is too old, then what is too much; where all of it leads to the newest, its beginning goes."""
-        while oldest := self._one(
-            f"SELECT id FROM responses WHERE used < ? AND id != ? AND {_LEAF} LIMIT 1", now - self._max_age_s, newest
-        ):
+        """Drop what is too old, then what is too much; where all of it leads to the newest, its beginning goes.
+
+        Responses that others are built on need not be touched when these are used: they go after them.
+        """
+        old = f"SELECT id FROM responses WHERE used < ? AND id != ? AND {END_OF_CONVERSATION} AND {ENDED} LIMIT 1"
+        while oldest := self._one(old, now - self._max_age_s, newest):
             self._drop(oldest[0])
-        while self._one("SELECT TOTAL(size) FROM responses WHERE owner = ?", owner)[0] > self._max_bytes:
-            ends = f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {_LEAF} ORDER BY used, place DESC LIMIT 1"
-            others = "SELECT id FROM responses WHERE owner = ? AND id != ? ORDER BY place LIMIT 1"
+        while (self._one("SELECT size FROM owners WHERE owner = ?", owner) or (0,))[0] > self._max_bytes:
+            ends = (
+                f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {END_OF_CONVERSATION} AND {ENDED}"
+                " ORDER BY used, place DESC LIMIT 1"
+            )
+            others = f"SELECT id FROM responses WHERE owner = ? AND id != ? AND {ENDED} ORDER BY place LIMIT 1"
             oldest = self._one(ends, owner, newest) or self._one(others, owner, newest)
             if oldest is None:
                 return
@@ -347,7 +364,7 @@ class ResponseStore:
     def _drop_unneeded(self, response_id: str | None) -> None:
         """A deleted response that nothing is built on goes, and then what it was built on, if that is deleted too."""
         while response_id is not None:
-            query = f"SELECT previous FROM responses WHERE id = ? AND deleted AND {_LEAF}"
+            query = f"SELECT previous FROM responses WHERE id = ? AND deleted AND {END_OF_CONVERSATION}"
             if (found := self._one(query, response_id)) is None:
                 return
             self._drop(response_id)
@@ -355,7 +372,6 @@ class ResponseStore:
 
     def _drop(self, response_id: str) -> None:
         self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-        self._database.execute("DELETE FROM events WHERE response = ?", (response_id,))
 
     def _wake(self, waiting: dict[str, asyncio.Event], response_id: str) -> None:
         if (event := waiting.pop(response_id, None)) is not None:

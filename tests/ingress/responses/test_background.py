@@ -310,3 +310,24 @@ async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
         await second.client.delete(f"{PATH}/{one['id']}")
         again = await second.create(background=False, seed=0, previous_response_id=two["id"])
         assert again.json()["output"][0]["content"] == answer.json()["output"][0]["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_be_stored_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    async with replica(tmp_path / "store") as one:
+        store = one.responses._store
+        (pages,) = store._one("PRAGMA page_count")
+        store._database.execute(f"PRAGMA max_page_count = {pages}")
+        metadata = {str(place): "x" * 512 for place in range(16)}
+        fields: dict[str, Any] = {"background": False, "seed": 0, "stream": stream, "metadata": metadata}
+        answer = await one.create(**fields)
+        found = typed_events(answer.text)[-1]["response"] if stream else answer.json()
+        assert (found["status"], found["store"]) == ("completed", False)
+        assert found["output"][0]["content"][0]["text"] == SAID[0]
+        assert any(f"response {found['id']} is answered, and could not be stored" in line for line in caplog.messages)
+        assert (await one.client.get(f"{PATH}/{found['id']}")).status_code == 404
+        assert error_of(await one.create(seed=0, metadata=metadata), 503)["code"] == "store_lost"
+        store._database.execute("PRAGMA max_page_count = 1000000")
+        assert (await one.create(**fields)).status_code == 200

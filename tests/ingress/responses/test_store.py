@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import stat
 from pathlib import Path
 from random import Random
@@ -12,6 +13,8 @@ from typing import Any
 import orjson
 import pytest
 
+from raylm.errors import ConfigError, StoreLostError
+from raylm.ingress.responses.database import MIGRATIONS, fault_of
 from raylm.ingress.responses.shared_store import store_path
 from raylm.ingress.responses.store import LEASE_S, MOST_MAKERS, ResponseStore, ToldEvents
 
@@ -252,3 +255,165 @@ def test_where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert store_path(None, "a") == str(tmp_path / "state/raylm/a.sqlite")
     named: Any = tmp_path / "there" / "x.db"
     assert store_path(str(named), "app") == str(named)
+
+
+def counted(store: ResponseStore) -> None:
+    """What is counted as rows come and go is what the rows come to."""
+    rows = "SELECT owner, SUM(size) FROM responses GROUP BY owner ORDER BY owner"
+    kept = "SELECT owner, size FROM owners WHERE size ORDER BY owner"
+    assert store._database.execute(kept).fetchall() == store._database.execute(rows).fetchall()
+    size = (
+        "SELECT 512 + LENGTH(record) + COALESCE(LENGTH(job), 0) + (SELECT COALESCE(SUM(LENGTH(data) + 512), 0)"
+        " FROM events WHERE response = responses.id), size FROM responses"
+    )
+    assert all(real == told for real, told in store._database.execute(size))
+    later = "SELECT later, (SELECT COUNT(*) FROM responses child WHERE child.previous = responses.id) FROM responses"
+    assert all(real == told for real, told in store._database.execute(later))
+
+
+async def test_any_life_of_responses_and_jobs_is_counted() -> None:
+    luck, clock = Random(5), Clock()
+    store = ResponseStore(max_bytes=20_000, clock=clock)
+    jobs: list[tuple[str, str]] = []
+    for number in range(400):
+        owner, name = luck.choice("ab"), str(number)
+        before = luck.choice([None, *(str(one) for one in range(max(0, number - 5), number))])
+        kind = luck.random()
+        if kind < 0.3:
+            await store.put(owner, name, record(name, "queued"), before, b"j" * 300, "m", told(0, 0))
+            jobs.append((owner, name))
+        else:
+            await store.put(owner, name, record("x" * luck.randrange(2000)), before)
+        if jobs and luck.random() < 0.4:
+            of, job = jobs.pop(luck.randrange(len(jobs)))
+            way = luck.randrange(4)
+            if way == 0:
+                await store.put(of, job, record("done"), None, None, "m", told(3, 3))
+            elif way == 1:
+                await store.cancel(of, job)
+            elif way == 2:
+                await store.delete(of, job)
+            else:
+                await store.put(of, job, record("more", "in_progress"), None, None, "m", told(3, 3))
+                await store.append(job, "m", told(5, 4))
+        if luck.random() < 0.1:
+            clock.now += 2 * LEASE_S
+            await store.renew("m", 9)
+        counted(store)
+
+
+async def test_a_job_is_not_dropped_to_make_room() -> None:
+    store = ResponseStore(max_bytes=20_000)
+    await store.put("", "job", record("", "queued"), None, b"j" * 3000, "maker")
+    for number in range(30):
+        await store.put("", str(number), record("x" * 1000))
+    assert await store.get("", "job") is not None
+    await store.put("", "job", record("done"), None, None, "maker")
+    assert await store.get("", "job") == record("done")
+
+
+@pytest.mark.parametrize("bound", [2**30, 2**18])
+async def test_what_a_put_looks_at_does_not_grow_with_what_is_kept(bound: int) -> None:
+    """Counted in the virtual machine's steps of SQLite, also where each put drops another response."""
+    steps = []
+    for size in (500, 5_000):
+        store = ResponseStore(max_bytes=bound if bound > 2**20 else 600 * size)
+        taken = 0
+
+        def step() -> int:
+            nonlocal taken
+            taken += 1
+            return 0
+
+        for number in range(size):
+            await store.put("", str(number), record())
+        store._database.set_progress_handler(step, 100)
+        for number in range(50):
+            await store.put("", f"more {number}", record())
+        steps.append(taken)
+    assert steps[1] <= 2 * steps[0]
+
+
+async def test_a_file_of_the_first_form_opens(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    database = sqlite3.connect(path)
+    for statement in MIGRATIONS[0]:
+        database.execute(statement)
+    for name, before in (("a", None), ("b", "a"), ("c", "a")):
+        database.execute(
+            "INSERT INTO responses (id, owner, previous, status, record, used, place, size)"
+            " VALUES (?, 'me', ?, 'completed', ?, 1, 1, ?)",
+            (name, before, record(name), len(record(name)) + 512),
+        )
+    database.commit()
+    database.close()
+    store = ResponseStore(str(path), clock=lambda: 2.0)
+    counted(store)
+    assert len(await store.history("me", "c") or ()) == 2
+    await store.put("me", "d", record(), "c")
+    counted(store)
+    assert store._one("PRAGMA user_version") == (len(MIGRATIONS),)
+    assert fault_of(path) is None
+
+
+def moved(path: Path) -> list[Path]:
+    return [*path.parent.glob(f"{path.name}.damaged-*")]
+
+
+@pytest.mark.parametrize("content", [b"no database" * 999, None], ids=["damaged", "unknown"])
+async def test_a_file_that_cannot_be_read_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    path = tmp_path / "store"
+    if content is None:
+        sqlite3.connect(path).execute("CREATE TABLE responses (id TEXT PRIMARY KEY, record BLOB)").connection.close()
+    else:
+        path.write_bytes(content)
+        assert fault_of(path) == "file is not a database"
+    was = path.read_bytes()
+    store = ResponseStore(str(path))
+    await store.put("", "a", record())
+    (aside,) = moved(path)
+    assert aside.read_bytes()[100:] == was[100:], "all but the header, which says WAL now"
+    assert path.stat().st_mode & 0o777 == 0o600
+    (line,) = [entry.message for entry in caplog.records if "ingress.store" in entry.message]
+    assert str(path) in line
+    assert str(aside) in line
+
+
+async def test_a_file_that_is_damaged_meanwhile_is_moved_aside(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = ResponseStore(str(path))
+    for number in range(300):
+        await store.put("", str(number), record("x" * 2000))
+    store._database.close()
+    content = bytearray(path.read_bytes())
+    for at in range(8192, len(content), 4096):
+        content[at : at + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    store = ResponseStore(str(path))
+    await store.put("", "a", record())
+    assert await store.get("", "a") == record()
+    assert len(moved(path)) == 1
+
+
+def test_a_newer_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    database = sqlite3.connect(path)
+    database.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    database.close()
+    with pytest.raises(ConfigError, match=rf"ingress\.store: a newer version wrote {path}"):
+        ResponseStore(str(path))
+    assert "newer" in (fault_of(path) or "")
+
+
+async def test_a_full_disk_is_an_error_that_goes_away(tmp_path: Path) -> None:
+    store = ResponseStore(str(tmp_path / "store"))
+    await store.put("", "a", record())
+    (pages,) = store._one("PRAGMA page_count")
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreLostError):
+        await store.put("", "b", record("x" * 100_000))
+    assert await store.get("", "a") == record()
+    store._database.execute("PRAGMA max_page_count = 1000000")
+    await store.put("", "b", record("x" * 100_000))

@@ -1,0 +1,148 @@
+"""The SQLite file of stored responses: its form and how older ones become it, and what is done with a damaged one."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+from raylm.errors import ConfigError
+from raylm.ingress.http.errors import logger
+from raylm.stages import about
+
+MEMORY = ":memory:"
+ENDED = "status NOT IN ('queued', 'in_progress')"
+END_OF_CONVERSATION = "later = 0"
+_CACHE_KIB = 16_384
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS responses ("
+    " id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL,"
+    " deleted INTEGER NOT NULL DEFAULT 0, record BLOB NOT NULL, job BLOB, maker TEXT,"
+    " makers INTEGER NOT NULL DEFAULT 0, lease REAL NOT NULL DEFAULT 0, used REAL NOT NULL, place INTEGER NOT NULL,"
+    " size INTEGER NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS by_previous ON responses (previous)",
+    "CREATE INDEX IF NOT EXISTS by_place ON responses (place)",
+    "CREATE TABLE IF NOT EXISTS events ("
+    " response TEXT NOT NULL, last INTEGER NOT NULL, tokens INTEGER NOT NULL, data BLOB NOT NULL,"
+    " PRIMARY KEY (response, last)) WITHOUT ROWID",
+)
+# What a put asks is counted as rows come and go: the bytes of each owner, and the responses that are built on one.
+_COUNTS = (
+    "ALTER TABLE responses ADD COLUMN later INTEGER NOT NULL DEFAULT 0",
+    "UPDATE responses SET later = (SELECT COUNT(*) FROM responses child WHERE child.previous = responses.id)"
+    " WHERE id IN (SELECT previous FROM responses)",
+    "CREATE TABLE owners (owner TEXT PRIMARY KEY, size INTEGER NOT NULL) WITHOUT ROWID",
+    "INSERT INTO owners SELECT owner, SUM(size) FROM responses GROUP BY owner",
+    *(f"DROP INDEX IF EXISTS {name}" for name in ("by_use", "by_size", "by_status", "by_previous")),
+    "CREATE INDEX by_previous ON responses (previous) WHERE previous IS NOT NULL",
+    f"CREATE INDEX by_age ON responses (used) WHERE {END_OF_CONVERSATION} AND {ENDED}",
+    f"CREATE INDEX by_use ON responses (owner, used, place DESC) WHERE {END_OF_CONVERSATION} AND {ENDED}",
+    f"CREATE INDEX by_beginning ON responses (owner, place) WHERE {ENDED}",
+    "CREATE INDEX by_lease ON responses (lease) WHERE status IN ('queued', 'in_progress')",
+    "CREATE TRIGGER response_kept AFTER INSERT ON responses BEGIN"
+    " INSERT INTO owners VALUES (NEW.owner, NEW.size) ON CONFLICT (owner) DO UPDATE SET size = size + excluded.size;"
+    " UPDATE responses SET later = later + 1 WHERE id = NEW.previous;"
+    " END",
+    "CREATE TRIGGER response_changed AFTER UPDATE OF size ON responses BEGIN"
+    " UPDATE owners SET size = size + NEW.size - OLD.size WHERE owner = NEW.owner;"
+    " END",
+    "CREATE TRIGGER response_dropped AFTER DELETE ON responses BEGIN"
+    " UPDATE owners SET size = size - OLD.size WHERE owner = OLD.owner;"
+    " UPDATE responses SET later = later - 1 WHERE id = OLD.previous;"
+    " DELETE FROM events WHERE response = OLD.id;"
+    " END",
+)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_TABLES, _COUNTS)
+"""Statements that make each form of the file from the one before; ``PRAGMA user_version`` is the number of the form."""
+
+
+def open_database(path: str) -> sqlite3.Connection:
+    """The database in a file, or in memory, in its newest form; a file that is damaged is moved aside first.
+
+    Raises:
+        ConfigError: the file cannot be opened, or a newer version wrote it.
+    """
+    try:
+        return _opened(path)
+    except sqlite3.Error as error:
+        if not (is_damaged(error) or isinstance(error, _UnknownFormError)):
+            raise ConfigError(f"ingress.store: {path} cannot be used ({error}); name a file that can.") from error
+        move_aside(path, error)
+        return _opened(path)
+
+
+def is_damaged(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def move_aside(path: str, error: sqlite3.Error) -> None:
+    """Rename a file that cannot be read, and those beside it, so that a new one takes its place."""
+    aside = f"{path}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    for ending in ("", "-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            os.rename(path + ending, aside + ending)
+    keep_private(Path(path))
+    message = "ingress.store: %s cannot be read (%s): it was moved to %s, and responses are kept in a new file."
+    logger.error(message, path, error, aside, extra=about("responses"))
+
+
+def keep_private(path: Path) -> None:
+    """SQLite's file of what was asked and answered, and those beside it, are for this user alone to read."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # new files beside it get its mode
+    for one in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        with suppress(FileNotFoundError):
+            if one.stat().st_uid == os.geteuid():
+                one.chmod(0o600)
+
+
+def fault_of(path: Path) -> str | None:
+    """What is wrong with a file that exists, None if nothing is; it is read as a whole, and not changed."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as database:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.Error as error:
+        return str(error)
+    if version > len(MIGRATIONS):
+        return f"a newer version wrote it, in form {version}; this one knows {len(MIGRATIONS)}"
+    return None if found == "ok" else str(found)
+
+
+class _UnknownFormError(sqlite3.DatabaseError):
+    """It has tables of these names in a form that no version of this one knows."""
+
+
+def _opened(path: str) -> sqlite3.Connection:
+    database = sqlite3.connect(path, timeout=30, check_same_thread=False)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        with database:
+            database.execute("BEGIN IMMEDIATE")
+            _migrate(database, path)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _migrate(database: sqlite3.Connection, path: str) -> None:
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version > len(MIGRATIONS):
+        message = f"a newer version wrote {path}, in form {version}; name another file."
+        raise ConfigError(f"ingress.store: {message}")
+    for number, statements in enumerate(MIGRATIONS[version:], version + 1):
+        for statement in statements:
+            try:
+                database.execute(statement)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # a column or a table is another one
+                    raise _UnknownFormError(str(error)) from error
+                raise
+        database.execute(f"PRAGMA user_version = {number}")
