@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from tests.ingress.harness import served
 
+WARM_UP = 4  # requests that a load begins with
 OVERHEAD, PER_WORD = 5, 2  # tokens around a prompt's words, and of each
 CALL = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "find", "arguments": ""}}
 
@@ -29,20 +30,25 @@ class OpenAIServer:
     'short'     a token less than asked
     'silent'    no usage
     'json'      an event that is none
+
+    Streams behind those of the warm-up go on when ``open_first`` are open.
     """
 
-    def __init__(self, *faults: int | str, key: str = "", answer: str = "word ", pause_s: float = 0.0) -> None:
+    def __init__(
+        self, *faults: int | str, key: str = "", answer: str = "word ", pause_s: float = 0.0, open_first: int = 0
+    ) -> None:
         self.faults, self.key, self.answer, self.pause_s = list(faults), key, answer, pause_s
         self.thoughts, self.arguments = "", ""
         self.bodies: list[dict[str, Any]] = []
         self.open = self.most_open = self.left = 0
         self.url = ""
+        self._open_first, self._enough = open_first, asyncio.Event()
         self._loop, self._stop, self._ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run()), daemon=True)
 
     def __enter__(self) -> OpenAIServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(300)
         return self
 
     def __exit__(
@@ -78,7 +84,11 @@ class OpenAIServer:
     async def _stream(self, body: dict[str, Any], fault: str) -> AsyncIterator[str]:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
+        if self.open >= self._open_first:
+            self._enough.set()
         try:
+            if len(self.bodies) > WARM_UP:
+                await self._enough.wait()
             async for event in self._events(body, fault):
                 yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
         except asyncio.CancelledError:

@@ -14,6 +14,7 @@ from raylm import LLM, Config, SamplingParams
 from raylm.checkpoint import EMBEDDED
 from raylm.engine.block_hashes import ChainedHasher
 from raylm.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from raylm.models import lora
 from raylm.models.llama import LlamaForCausalLM
 from tests.adapters import make_adapter, peft_tokens
 from tests.checkpoints import make_checkpoint
@@ -199,6 +200,31 @@ def test_what_is_not_served_is_refused_by_name(llm: LLM, checkpoint: Path, root:
         llm.load_adapter(f"bad-{name}", f"bad-{name}")
     assert refused.value.param == "lora_path"
     assert llm.generate([PROMPTS[0]], GREEDY, progress=False)[0].token_ids
+
+
+def test_files_that_are_replaced_while_they_are_read_are_refused(
+    llm: LLM, checkpoint: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training run saves its next checkpoint: else the old weights would have the digest of the new ones."""
+    moving, newer = (make_adapter(checkpoint, root / name, seed=seed) for name, seed in (("moving", 5), ("newer", 6)))
+
+    def read_pairs(file: Path, shapes: Any) -> Any:
+        pairs = read(file, shapes)
+        (newer / file.name).replace(file)
+        return pairs
+
+    read = lora._read_pairs
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, "_read_pairs", read_pairs)
+        with pytest.raises(InvalidRequestError, match="changed while they were read") as refused:
+            llm.load_adapter("moving", "moving")
+    assert refused.value.param == "lora_path"
+    with pytest.raises(ModelNotFoundError):
+        llm.generate([PROMPTS[0]], GREEDY, adapters="moving", progress=False)
+    llm.load_adapter("moving", "moving")
+    found = llm.generate([PROMPTS[0]], GREEDY, adapters="moving", progress=False)
+    assert found[0].token_ids == peft_tokens(checkpoint, moving, [PROMPTS[0]], COUNT)[0]
+    llm.unload_adapter("moving")
 
 
 def test_an_adapter_of_another_model_is_refused_with_both_shapes(llm: LLM, root: Path, tmp_path: Path) -> None:

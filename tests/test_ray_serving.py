@@ -142,7 +142,7 @@ def test_the_client_examples_run(server: Server, script: str) -> None:
 
 def run_example(script: str, *args: str) -> str:
     command = [str(ROOT / "examples" / script)] if script.endswith(".sh") else [sys.executable, f"examples/{script}"]
-    done = subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

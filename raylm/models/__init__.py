@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from raylm.models.lora import LowRank as LowRank
     from raylm.models.lora import LowRankLayers as LowRankLayers
     from raylm.models.lora import adaptable_shapes as adaptable_shapes
-    from raylm.models.lora import adapter_digest as adapter_digest
     from raylm.models.lora import low_rank_layers as low_rank_layers
     from raylm.models.lora import pack_native as pack_native
     from raylm.models.lora import read_adapter as read_adapter
+    from raylm.models.lora import read_adapter_with_digest as read_adapter_with_digest
     from raylm.models.native_decoder import heads_struct as heads_struct
     from raylm.models.ranks import SINGLE_RANK as SINGLE_RANK
     from raylm.models.ranks import Ranks as Ranks
@@ -35,8 +35,8 @@ _MODULES = {
     "kv_scales": ("with_kv_scales",),
     "loader": ("load_model", "outline", "resolve_dtype"),
     "lora": (
-        "AdapterLimits", "LowRank", "LowRankLayers", "adaptable_shapes", "adapter_digest", "low_rank_layers",
-        "pack_native", "read_adapter",
+        "AdapterLimits", "LowRank", "LowRankLayers", "adaptable_shapes", "low_rank_layers",
+        "pack_native", "read_adapter", "read_adapter_with_digest",
     ),
     "native_decoder": ("heads_struct",),
     "ranks": ("SINGLE_RANK", "Ranks"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,27 +67,58 @@ def read_adapter(
     Raises:
         InvalidRequestError: it is no adapter, not one for this model, or asks for what is not served; named.
     """
+    with _refused(path):
+        return _read_adapter(path, shapes, max_rank, dtype)
+
+
+def read_adapter_with_digest(
+    path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, LowRank], str]:
+    """As ``read_adapter``, with the SHA-256 of the files: equal digests mean equal adapters, wherever they lie.
+
+    The digest is taken before and after the weights are read, so that it is that of the weights.
+
+    Raises:
+        InvalidRequestError: as ``read_adapter``, or the files changed meanwhile.
+    """
+    with _refused(path):
+        digest = _digest(path)
+        found = _read_adapter(path, shapes, max_rank, dtype)
+        if _digest(path) != digest:
+            raise _UnservedError("its files changed while they were read; load it again when they are complete")
+        return found, digest
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
     try:
-        config = _read_config(path / _CONFIG)
-        pairs = _read_pairs(path / _WEIGHTS, shapes)
-        found = {name: _low_rank(name, pair, shapes[name], config, max_rank) for name, pair in pairs.items()}
-        for name, pair in found.items():
-            if not all(matrix.to(dtype).isfinite().all() for matrix in (pair.down.float(), pair.up)):
-                raise _UnservedError(f"the weights of {name} are not finite in {str(dtype).removeprefix('torch.')}")
-        return found
+        yield
     except _UnservedError as error:
         text = f"The adapter {path.name!r} cannot be served: {error}."
         raise InvalidRequestError(text, param="lora_path") from error.__cause__
 
 
-def adapter_digest(path: Path) -> str:
-    """SHA-256 of the files that an adapter is read from: equal digests mean equal adapters, wherever they lie."""
+def _read_adapter(
+    path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
+) -> dict[str, LowRank]:
+    config = _read_config(path / _CONFIG)
+    pairs = _read_pairs(path / _WEIGHTS, shapes)
+    found = {name: _low_rank(name, pair, shapes[name], config, max_rank) for name, pair in pairs.items()}
+    for name, pair in found.items():
+        if not all(matrix.to(dtype).isfinite().all() for matrix in (pair.down.float(), pair.up)):
+            raise _UnservedError(f"the weights of {name} are not finite in {str(dtype).removeprefix('torch.')}")
+    return found
+
+
+def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     for name in (_CONFIG, _WEIGHTS):
-        if not (path / name).is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file", str(path / name))
-        with (path / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        try:
+            _check_is_file(path / name)
+            with (path / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise _UnservedError(f"its {name} cannot be read") from error
     return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from raylm.config import LoRAConfig
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.messages import NewSequence
-from raylm.models import AdapterLimits, CausalLM, adaptable_shapes, adapter_digest, read_adapter
+from raylm.models import AdapterLimits, CausalLM, adaptable_shapes, read_adapter_with_digest
 from raylm.native import AdapterRun
 from raylm.worker.attention import StepLimits
 from raylm.worker.features import Adapters
@@ -32,9 +32,9 @@ class LoRASlots(Adapters):
 
     def load(self, adapter: int, path: str) -> str:
         directory = inside(self._root, path)
-        weights = read_adapter(directory, self._shapes, self._max_rank, self._dtype)
+        weights, digest = read_adapter_with_digest(directory, self._shapes, self._max_rank, self._dtype)
         self._packed[adapter] = self._forward.pack(weights)
-        return adapter_digest(directory)
+        return digest
 
     def unload(self, adapter: int) -> None:
         self._packed.pop(adapter, None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from raylm.bench import Load
-from raylm.bench.loops import poisson
+from raylm.bench.loops import open_loop, poisson
 from raylm.bench.prompts import PromptSettings, Question, Scale, block_hashes, drawn
 from raylm.cli.main import app
 from raylm.client import Answer
 from raylm.simulate import Targets, read_lines
+from raylm.simulate.virtual_time import VirtualLoop
+from raylm.simulate.virtual_time import run as run_virtual
 from tests.openai_server import OVERHEAD, PER_WORD, OpenAIServer
 
 
@@ -72,14 +76,40 @@ def test_errors_are_counted_by_kind_and_the_status_tells(tmp_path: Path) -> None
 
 
 def test_an_open_loop_sends_at_its_times_whatever_is_open(tmp_path: Path) -> None:
+    """No answer ends before all 40 are open; all are recorded."""
     record = tmp_path / "asked.jsonl"
-    with OpenAIServer(pause_s=0.02) as server:
+    with OpenAIServer(open_first=40) as server:
         run(server.url, "--rate", "200", "--requests", "40", "--output-tokens", "4", "--record", str(record))
-    times = poisson(200, 40, 0)
-    sent = [line.arrival for line in read_lines([record])]
-    assert server.most_open > 4  # a rate of 200 with answers of 80 ms
-    assert len(sent) == 40
-    assert all(at >= time - 1e-3 for at, time in zip(sent, times, strict=True))
+    assert server.most_open == 40
+    assert len(read_lines([record])) == 40
+
+
+def test_an_open_loop_is_never_early_and_says_how_late_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In virtual time, where each request takes an hour, and the loop is held up for a second before the eighth."""
+    times, sent = poisson(200, 40, 0), list[float]()
+
+    async def ask(number: int) -> int:
+        sent.append(now())
+        if number == 7:
+            loop().advance(1.0)
+        await asyncio.sleep(3600)
+        return number
+
+    def loop() -> VirtualLoop:
+        running = asyncio.get_running_loop()
+        assert isinstance(running, VirtualLoop)
+        return running
+
+    def now() -> float:
+        return loop().time()
+
+    monkeypatch.setattr("raylm.bench.loops.time.perf_counter", now)
+    answers, late = run_virtual(open_loop([partial(ask, number) for number in range(40)], times, lambda: None))
+    assert answers == list(range(40))
+    assert sent[:8] == pytest.approx(times[:8])
+    held_up = times[7] + 1.0
+    assert sent == pytest.approx([max(at, held_up) if number > 7 else at for number, at in enumerate(times)])
+    assert late == pytest.approx([there - at for there, at in zip(sent, times, strict=True)], abs=1e-9)
 
 
 def test_prefixes_are_shared_and_recorded_as_equal_blocks(tmp_path: Path) -> None:

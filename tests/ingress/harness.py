@@ -69,7 +69,7 @@ def typed_events(text: str) -> list[dict[str, Any]]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until ``condition`` holds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - the condition is any
             await asyncio.sleep(0.005)
 

@@ -53,13 +53,16 @@ def silu_and_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDTH: tl.
 def round_row(
     x: tl.tensor, rounded: tl.tensor, scales: tl.tensor, size: tl.tensor, largest: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
-    """``rounded`` = ``x`` (tokens, size) scaled so that a row's largest value is ``largest``; ``scales`` undo it."""
+    """``rounded`` = ``x`` (tokens, size) scaled so that a row's largest value is ``largest``; ``scales`` undo it.
+
+    NaN stays NaN.
+    """
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     value = tl.load(x + token * size + at, mask=at < size, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) / largest
     tl.store(scales + token, scale)
-    narrow = tl.minimum(tl.maximum(value / scale, -largest), largest)
+    narrow = tl.clamp(value / scale, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rounded + token * size + at, narrow.to(rounded.dtype.element_ty), mask=at < size)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -108,6 +111,32 @@ async def test_a_form_that_works_for_long_is_ended(compiler: GrammarCompiler) ->
         await compiler.compile(StructuredOutputs(grammar=f"root ::= r0\n{rules}\nr1950 ::= [b]"))
 
 
+GREEDY_FOR_MEMORY = f'start: "{"x" * 4000}" start start'
+
+
+async def test_a_form_that_takes_too_much_memory_ends_its_process_alone(compiler: GrammarCompiler) -> None:
+    await compiler.compile(StructuredOutputs(regex="a"))
+    server = compiler._process._server
+    with pytest.raises(InvalidRequestError, match="too complex to compile"):
+        await compiler.compile(StructuredOutputs(grammar=GREEDY_FOR_MEMORY))
+    assert await compiler.compile(StructuredOutputs(regex="b+"))
+    assert compiler._process._server is server
+
+
+def test_an_allocation_that_fails_ends_the_whole_process() -> None:
+    """Why forms are compiled in processes: llguidance asks for 1.5 GiB at once, and Rust aborts without them."""
+    program = (
+        "from raylm.checkpoint import EMBEDDED\nfrom raylm.grammar import load_tokenizer\n"
+        "from raylm import grammar_server\nfrom raylm.params import StructuredOutputs\n"
+        "tokenizer = load_tokenizer(EMBEDDED, (2, 0))\ngrammar_server._set_limits()\n"
+        f"grammar_server.judge(tokenizer, StructuredOutputs(grammar={GREEDY_FOR_MEMORY!r}))\n"
+    )
+    env = os.environ | {"RUST_BACKTRACE": "0"}
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGABRT
+    assert "memory allocation of" in ended.stderr
+
+
 async def test_masks_that_take_long_are_refused(compiler: GrammarCompiler) -> None:
     piece = '"' + "a" * 4000 + '"'
     with pytest.raises(InvalidRequestError, match="one token of the answer takes more than 20 ms"):
@@ -191,7 +220,7 @@ async def _busy(compiler: GrammarCompiler, server: int) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - what is waited for sets no event
             await asyncio.sleep(0.001)
 

@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from raylm.models.elementwise import FP8, TORCH, HeadWeights, KVPlaces
 from raylm.models.gpu.elementwise import TritonElementwise
 from raylm.models.gpu.fp8 import round_rows
+from raylm.models.quantization.fp8 import round_rows as torch_round_rows
 from tests.fp8 import nearest
 
 KERNELS = TritonElementwise()
@@ -135,6 +136,26 @@ def test_rows_are_brought_to_fp8(dtype: torch.dtype) -> None:
     assert torch.equal(rounded.float(), values)
     assert torch.allclose(scales[[0, 1, 2, 4]], steps[[0, 1, 2, 4]], rtol=1e-6, atol=0)
     assert float(scales[3]) > 0
+
+
+def dropping_nan(patch: pytest.MonkeyPatch) -> None:
+    """Let ``tl.maximum`` and ``tl.minimum`` give the other number for NaN, as on a GPU; the interpreter keeps NaN."""
+    patch.setattr(InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
+    patch.setattr(InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
+
+
+def test_what_is_not_a_number_stays_none_in_rows_of_fp8(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all products with that row are none, as in torch; the other rows are as they were."""
+    rounding_to_fp8(monkeypatch)
+    dropping_nan(monkeypatch)
+    values = torch.full((3, 96), 448.0, dtype=dtype)
+    values[1, 3] = float("nan")
+    rounded, scales = round_rows(values)
+    wanted, wanted_scales = torch_round_rows(values)
+    product, torchs = rounded.float() * scales, wanted.float() * wanted_scales
+    assert product.isnan().any(1).tolist() == torchs.isnan().any(1).tolist() == [False, True, False]
+    assert bool(rounded[1, 3].isnan())
+    assert torch.equal(product[[0, 2]], torchs[[0, 2]])
 
 
 def test_no_tokens() -> None:
