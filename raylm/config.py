@@ -193,6 +193,9 @@ class IngressConfig(Frozen):
     """refuse: an unknown or unserved field is a 400; warn: it is left out, and told in the log and a header."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call this server from a browser; '*' is any."""
+    allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[^\s/:]+$")], ...] = ()
+    """Names in the Host header that are answered besides addresses, localhost and the machine's; '*' is any. Others get
+    403 where this is set, and where a server without keys listens on loopback."""
     access_log: bool = False
     """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
     slow_request_s: float | None = Field(None, ge=0)

@@ -283,6 +283,13 @@ def serve_details() -> dict[str, Any] | None:
     return None if client is None else client.get_serve_details()
 
 
+def listening_host() -> str:
+    """The address on which Serve's HTTP servers listen, by its settings; it waits for Serve's controller."""
+    from ray.serve.context import _get_global_client
+
+    return str(ray.get(_get_global_client()._controller.get_http_config.remote()).host)
+
+
 def deploy_file(schema: Any) -> None:
     """Hand a whole Serve file to the controller; what was deployed from a file before and is not in it ends."""
     from ray.serve.context import _get_global_client

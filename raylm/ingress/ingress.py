@@ -25,6 +25,7 @@ from raylm.params import PoolingParams, SamplingParams
 from raylm.ray_private import (
     dashboard_url,
     listen_where_ray_does,
+    listening_host,
     raylm_actors,
     route_prefix,
     routed_for_s,
@@ -93,6 +94,7 @@ class Ingress:
         from raylm.ingress.handle_calls import HandleCalls
         from raylm.ingress.http.entrance import ENTRANCE
         from raylm.ingress.http.haproxy_start import lacking_variables
+        from raylm.ingress.http.hosts import is_loopback
         from raylm.ingress.routes import Surroundings, build_asgi_app
 
         context = serve.get_replica_context()
@@ -124,6 +126,7 @@ class Ingress:
                 create_peers=self._peers,
                 actors=raylm_actors,
                 dashboard=dashboard_url,
+                on_loopback=is_loopback(await asyncio.to_thread(listening_host)),
             ),
         )
         self._state.start()

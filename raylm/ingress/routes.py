@@ -22,7 +22,7 @@ from raylm.ingress.console.requests import request_routes
 from raylm.ingress.http.api_keys import APIKeyMiddleware, APIKeys
 from raylm.ingress.http.docs import docs_route
 from raylm.ingress.http.endpoint import Answer, Gate, JSONEndpoint
-from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, RequestContextMiddleware
+from raylm.ingress.http.middleware import ConfiguredOriginsMiddleware, HostMiddleware, RequestContextMiddleware
 from raylm.ingress.http.openapi import openapi_route
 from raylm.ingress.http.ops import HTTPMetrics, ops_routes
 from raylm.ingress.http.stream_ids import Posted, StreamIds
@@ -62,7 +62,8 @@ class Surroundings:
 
     ``state`` is its line to what all replicas share, without which it has one of its own; with ``secret`` all of them
     sign the ids of streams. ``application`` is the name that Serve has for it. ``create_peers`` knows how to ask the
-    other replicas, ``actors`` lists those of Ray, ``dashboard`` knows the URL of Ray's.
+    other replicas, ``actors`` lists those of Ray, ``dashboard`` knows the URL of Ray's. With ``on_loopback`` the server
+    cannot be reached from other machines.
     """
 
     state: StateClient | None = None
@@ -71,6 +72,7 @@ class Surroundings:
     create_peers: Callable[[Desk], Peers] = Alone
     actors: ListActors = list
     dashboard: Callable[[], str | None] = str
+    on_loopback: bool = False
 
 
 def build_asgi_app(
@@ -137,7 +139,7 @@ def build_asgi_app(
         openapi_route(),
         docs_route(),
     ]
-    app = _App(routes=routes, middleware=_middleware(async_llm, config, http_metrics, state))
+    app = _App(routes=routes, middleware=_middleware(async_llm, config, http_metrics, state, surroundings.on_loopback))
     app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
     app.state.desk = desk
@@ -145,11 +147,15 @@ def build_asgi_app(
     return app
 
 
-def _middleware(async_llm: AsyncLLM, config: Config, http_metrics: HTTPMetrics, state: StateClient) -> list[Middleware]:
+def _middleware(
+    async_llm: AsyncLLM, config: Config, http_metrics: HTTPMetrics, state: StateClient, on_loopback: bool
+) -> list[Middleware]:
     """The outermost first; where there are keys the queue is shared by them."""
     middleware = [Middleware(RequestContextMiddleware, http_metrics, config.ingress.access_log)]
     if origins := config.ingress.cors_origins:
         middleware.insert(0, Middleware(ConfiguredOriginsMiddleware, origins))
+    if (hosts := config.ingress.allowed_hosts) or not config.ingress.has_keys:
+        middleware.append(Middleware(HostMiddleware, hosts, enforced=bool(hosts) or on_loopback))
     if config.ingress.has_keys:
         keys = APIKeys(config.ingress, config.scheduler.policy, config.cache.share_prefixes)
         open_paths = set(config.ingress.open_paths)

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 def client_of(app: Starlette) -> httpx.AsyncClient:
     """A client that calls the app in this process and reads whole answers."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 @asynccontextmanager

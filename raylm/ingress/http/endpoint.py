@@ -33,6 +33,7 @@ from raylm.frontend import (
 from raylm.ingress.http.body import BodyReader, check_head, read_json_object
 from raylm.ingress.http.errors import as_known_error, error_event, logger
 from raylm.ingress.http.event_stream import EventStream
+from raylm.ingress.http.hosts import check_local
 from raylm.ingress.http.sse import WAITING
 from raylm.ingress.http.stream_ids import LAST_EVENT_ID, Posted, reads_all_events
 from raylm.ingress.openai.fields import Body
@@ -117,7 +118,8 @@ class JSONEndpoint:
     """Reads a ``body``, calls ``handler`` with it and the request's id, and sends the Answer.
 
     A handler ``by_key`` also gets the name of the API key that the request came with, "" if none was needed. One that
-    is ``for_admins`` is called for keys of admins alone; one whose streams are ``resumable`` gets what was Posted.
+    is ``for_admins`` is called for keys of admins alone, and without keys for this machine alone; one whose streams are
+    ``resumable`` gets what was Posted.
 
     ``incoming`` makes of the JSON what the body is read from, and names the fields that it left out.
 
@@ -140,6 +142,8 @@ class JSONEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, path = scope.get("raylm.api_key"), str(scope["path"])
+        if self.for_admins and key is None:
+            check_local(scope)
         if self.for_admins and key is not None and not key.admin:
             raise PermissionDeniedError("Only an API key with the option 'admin' may do this.")
         headers = Headers(scope=scope)

@@ -15,10 +15,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylm.errors import EngineUnavailableError, HeadersTooLargeError, NotFoundError, OverloadedError, RayLMError
+from raylm.errors import (
+    EngineUnavailableError,
+    HeadersTooLargeError,
+    NotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    RayLMError,
+)
 from raylm.frontend import Throttle
-from raylm.ingress.http.errors import as_known_error, error_response, logger, routing_error
+from raylm.ingress.http.errors import as_known_error, clip, error_response, logger, routing_error
 from raylm.ingress.http.heap import HeapTrimmer
+from raylm.ingress.http.hosts import Hosts, comes_from_here
 from raylm.stages import about, report
 
 if TYPE_CHECKING:
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
 MAX_SHOWN = 16  # names of ignored fields
+_MAX_SHOWN_HOST = 100
 PROBES = frozenset({"/health", "/ready", "/ping"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-|\Z)")
@@ -127,6 +136,30 @@ class RequestContextMiddleware:
             self._heap.carried(carried)
             if self._access_log and not is_probe:
                 report("stage", "access", _access_line(scope, status, time.perf_counter() - began), request_id)
+
+
+class HostMiddleware:
+    """Says in ``scope["raylm.is_local"]`` whether a request comes from this machine and names it in Host.
+
+    With ``enforced`` requests with a Host that is unknown are answered 403, except for PROBES: a page whose own name
+    leads to this machine could read the answers.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...], *, enforced: bool) -> None:
+        self._app = app
+        self._hosts = Hosts(allowed)
+        self._enforced = enforced
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            known = self._hosts.know(headers)
+            if self._enforced and not known and route_path(scope) not in PROBES:
+                shown = clip(headers["host"], _MAX_SHOWN_HOST)
+                advice = "use localhost, or add the name to ingress.allowed_hosts"
+                raise PermissionDeniedError(f"The Host header '{shown}' is no name of this server: {advice}.")
+            scope["raylm.is_local"] = known and comes_from_here(scope, headers)
+        await self._app(scope, receive, send)
 
 
 async def _refuse_websocket(scope: Scope, send: Send) -> None:

@@ -227,6 +227,18 @@ async def test_without_keys_only_this_machine_is_answered(
         assert error_of(await client.delete("/v1/requests/mine"), 403)["code"] == "permission_denied"
 
 
+@pytest.mark.parametrize(
+    ("host", "base_url"), [("10.0.0.7", LOCAL), ("127.0.0.1", "http://example.com"), ("10.0.0.7", "http://example.com")]
+)
+async def test_without_keys_only_this_machine_changes_adapters(stack: Stack, host: str, base_url: str) -> None:
+    body = {"lora_name": "x", "lora_path": "x"}
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        async with stack.client(host, base_url) as client:
+            assert error_of(await client.post(path, json=body), 403)["code"] == "permission_denied"
+        async with stack.client() as client:
+            assert (await client.post(path, json=body)).json()["error"]["code"] != "permission_denied"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
 async def test_this_machine_has_several_names(stack: Stack, host: str) -> None:
     async with stack.client(host, headers={"x-forwarded-for": "10.0.0.7, 127.0.0.1"}) as client:
