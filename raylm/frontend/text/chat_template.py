@@ -12,11 +12,15 @@ from typing import Any, Literal
 
 import orjson
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from raylm.errors import ConfigError, InvalidRequestError
+from raylm.frontend.text.bounded_template import BoundedEnvironment, begin
 from raylm.frontend.text.tokenizer import check_chars
 from raylm.frontend.threads import LARGE, Lanes
+
+# transformers makes its environment of the class that this name has, and takes no other one.
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 RENDER_LIMIT_S = 5.0
 _CHARS_A_THING = 32
@@ -205,12 +209,13 @@ class _Job:
 
 
 def _render(template: str, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+    begin()
     try:
-        rendered, _ = render_jinja_template([conversation], chat_template=template, **kwargs)
+        rendered, _ = chat_template_utils.render_jinja_template([conversation], chat_template=template, **kwargs)
     except TemplateError as error:
         shown = str(error.message or type(error).__name__)[:_SHOWN_CHARS]
         raise InvalidRequestError(f"The chat template refused the messages: {shown}", param="messages") from error
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MemoryError) as error:
         message = f"The chat template could not render the messages ({type(error).__name__})."
         raise InvalidRequestError(message, param="messages") from error
     return str(rendered[0])
@@ -288,10 +293,9 @@ def _prepare_call(where: str, call: Any) -> dict[str, Any]:
 
 def check_templates(templates: Mapping[str, str]) -> None:
     """Compile every template; ConfigError names the one that is no valid Jinja."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     for name, template in templates.items():
+        begin()
         try:
-            _compile_jinja_template(template)
-        except TemplateError as error:
+            chat_template_utils._compile_jinja_template(template)
+        except (TemplateError, RecursionError) as error:
             raise ConfigError(f"model: the chat template {name!r} is not valid: {error}") from error

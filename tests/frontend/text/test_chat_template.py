@@ -10,7 +10,7 @@ import pytest
 
 from raylm.checkpoint import EMBEDDED
 from raylm.errors import ConfigError, InvalidRequestError
-from raylm.frontend.text import chat_template
+from raylm.frontend.text import bounded_template, chat_template
 from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, check_templates, prepare_messages
 from tests.frontend.cancelling import cancel_in_every_turn
 from tests.frontend.checkpoints import TEMPLATE
@@ -118,6 +118,51 @@ async def test_endless_templates_are_broken_off(monkeypatch: pytest.MonkeyPatch)
             await render(template, HI, template_kwargs={"endless": True})
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
     assert await render(template, HI) == "fine"
+
+
+BOMBS = {
+    "times": "{{ 'x' * (messages | length * 10 ** 10) }}",
+    "list times": "{{ ([1] * (messages | length * 10 ** 10)) | length }}",
+    "power": "{{ (messages | length + 8) ** (10 ** 9) }}",
+    "plus": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "tilde": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "output": "{% set x = 'x' * 1000000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "macro": "{% macro m() %}{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}{% endmacro %}{{ m() }}",
+    "block": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+    "{% set n.x = y %}{% endfor %}",
+    "percent": "{{ '%9999999999d' % (messages | length) }}",
+    "percent of a value": "{{ '%*d' % (10 ** 10, messages | length) }}",
+    "format": "{{ '{:>9999999999}'.format(messages | length) }}",
+    "format of a value": "{{ '{:>{}}'.format(1, 10 ** 10) }}",
+    "format filter": "{{ '%9999999999d' | format(messages | length) }}",
+    "center": "{{ messages[0].role | center(10 ** 10) }}",
+    "indent": "{{ 'a\nb' | indent(10 ** 10) }}",
+    "batch": "{{ messages | batch(10 ** 10, 'x') | list }}",
+    "tojson": "{{ messages | tojson(indent=10 ** 10) }}",
+    "ljust": "{{ messages[0].role.ljust(10 ** 10) }}",
+    "zfill": "{{ messages[0].role.zfill(10 ** 10) }}",
+    "expandtabs": "{{ '\t'.expandtabs(10 ** 9) }}",
+    "join": "{{ ('x' * 1000000).join('y' * 1000000) }}",
+    "join filter": "{{ ('y' * 1000000) | join('x' * 1000000) }}",
+    "replace": "{{ ('y' * 1000000).replace('y', 'x' * 1000000) }}",
+    "replace filter": "{{ ('y' * 1000000) | replace('y', 'x' * 1000000) }}",
+    "time": "{{ strftime_now('%9999999999d') }}",
+    "lorem ipsum": "{{ lipsum(n=10 ** 9) }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+async def test_no_template_builds_more_than_its_budget(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
+    with pytest.raises(InvalidRequestError, match="refused the messages: it "):
+        await render(make(bomb), HI)
+
+
+async def test_each_rendering_has_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_template, "BUDGET", 5_000)
+    template = make("{% for m in messages %}{{ m.role ~ m.content + ('-' * 1000) }}{% endfor %}")
+    for _ in range(5):
+        assert await render(template, HI) == "userHi" + "-" * 1000
 
 
 LONG = [
