@@ -41,7 +41,7 @@ async def ask(url: str, name: str) -> None:
 async def until_both_know_both_engines(url: str) -> None:
     """At the start an ingress may have found only one."""
     knowing: set[str] = set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         for start in count(step=8):
             names = [f"first-{number}" for number in range(start, start + 8)]  # at once, so that both are asked
             await asyncio.gather(*(ask(url, name) for name in names))

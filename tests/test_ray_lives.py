@@ -220,7 +220,7 @@ async def test_responses_in_the_background_outlive_the_end_of_everything(tmp_pat
                 await client.post(f"{server.url}/v1/responses/{cancelled['id']}/cancel")
             creating = [asyncio.create_task(one.create(server.url)) for one in all_of_them]
             tasks.push_async_callback(asyncio.gather, *creating, return_exceptions=True)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while not all(one.id for one in all_of_them):  # noqa: ASYNC110 - it is the server that tells them
                     await asyncio.sleep(0.02)
             answers = await asyncio.gather(*(found(server.url, one.id) for one in all_of_them))

@@ -122,7 +122,7 @@ async def test_dropped_streams_leave_no_trace_and_touch_nobody(server: Server) -
         dropped = [drop_at_random(client, f"Count from {i}.") for i in range(64)]
         together = await asyncio.gather(*honest, *dropped)
         assert together[:8] == alone
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(300):
             while await gauges(client) != before:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     assert before == {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}

@@ -141,7 +141,7 @@ async def test_a_rank_that_is_killed_in_a_step_is_the_one_cause(victim: int) -> 
         while not (await anext(outputs)).token_ids:
             pass
         ray.kill(workers[victim])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             assert await run == f"The worker of rank {victim} was lost."
             with pytest.raises(EngineDiedError):
                 [news async for news in outputs]
@@ -194,7 +194,7 @@ async def test_what_one_rank_found_wrong_is_told_whatever_the_others_do() -> Non
     run = asyncio.ensure_future(core.run.remote())
     client = await RayEngineClient.connect(core)
     client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         assert await run == "RuntimeError: out of everything"
     await client.close()
     for actor in (core, *workers):
@@ -213,7 +213,7 @@ async def test_a_rank_that_is_lost_is_told_while_the_others_wait_for_it() -> Non
     client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
     await asyncio.sleep(0.5)
     ray.kill(workers[1])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         assert await run == "The worker of rank 1 was lost."
     await client.close()
     for actor in (core, workers[0]):

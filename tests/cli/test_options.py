@@ -63,7 +63,7 @@ def test_every_knob_is_an_option(name: str) -> None:
     *parents, last = name.split(".")
     default = next(default for knob, _, default in knobs() if knob == name)
     value = "x" if default is None and last.endswith(("name", "file", "env", "root", "revision")) else default
-    special = {"otlp_endpoint": "http://c:4318", "cors_origins": "[]", "open_paths": "[]"}
+    special = {"otlp_endpoint": "http://c:4318", "cors_origins": "[]", "open_paths": "[]", "allowed_hosts": "[]"}
     text = (special | {"quantization": "int8", "block_size": "32"}).get(last, str(value).lower())
     if text == "none":
         text = "2"
@@ -224,3 +224,9 @@ def test_variables_that_a_file_lacks_have_their_usual_value_but_haproxy(tmp_path
     own = {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "7", "OTHER": "x"}
     file.write_text(yaml.safe_dump(tree | {"controller_options": {"runtime_env": {"env_vars": own}}}))
     assert read_serve_file(file).environment == {name: SERVE_VARIABLES[name] for name in lacking} | own
+
+
+@pytest.mark.parametrize("key", ["aB,c", "s3cret admin", "a\tb", ""])
+def test_a_key_that_would_be_split_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--api-key: "):
+        served(["embedded"], Place(api_key=key))

@@ -61,7 +61,7 @@ async def running(executor: ModelExecutor, settings: Config | None = None) -> As
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - what is waited for sets no event
             await asyncio.sleep(0.001)
 
@@ -192,7 +192,7 @@ async def test_an_idle_engine_tells_everybody_that_it_is() -> None:
         core.add("last", some(1))
         await collect(first, 1)
         await collect(last, 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(300):
             out = await first.get()
         assert (out.keys, out.stats.running, out.stats.kv_usage) == ([], 0, 0.0)
 
@@ -359,7 +359,7 @@ async def test_a_lost_block_is_noticed_when_the_engine_is_idle() -> None:
     await core.start()
     core.scheduler.kv.pool.allocate(1)
     with pytest.raises(EngineDiedError, match="1 KV blocks are held by no sequence"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(300):
             await core.run()
 
 
@@ -446,7 +446,7 @@ async def test_a_result_is_told_when_the_next_step_computes(says_when: bool) -> 
     first, last = (asyncio.ensure_future(executor.execute(plan)) for plan in plans)
     first.add_done_callback(lambda _: told.set())
     begins.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         assert (await first).step == 1
         assert not last.done()
         goes_on.set()
@@ -466,7 +466,7 @@ async def test_whatever_ends_a_step_is_told() -> None:
     core.add("a", some(1))
     plan = core.scheduler.schedule()
     assert plan is not None
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         with pytest.raises(asyncio.CancelledError, match="own"):
             await executor.execute(plan)
     await core.shutdown()

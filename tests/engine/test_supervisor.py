@@ -173,7 +173,7 @@ async def test_a_loss_is_told_with_the_requests_that_it_held(
     found: tuple[str, str] | None, run: Callable[[], Any], load: Callable[[], Any], told: str
 ) -> None:
     engine = processes(found, run, load)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         assert (await engine.run()).startswith(told)
     assert engine._monitor.killed == [found[0] if found else ""], "who is declared dead is killed"
 
@@ -183,7 +183,7 @@ async def test_a_process_that_is_lost_ends_the_start_of_its_engine() -> None:
     engine = processes(("worker", "was lost"), never, no_request)
     engine._core.start = SimpleNamespace(remote=never)
     with pytest.raises(EngineDiedError, match="The worker was lost while the engine started"):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             await engine.start()
 
 
@@ -242,7 +242,7 @@ async def test_a_busy_engine_tells_its_load_in_one_line_a_period(
     monkeypatch.setattr(supervisor, "LOAD_PERIOD_S", 0.001)
     monkeypatch.setattr(supervisor, "PERIOD_S", 0.0)
     running = asyncio.create_task(processes(None, never, load).run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         await asked.wait()
     running.cancel()
     lines = [parse(line) for line in "".join(capfd.readouterr()).splitlines()]

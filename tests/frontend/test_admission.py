@@ -157,7 +157,7 @@ async def test_a_prompt_is_refused_before_it_is_tokenized(llm: AsyncLLM, engine:
     llm.admission = Admission(max_requests=1)
     waiting = llm.generate("hello", SamplingParams(), RequestHead(request_id="a"))
     task = asyncio.ensure_future(anext(waiting))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not engine.added:  # noqa: ASYNC110
             await asyncio.sleep(0)
     llm._tokenizer.encode = None  # type: ignore[method-assign,assignment]
@@ -176,7 +176,7 @@ async def test_places_are_given_back_when_tokens_come_and_not_when_they_are_read
     llm.admission = Admission(max_requests=8)
     stream = llm.generate("hello", SamplingParams(n=4), RequestHead(request_id="a"))
     task = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not engine.added:  # noqa: ASYNC110
             await asyncio.sleep(0)
     key = engine.added[0].key
@@ -252,7 +252,7 @@ async def sent(
     """A request of five prompt tokens that has reached the engine; its task is over with its first output."""
     stream, before = llm.generate([5, 6, 7, 8, 9], SamplingParams(**params), head), len(engine.added)
     task = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while len(engine.added) == before:
             if task.done():
                 await task
@@ -317,7 +317,7 @@ async def test_prompts_that_come_together_are_reserved_at_once(llm: AsyncLLM, en
     assert standing.remaining_tokens == 60 - 5 - 2 * 27
     streams = [llm.generate(prompt, SamplingParams(), nth) for prompt, nth in zip(prompts, heads, strict=True)]
     tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while len(engine.added) < 2:  # noqa: ASYNC110 - the played engine has no event for it
             await asyncio.sleep(0)
     assert [request.params.max_tokens for request in engine.added] == [27, 27]
@@ -361,7 +361,7 @@ async def test_a_stream_that_goes_on_counts_for_what_was_not_told(
     assert (60 - charged if charged else None) == (standing and standing.remaining_tokens)
     stream = llm.generate([5, 6, 7], params, head)
     task = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not engine.added:  # noqa: ASYNC110 - the played engine has no event for it
             await asyncio.sleep(0)
     engine.say((engine.added[-1].key, 0, [300] * 10, "length"))

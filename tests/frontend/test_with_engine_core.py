@@ -49,7 +49,7 @@ async def house(llm: AsyncLLM) -> AsyncIterator[House]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not holds():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.001)
 

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from raylm.config import IngressConfig
 from raylm.errors import AuthenticationError, ConfigError
 from raylm.frontend import ApiKey, KeyLimits, StateClient
-from raylm.ingress.http.errors import logger
-from raylm.ingress.http.middleware import route_path
+from raylm.ingress.http.errors import logger, route_path
 from raylm.stages import about
 
 CHECK_S = 1.0  # between looks at the file

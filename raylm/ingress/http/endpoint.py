@@ -31,7 +31,7 @@ from raylm.frontend import (
     trace_of,
 )
 from raylm.ingress.http.body import BodyReader, check_head, read_json_object
-from raylm.ingress.http.errors import as_known_error, error_event, logger
+from raylm.ingress.http.errors import as_known_error, error_event, logger, route_path
 from raylm.ingress.http.event_stream import EventStream
 from raylm.ingress.http.hosts import check_local
 from raylm.ingress.http.sse import WAITING
@@ -305,7 +305,7 @@ async def _send_stream(
         except Exception as error:
             if not events.begun:
                 raise
-            event = error_event(as_known_error(error, scope["raylm.request_id"]), scope["path"])
+            event = error_event(as_known_error(error, scope["raylm.request_id"]), route_path(scope))
             # A client that does not read may not hold this up for long.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):

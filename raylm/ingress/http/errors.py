@@ -56,6 +56,11 @@ def error_format(path: str) -> ErrorFormat:
     return _OPENAI if prefix is None else _FORMATS[prefix]
 
 
+def route_path(scope: Scope) -> str:
+    """The path that the app's router sees: without the prefix that Serve has mounted the app under."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
 def clip(text: str, limit: int) -> str:
     """At most ``limit`` characters of ``text``: what the client reads never grows with what it sent."""
     short = text if len(text) <= limit else text[: limit - 1] + "…"

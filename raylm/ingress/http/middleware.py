@@ -24,7 +24,7 @@ from raylm.errors import (
     RayLMError,
 )
 from raylm.frontend import Throttle
-from raylm.ingress.http.errors import as_known_error, clip, error_response, logger, routing_error
+from raylm.ingress.http.errors import as_known_error, clip, error_response, logger, route_path, routing_error
 from raylm.ingress.http.heap import HeapTrimmer
 from raylm.ingress.http.hosts import Hosts, comes_from_here
 from raylm.stages import about, report
@@ -128,9 +128,9 @@ class RequestContextMiddleware:
                 logger.error("request %s broke off after its answer began", request_id, exc_info=error, extra=failed)
                 raise
             if isinstance(error, HTTPException):
-                response = error_response(routing_error(error, scope), scope["path"], error.headers)
+                response = error_response(routing_error(error, scope), route_path(scope), error.headers)
             else:
-                response = error_response(as_known_error(error, request_id), scope["path"])
+                response = error_response(as_known_error(error, request_id), route_path(scope))
             await response(scope, receive, send_with_id)
         finally:
             self._heap.carried(carried)
@@ -171,11 +171,6 @@ async def _refuse_websocket(scope: Scope, send: Send) -> None:
     start = {"type": "websocket.http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers}
     await send(start)
     await send({"type": "websocket.http.response.body", "body": refusal.body})
-
-
-def route_path(scope: Scope) -> str:
-    """The path that the app's router sees: without the prefix that Serve has mounted the app under."""
-    return str(scope["path"]).removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 def _access_line(scope: Scope, status: int | None, seconds: float) -> str:

@@ -36,7 +36,7 @@ class Ends:
 
 @asynccontextmanager
 async def channel() -> AsyncIterator[Ends]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         ends = Ends()
         await ends.open()
         yield ends

@@ -59,7 +59,7 @@ async def test_the_next_step_is_launched_while_the_output_of_the_last_is_awaited
 
     async with connected(StepServer(launch_late, overlapped=True)) as client:
         sent = [client.send(plan(1)), client.send(plan(2))]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             assert [await outcome for outcome in sent] == [drawn(plan(1)), drawn(plan(2))]
 
 
@@ -101,7 +101,7 @@ async def test_a_worker_that_hangs_up_fails_what_waits_and_what_comes(tmp_path: 
     def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    async with await asyncio.start_unix_server(hang_up, tmp_path / "steps"), asyncio.timeout(20):
+    async with await asyncio.start_unix_server(hang_up, tmp_path / "steps"), asyncio.timeout(300):
         client = await StepClient.connect(str(tmp_path / "steps"))
         for outcome in [client.send(plan(1)), client.send(plan(2))]:
             with pytest.raises(ConnectionError):

@@ -225,7 +225,7 @@ async def test_others_are_told_of_an_added_request_before_the_step_under_way_end
         await idle._outbox.get()
         steps = core.scheduler.stats().steps
         busy.add(request([1] * 70, 2, max_tokens=2, ignore_eos=True))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(300):
             told = (await idle._outbox.get()).stats
         assert (told.steps, told.others.sequences, told.others.queued_tokens) == (steps, 2, 99 + 69)
         assert busy._outbox._held is None or busy._outbox._held.stats.others.sequences == 0

@@ -266,3 +266,11 @@ async def test_the_official_client(api: anthropic.AsyncAnthropic, llm: FakeAsync
         await api.messages.create(**ask, extra_body={"temperature": 3})
     with pytest.raises(anthropic.NotFoundError):
         await api.messages.create(**ask | {"model": "claude"})
+
+
+async def test_errors_have_the_same_form_below_a_prefix(app: Starlette) -> None:
+    transport = httpx.ASGITransport(app, root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost/llm") as mounted:
+        assert error_of(await mounted.post(PATH, json=BODY | {"model": "other"}), 404)["type"] == "not_found_error"
+        assert error_of(await mounted.get(PATH), 405)["type"] == "invalid_request_error"
+        assert (await mounted.post(PATH, json=BODY)).status_code == 200

@@ -137,7 +137,7 @@ async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(
     writer.write(b"POST /up HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: forged\r\nContent-Length: %d\r\n\r\n" % len(BODY))
     await asyncio.sleep(apart_s)
     writer.write(BODY)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         await replica.asked.wait()
     assert replica.head.lower().rpartition(b"x-forwarded-for: ")[2].startswith(b"127.0.0.1\r\n")
     await asyncio.sleep(0.1 if apart_s else 1.2)
@@ -160,7 +160,7 @@ async def test_who_sends_no_whole_head_keeps_no_connection(haproxy: Any, sent: b
     reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.cfg.http_options.port)
     writer.write(sent)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
     finally:
         writer.close()
@@ -171,7 +171,7 @@ async def test_who_stops_to_read_holds_no_place(haproxy: Any, replica: Replica) 
     writer.write(b"GET /up/endless HTTP/1.1\r\nHost: x\r\n\r\n")
     await reader.readuntil(b"\r\n\r\n")
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             await replica.left.wait()
     finally:
         writer.close()
@@ -184,7 +184,7 @@ class Probing:
 
     async def until(self, own: bool, path: str = "/up/health") -> httpx.Response:
         """The first answer that is HAProxy's own, or a replica's."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while True:
                 self._replica.probes.clear()
                 answer = await self.client.get(path)
@@ -236,7 +236,7 @@ async def test_a_replica_that_says_nothing_any_more_is_not_ready(probing: Probin
     await probing.until(own=True)
     replica.says_nothing.set()
     asked = False
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not asked:
             try:
                 await probing.client.get("/up/health", timeout=1)
@@ -280,7 +280,7 @@ async def test_a_connection_is_closed_after_an_answer_that_no_request_follows(
 ) -> None:
     replica.ready = b"200 OK", b'{"status":"ok"}'
     (connection,) = await connect(1, HEALTH)
-    async with asyncio.timeout(30):  # Serve's own limit is 90 s
+    async with asyncio.timeout(300):  # Serve's own limit is 90 s
         assert (await connection[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
         assert await ended(connection)
 
@@ -301,7 +301,7 @@ async def test_idle_connections_of_one_address_leave_places_for_others(
         base_url=f"http://127.0.0.1:{haproxy.cfg.http_options.port}", transport=transport
     ) as client:
         assert (await client.get("/up/health", headers=headers)).status_code == 200
-        async with asyncio.timeout(30):  # 40 of the 60 were not let in, the others go after a second
+        async with asyncio.timeout(300):  # 40 of the 60 were not let in, the others go after a second
             assert all([await ended(connection) for connection in idle])
         assert (await client.get("/up/health", headers=headers)).status_code == 200
 
@@ -317,7 +317,7 @@ async def test_the_last_places_are_for_addresses_with_few_connections(
     for source in ("127.0.0.2", "127.0.0.3"):
         assert len(await connect(15, b"G", source)) == 15  # of 40 places, 30 are for all
     few = await connect(8, HEALTH, "127.0.0.4")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         assert [(await reader.readuntil(b" 200 "))[:9] for reader, _ in few] == [b"HTTP/1.1 "] * 8
         assert [await refused(connection) for connection in await connect(8, HEALTH, "127.0.0.4")].count(False) == 0
 

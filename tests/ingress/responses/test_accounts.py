@@ -48,7 +48,7 @@ class Replica:
         return await self.client.post(PATH, json=body, headers=headers, timeout=20)
 
     async def ended(self, response_id: str, headers: dict[str, str] = ALICE) -> dict[str, Any]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             while True:
                 found: dict[str, Any] = (await self.client.get(f"{PATH}/{response_id}", headers=headers)).json()
                 if found["status"] not in ("queued", "in_progress"):

@@ -88,7 +88,7 @@ async def end_leases(store: ResponseStore) -> None:
 
 async def status(client: httpx.AsyncClient, response_id: str) -> dict[str, Any]:
     """The response, when it has ended."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while True:
             found: dict[str, Any] = (await client.get(f"{PATH}/{response_id}")).json()
             if found["status"] not in ("queued", "in_progress"):
@@ -112,7 +112,7 @@ async def test_who_follows_knows_the_id_before_anything_is_computed(tmp_path: Pa
         one.engine.quota = 0
         asking = asyncio.create_task(one.create(stream=True, seed=0))
         store = one.responses._store
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             while not (found := store._database.execute("SELECT id FROM responses").fetchall()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         told = await store.follow("", found[0][0], -1)
@@ -162,7 +162,7 @@ async def test_a_lost_response_goes_on_elsewhere(tmp_path: Path, quota: int, see
     first.engine.quota = quota
     asking = asyncio.create_task(first.create(**fields))
     store = first.responses._store
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while first.engine.quota and not asking.done():  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.01)
         while not (found := store._database.execute("SELECT id FROM responses").fetchall()):  # noqa: ASYNC110
@@ -252,7 +252,7 @@ async def test_a_response_goes_on_when_the_store_is_lost_meanwhile(tmp_path: Pat
         one.responses._store = store = LostStore(str(tmp_path / "store"))
         store.at = at
         asking = asyncio.create_task(one.create(stream=True, seed=7))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             while not asking.done():
                 await one.responses.take_over_once()
                 if not one.responses._background:

@@ -77,14 +77,31 @@ class Qwen3CoderParser(HermesParser):
         """A bare value: a string where the schema says so, or where it is no JSON."""
         text = text.removeprefix("\n").removesuffix("\n")
         schema = self._properties.get(key)  # which may be true or false, or anything: it is not checked
-        kinds = schema.get("type") if isinstance(schema, dict) else None
-        if kinds == "string":
+        kinds = _kinds(schema)
+        if kinds == {"string"}:
             return text
         try:
             value = orjson.loads(text.strip())
         except orjson.JSONDecodeError:
-            return {"True": True, "False": False, "None": None}.get(text.strip(), text)
-        return text if isinstance(kinds, list) and "string" in kinds and not isinstance(value, str) else value
+            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        if "string" in kinds and not isinstance(value, str) and not (value is None and "null" in kinds):
+            return text
+        return value
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names, itself, in its alternatives or by an enum of strings; empty if none."""
+    if not isinstance(schema, dict):
+        return set()
+    types, values = schema.get("type", []), schema.get("enum")
+    found = {kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str)}
+    for name in ("anyOf", "oneOf"):
+        for choice in schema[name] if isinstance(schema.get(name), list) else []:
+            if isinstance(choice, dict):  # whose own alternatives are left out: a schema may be deep
+                found |= _kinds({key: choice[key] for key in ("type", "enum") if key in choice})
+    if not found and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        found = {"string"}
+    return found
 
 
 def _dumped(value: Any) -> str:

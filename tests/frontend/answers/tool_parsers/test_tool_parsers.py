@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylm.frontend.answers.tool_calls import TOOL_PARSERS, ToolParser, detect_tool_parser
+from raylm.frontend.answers.tool_parsers.qwen3_coder import Qwen3CoderParser
 from raylm.frontend.outputs import ToolCallDelta, join_calls
 from tests.frontend.pieces import cut
 
@@ -186,3 +187,24 @@ def test_parsers_are_told_by_templates() -> None:
     assert detect_tool_parser("[TOOL_CALLS]") == "mistral"
     assert detect_tool_parser("""{"name": function name, "parameters": dict} Environment: ipython""") == "llama3_json"
     assert detect_tool_parser("{{ messages }}") is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+        ({"oneOf": [{"enum": ["1", "2"]}, {"type": "null"}]}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "True", "True"),
+        ({"enum": ["true", "false"]}, "true", "true"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"type": "integer"}, "1", 1),
+        ({"anyOf": "string", "type": 3}, "1", 1),
+    ],
+)
+def test_a_bare_value_is_a_string_where_the_schema_says_so(schema: Any, text: str, value: Any) -> None:
+    parser = Qwen3CoderParser({"f": {"properties": {"a": schema}}})
+    call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    calls = parser.push(call)[1]
+    assert json.loads("".join(call.arguments for call in calls)) == {"a": value}
