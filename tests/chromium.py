@@ -21,7 +21,7 @@ _OPTIONS = (
     "--disable-background-networking", "--disable-component-update", "--disable-extensions",
     "--remote-debugging-port=0",
 )  # fmt: skip
-WAIT_S = 60.0
+WAIT_S = 300
 
 
 class Page:

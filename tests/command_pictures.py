@@ -23,7 +23,7 @@ MOST_BYTES = 100_000
 WIDTH = 104
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # would be fetched from elsewhere
 _OTHER_THAN_COLOUR = re.compile(r"\x1b\[\??[0-9;]*[A-Za-ln-z]|\x1b\][^\x07]*\x07|\x07")
-LIMIT_S = 120
+LIMIT_S = 300
 
 
 def shown(words: list[str], *entered: tuple[str, str], status: int = 0) -> str:
@@ -46,7 +46,7 @@ def shown(words: list[str], *entered: tuple[str, str], status: int = 0) -> str:
             seen, text = len(said), todo.pop(0)[1]
             time.sleep(0.3)
             os.write(screen, text.encode())
-    assert process.wait(10) == status, said.decode()
+    assert process.wait(300) == status, said.decode()
     os.close(screen)
     return _OTHER_THAN_COLOUR.sub("", said.decode()).replace("\r", "")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from raylm.config import Config
 from raylm.engine import EngineCore, LocalExecutor
-from raylm.frontend import AsyncLLM, LocalEngineClient
-from raylm.ingress import build_asgi_app
+from raylm.frontend import AsyncLLM, LocalEngineClient, StateClient
+from raylm.ingress import Surroundings, build_asgi_app
 from raylm.messages import EngineInfo
 from tests.ingress.harness import served
 
@@ -56,7 +56,8 @@ class EmbeddedServer:
         info = await core.start()
         running = asyncio.create_task(core.run())
         llm.add_engine(LocalEngineClient(core, EngineInfo("local", info.max_model_len, info)))
-        app = build_asgi_app(llm, self._config)
+        state = StateClient()
+        app = build_asgi_app(llm, self._config, surroundings=Surroundings(state=state))
         jobs = [asyncio.create_task(job()) for job in app.state.jobs]
         async with served(app) as self._url:
             self._ready.set()
@@ -64,6 +65,7 @@ class EmbeddedServer:
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
+        await state.close()
         await llm.stop()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

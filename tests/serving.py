@@ -21,7 +21,7 @@ import yaml
 from raylm.cli.serve_process import session_members
 
 ROOT = Path(__file__).parent.parent
-START_LIMIT_S = 120
+START_LIMIT_S = 300
 ARGS: dict[str, Any] = {"dtype": "float32", "cache": {"num_blocks": 2048}, "engine": {"threads": 2}}
 
 
@@ -60,7 +60,7 @@ def text_of(line: str) -> str:
 def websocket_upgrade(port: int, path: str) -> bytes:
     """All that a server answers to an upgrade without a key, to the end of the connection or of a short answer."""
     key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as client:
         client.sendall(
             f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{key}\r\n".encode()
         )
@@ -134,7 +134,7 @@ class Server:
     def stop(self, number: int) -> int:
         """Send a signal to the launcher and wait for its end; its exit status."""
         self._launcher.send_signal(number)
-        return self._launcher.wait(timeout=60)
+        return self._launcher.wait(timeout=300)
 
     def _child(self) -> int:
         (pid,) = (

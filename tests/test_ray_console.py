@@ -25,14 +25,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def get(url: str, path: str, **params: Any) -> Any:
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:  # a connection of its own: any replica
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:  # a connection of its own: any replica
         answer = await client.get(path, params=params)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 async def ask(url: str, name: str) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         body = chat("What is a KV cache?", max_tokens=20)
         answer = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": name})
         assert answer.status_code == 200
@@ -80,13 +80,13 @@ async def test_the_actors_are_told_as_ray_knows_them(server: Server) -> None:
 
 
 async def test_one_in_flight_anywhere_is_ended(server: Server) -> None:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         body = chat("Count.", stream=True, ignore_eos=True, max_tokens=1500)
         headers = {"x-request-id": "endless"}
         async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as other:
+            async with httpx.AsyncClient(base_url=server.url, timeout=300) as other:
                 assert (await other.delete("/v1/requests/endless")).json()["ended"]
             rest = [line async for line in lines if line]
     assert "cancelled" in rest[-1]

@@ -77,17 +77,17 @@ class Caller:
 
 def ended(server: Server, reason: str) -> int:
     """Sequences that ended for ``reason`` so far."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics", timeout=300).text
     return round(sum(map(float, re.findall(rf'^vllm:request_success_total{{.*"{reason}".*}} (\S+)$', text, re.M))))
 
 
 def running(server: Server) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics", timeout=300).text
     return sum(map(float, re.findall(r"^vllm:num_requests_(?:running|waiting){.*} (\S+)$", text, re.M)))
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> Any:
-    answer = httpx.post(server.url + path, json=body, timeout=60)
+    answer = httpx.post(server.url + path, json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -170,7 +170,7 @@ calls = llm.chat(wrong).__next__, llm.reply(wrong).result, plain.reply.remote(wr
 print([told(call) for call in calls])
 """
     wrong = chat("x") | {"messages": [{"role": "robot", "content": "x"}]}
-    error = httpx.post(f"{server.url}/v1/chat/completions", json=wrong, timeout=60).json()["error"]
+    error = httpx.post(f"{server.url}/v1/chat/completions", json=wrong, timeout=300).json()["error"]
     whole = post(server, "/v1/chat/completions", chat(QUESTION, max_tokens=40))["choices"][0]["message"]["content"]
     with Caller(server, program) as caller:
         assert caller.line() == repr([whole] * 4)

@@ -121,7 +121,7 @@ async def test_haproxy_leaves_an_ingress_before_it_refuses_anybody(tmp_path: Pat
             nonlocal answers
             while not over.is_set():
                 try:
-                    async with httpx.AsyncClient(timeout=120) as client:
+                    async with httpx.AsyncClient(timeout=300) as client:
                         body = chat(f"Say {number}.", max_tokens=8, stream=bool(number % 2))
                         answer = await client.post(f"{url}/v1/chat/completions", json=body)
                     if answer.status_code != 200 or '"error"' in answer.text:
@@ -185,7 +185,7 @@ _TLS = httpx.create_ssl_context()  # to make one takes a client long, and HAProx
 
 
 async def found(url: str, response_id: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=60, verify=_TLS) as client:
+    async with httpx.AsyncClient(timeout=300, verify=_TLS) as client:
         answer: dict[str, Any] = (await client.get(f"{url}/v1/responses/{response_id}")).json()
         return answer
 

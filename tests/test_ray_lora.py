@@ -21,7 +21,7 @@ TIMES = 12  # asked of whichever replica the proxy chooses
 
 def ask(server: Server, model: str) -> httpx.Response:
     fields = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return httpx.post(f"{server.url}/v1/completions", json=fields | {"model": model}, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=fields | {"model": model}, timeout=300)
 
 
 def tokens(answer: httpx.Response) -> list[int]:
@@ -50,12 +50,12 @@ def test_all_replicas_serve_what_one_loaded_and_a_new_engine_gets_it_again(tmp_p
         refused = httpx.post(f"{server.url}/v1/load_lora_adapter", json={"lora_name": "json", "lora_path": "../.."})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
         body = {"lora_name": "json", "lora_path": ADAPTER.name}
-        assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=300).status_code == 200
         server.wait_until(served_everywhere(server, wanted), "does not serve the adapter from every replica")
         assert tokens(ask(server, "embedded")) == base
         server.kill_actor("WorkerActor")
         server.wait_until(served_everywhere(server, wanted), "has not given the adapter to the new engine")
         assert tokens(ask(server, "embedded")) == base
-        gone = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "json"}, timeout=60)
+        gone = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "json"}, timeout=300)
         assert gone.status_code == 200
         server.wait_until(lambda: {ask(server, "json").status_code for _ in range(TIMES)} == {404}, "still serves it")

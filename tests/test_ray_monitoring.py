@@ -30,7 +30,7 @@ pytestmark = [
 
 TWO = {"ingress": {"replicas": 2}, "engine": {"threads": 1, "replicas": 2}}
 KEYS = "alice: sk-alice weight=2\nbob: sk-bob requests_per_minute=6\nwatch: sk-watch admin\n"
-LIMIT_S = 90.0
+LIMIT_S = 300
 WINDOW = "20s"
 TOKEN = Path("~/.ray/auth_token").expanduser()
 
@@ -72,7 +72,7 @@ async def load(server: Server) -> AsyncIterator[None]:
     """Streams of two keys without end, one of which is refused again and again."""
 
     async def ask(name: str, number: int) -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
             for _ in itertools.count():
                 body = chat(f"Tell me about {number}.", stream=True, ignore_eos=True, max_tokens=24)
                 answer = await client.post("/v1/chat/completions", json=body, headers={"x-api-key": f"sk-{name}"})
@@ -100,7 +100,7 @@ async def found(client: httpx.AsyncClient, query: str) -> list[dict[str, Any]]:
 async def test_every_query_of_every_board_has_data_under_load(server: Server, prometheus: str) -> None:
     boards = {expanded(query, WINDOW): where for where, query in queries() if ": " in where}
     assert len(boards) > 30
-    async with load(server), httpx.AsyncClient(base_url=prometheus, timeout=30) as client:
+    async with load(server), httpx.AsyncClient(base_url=prometheus, timeout=300) as client:
         deadline, empty = time.monotonic() + LIMIT_S, dict(boards)
         while empty and time.monotonic() < deadline:
             await asyncio.sleep(2)
@@ -118,13 +118,13 @@ async def test_every_query_of_every_board_has_data_under_load(server: Server, pr
 async def test_what_is_counted_is_what_the_clients_got(server: Server, prometheus: str) -> None:
     """Independent of how it is told: ten answers of eight tokens, as Prometheus has them in the end."""
     query = 'sum(raylm:key_tokens_total{key="watch", kind="generation"})'
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         for number in range(10):
             body = chat(f"Hello {number}.", ignore_eos=True, max_tokens=8)
             answer = await client.post("/v1/chat/completions", json=body, headers={"x-api-key": "sk-watch"})
             assert answer.json()["usage"]["completion_tokens"] == 8
-    async with httpx.AsyncClient(base_url=prometheus, timeout=30) as client:
-        counted, deadline = 0.0, time.monotonic() + 30
+    async with httpx.AsyncClient(base_url=prometheus, timeout=300) as client:
+        counted, deadline = 0.0, time.monotonic() + 300
         while counted < 80 and time.monotonic() < deadline:
             await asyncio.sleep(1)
             counted = sum(float(series["value"][1]) for series in await found(client, query))
@@ -145,7 +145,7 @@ async def test_rays_own_metrics_have_ours_once(server: Server) -> None:
         re.compile(r"^ray_vllm_generation_tokens_total\{", re.MULTILINE),
     )
     text, deadline = "", time.monotonic() + LIMIT_S
-    async with load(server), httpx.AsyncClient(timeout=30) as client:
+    async with load(server), httpx.AsyncClient(timeout=300) as client:
         while len(wanted.findall(text)) < 2 and time.monotonic() < deadline:
             await asyncio.sleep(1)
             text = (await client.get(url)).text
@@ -160,11 +160,11 @@ async def test_rays_dashboard_is_there_and_knows_the_application(server: Server)
     address = re.search(r"dashboard at (http://[\w.:]+)", server.log.read_text())
     assert address is not None
     headers = {"authorization": f"Bearer {TOKEN.read_text().strip()}"} if TOKEN.exists() else {}
-    async with httpx.AsyncClient(base_url=address[1], timeout=60, headers=headers) as client:
+    async with httpx.AsyncClient(base_url=address[1], timeout=300, headers=headers) as client:
         assert "<html" in (await client.get("/")).text
         applications = (await client.get("/api/serve/applications/")).json()["applications"]
         actors = (await client.get("/logical/actors")).json()["data"]["actors"].values()
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         told = [
             (await client.get("/v1/cluster", headers={"x-api-key": f"sk-{key}"})).json() for key in ("watch", "bob")
         ]

@@ -28,12 +28,12 @@ def test_every_line_is_json_without_prompts_and_the_last_spans_arrive(tmp_path: 
         with Server(path, port, ready='"stage.ready"') as server:
             headers = {"x-request-id": "asked-first", "traceparent": f"00-{TRACE}-{PARENT}-01"}
             first = httpx.post(
-                f"{server.url}/v1/chat/completions", json=chat(PLANTED, max_tokens=8), headers=headers, timeout=60
+                f"{server.url}/v1/chat/completions", json=chat(PLANTED, max_tokens=8), headers=headers, timeout=300
             )
             assert first.status_code == 200
-            wrong = httpx.post(f"{server.url}/v1/chat/completions", json=chat(PLANTED, max_tokens=-8), timeout=60)
+            wrong = httpx.post(f"{server.url}/v1/chat/completions", json=chat(PLANTED, max_tokens=-8), timeout=300)
             assert wrong.status_code == 400
-            last = httpx.post(f"{server.url}/v1/chat/completions", json=chat(PLANTED, max_tokens=4), timeout=60)
+            last = httpx.post(f"{server.url}/v1/chat/completions", json=chat(PLANTED, max_tokens=4), timeout=300)
             assert last.status_code == 200
             server.wait_until(lambda: '"request.slow"' in server.log.read_text(), "tells of no slow request")
             assert server.stop(signal.SIGINT) == 0

@@ -145,16 +145,16 @@ def check(session: int, http_port: int, home: Path) -> None:
 def answer_of(port: int) -> str | None:
     """What a port says to whom has neither key nor token."""
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=10)
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=300)
     except httpx.HTTPError:
         return called(port)
     if answer.status_code == 401 and answer.text.startswith("{") and "No API key was given" in answer.text:
-        assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).status_code == 401
+        assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=300).status_code == 401
         return "the API, with a key"
     if answer.status_code in (401, 403):
         return "nothing without the token"
     if answer.status_code == 404 and all(
-        httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10).status_code in (401, 403, 404)
+        httpx.get(f"http://127.0.0.1:{port}{path}", timeout=300).status_code in (401, 403, 404)
         for path in ("/", "/metrics", "/stats", "/api/version", "/nodes", "/api/serve/applications/")
     ):
         return "nothing without the token"
@@ -170,7 +170,7 @@ def called(port: int) -> str | None:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         for name in CALLS:
             try:
-                channel.unary_unary(name)(b"", timeout=10)
+                channel.unary_unary(name)(b"", timeout=300)
             except grpc.RpcError as error:
                 codes.add(error.code())
             else:
@@ -244,7 +244,7 @@ class ServeRun:
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
+            self.process.wait(300)
         while members := session_members(self.process.pid):
             for pid in members:
                 with suppress(ProcessLookupError):

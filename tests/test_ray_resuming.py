@@ -50,7 +50,7 @@ class Reader:
     def read(self) -> dict[int, dict[str, Any]]:
         """What each choice comes to."""
         found: dict[int, dict[str, Any]] = {}
-        with httpx.Client(timeout=60, event_hooks={"request": [self._count]}) as client:
+        with httpx.Client(timeout=300, event_hooks={"request": [self._count]}) as client:
             for place, data in enumerate(resumed(client, self._url, self._body, {})):
                 if place == 20:
                     self.begun.set()
@@ -72,7 +72,7 @@ def test_streams_go_on_when_their_ingress_is_killed(server: Server) -> None:
         readers = [Reader(server, number) for number in numbers]
         answers = [pool.submit(reader.read) for reader in readers]
         for reader in readers:
-            assert reader.begun.wait(60)
+            assert reader.begun.wait(300)
         ingresses = server.processes("ServeReplica:default:Ingress")
         assert len(ingresses) == 2
         os.kill(ingresses[0], signal.SIGKILL)

@@ -46,14 +46,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 async def answers_of(server: Server, name: str, count: int, max_tokens: int) -> list[httpx.Response]:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
         body = chat("Hi", max_tokens=max_tokens, ignore_eos=True)
         calls = [client.post("/v1/chat/completions", json=body, headers=key(name)) for _ in range(count)]
         return list(await asyncio.gather(*calls))
 
 
 async def metrics_of(server: Server) -> str:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         return (await client.get("/metrics", headers=key("root"))).text
 
 
@@ -84,7 +84,7 @@ async def test_a_hundred_at_once_do_not_pass_the_open_requests(server: Server) -
 
 
 async def test_metrics_of_both_replicas_are_told_by_each(server: Server) -> None:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         for _ in range(20):
             assert (await client.get("/v1/models", headers=key("root"))).status_code == 200
     await asyncio.sleep(2.5)
@@ -106,9 +106,9 @@ async def test_limits_hold_when_the_state_is_killed(server: Server) -> None:
 
 def test_adapters_come_back_when_all_start_anew(server: Server) -> None:
     body = {"lora_name": "one", "lora_path": "one"}
-    refused = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=key("places"), timeout=60)
+    refused = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=key("places"), timeout=300)
     assert refused.status_code == 403
-    loaded = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=key("root"), timeout=60)
+    loaded = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=key("root"), timeout=300)
     assert loaded.status_code == 200, loaded.text
     for name in ("ServeReplica:default:Ingress", "ServeReplica:default:Engine", "EngineCore"):
         for pid in server.processes(name):
@@ -121,7 +121,7 @@ def test_adapters_come_back_when_all_start_anew(server: Server) -> None:
                 f"{server.url}/v1/chat/completions",
                 json=chat("Hi", max_tokens=2) | {"model": "one"},
                 headers=key("root"),
-                timeout=60,
+                timeout=300,
             )
         except httpx.HTTPError:
             return False

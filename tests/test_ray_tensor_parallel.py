@@ -92,14 +92,14 @@ def test_a_served_engine_loses_a_rank_and_comes_back_whole(tmp_path: Path) -> No
     with Server(serve_file(tmp_path / "serve.yaml", port, args), port) as server:
         assert "2 workers share every layer" in server.log.read_text()
         question = chat("What is a KV cache?", max_tokens=40)
-        before = httpx.post(f"{server.url}/v1/chat/completions", json=question, timeout=60).json()
+        before = httpx.post(f"{server.url}/v1/chat/completions", json=question, timeout=300).json()
         assert "attention" in before["choices"][0]["message"]["content"]
         ranks = server.processes("WorkerActor")
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         server.wait_until(lambda: len(set(server.processes("WorkerActor")) - set(ranks)) == 2, "has no new ranks")
         server.wait_ready()
-        after = httpx.post(f"{server.url}/v1/chat/completions", json=question, timeout=60).json()
+        after = httpx.post(f"{server.url}/v1/chat/completions", json=question, timeout=300).json()
         assert after["choices"][0]["message"]["content"] == before["choices"][0]["message"]["content"]
         assert len(server.processes("WorkerActor")) == 2
         assert not set(server.processes("WorkerActor")) & set(ranks)

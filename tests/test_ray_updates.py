@@ -39,7 +39,7 @@ async def text(url: str, number: int, tokens: int) -> str:
     found = last = ""
     try:
         async with (
-            httpx.AsyncClient(timeout=120) as client,
+            httpx.AsyncClient(timeout=300) as client,
             client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
         ):
             async for line in answer.aiter_lines():

@@ -31,7 +31,7 @@ MOVED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[httpx.Client]:
-    with EmbeddedServer() as url, httpx.Client(base_url=url, timeout=120) as client:
+    with EmbeddedServer() as url, httpx.Client(base_url=url, timeout=300) as client:
         yield client
 
 
@@ -248,7 +248,7 @@ def test_the_checkpoints_wishes_hold_until_the_user_has_others(
     assert penalized != plain[:9]
     with (
         served_with(tmp_path, **greedy_by, repetition_penalty=1.7, max_new_tokens=9) as url,
-        httpx.Client(base_url=url, timeout=120) as api,
+        httpx.Client(base_url=url, timeout=300) as api,
     ):
         assert drawn(post(api, "/v1/completions", body)) == [penalized]
         longer = body | {"repetition_penalty": 1, "max_tokens": 12}

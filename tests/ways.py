@@ -158,7 +158,7 @@ async def main() -> None:
     async with (
         running_stack() as stack,
         served(stack.app) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        httpx.AsyncClient(base_url=url, timeout=300) as client,
     ):
         (await client.post("/v1/chat/completions", json=CHAT)).raise_for_status()  # what is made once is made
         for name, body in {"whole": CHAT, "streamed": STREAMED}.items():

@@ -125,7 +125,7 @@ def test_what_is_reported_is_printed_kept_and_drawn(tmp_path: Path, capsys: pyte
 def run(name: str, *options: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *options],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

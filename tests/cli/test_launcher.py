@@ -220,7 +220,7 @@ def test_a_lost_raylet_ends_the_process_and_a_lost_log_monitor_does_not(capsys: 
     watch = main.end_with_ray(lambda: dead, lambda status: ended.set(), period_s=0.01)
     assert not ended.wait(0.1)
     dead.append("raylet")
-    watch.join(timeout=60)
+    watch.join(timeout=300)
     assert ended.is_set()
     assert parse(capsys.readouterr().out) == (
         "error", "ray", "Ray's raylet was lost, and with it everything that was served."

@@ -108,7 +108,7 @@ class Console:
         assert self._server is not None
         before = len(self._log.read_text())
         self._server.send_signal(signal.SIGINT)
-        assert self._server.wait(60) == 0
+        assert self._server.wait(300) == 0
         return self._log.read_text()[before:]
 
     def end(self) -> None:

@@ -44,7 +44,7 @@ def test_all_are_served_and_named_at_ready(tmp_path: Path) -> None:
         assert any("running  c at" in line and line.endswith("/c") for line in lines)
         for name in "ab":
             url, body = f"{server.url}/{name}/v1", chat("What is a KV cache?", max_tokens=40, model=name.upper())
-            answer = httpx.post(f"{url}/chat/completions", json=body, timeout=60).json()
+            answer = httpx.post(f"{url}/chat/completions", json=body, timeout=300).json()
             assert "attention" in answer["choices"][0]["message"]["content"]
             assert [model["id"] for model in httpx.get(f"{url}/models").json()["data"]] == [name.upper()]
             assert f'model_name="{name.upper()}"' in httpx.get(f"{server.url}/{name}/metrics").text

@@ -19,7 +19,7 @@ from tests.serving import ROOT, chat, free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
-LIMIT_S = 150
+LIMIT_S = 300
 HERE = Path(__file__).parent
 QUESTION = chat("What is a KV cache?", max_tokens=40)
 
@@ -36,10 +36,10 @@ class Cluster:
         return os.environ | ours | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
     def theirs(self) -> str:
-        return httpx.get(f"http://127.0.0.1:{self.port}/theirs", timeout=60).text
+        return httpx.get(f"http://127.0.0.1:{self.port}/theirs", timeout=300).text
 
     def ours(self) -> httpx.Response:
-        return httpx.post(f"http://127.0.0.1:{self.port}/ours/v1/chat/completions", json=QUESTION, timeout=60)
+        return httpx.post(f"http://127.0.0.1:{self.port}/ours/v1/chat/completions", json=QUESTION, timeout=300)
 
     def command(self, *words: str) -> list[str]:
         place = ["--port", str(self.port), "--name", "ours", "--route-prefix", "/ours", "--num-blocks", "512"]
@@ -79,7 +79,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(60)
+        process.wait(300)
 
 
 class Serving:
@@ -142,7 +142,7 @@ def test_a_signal_takes_away_only_ours(cluster: Cluster, tmp_path: Path, number:
         serving.wait_ready()
         assert "attention" in cluster.ours().json()["choices"][0]["message"]["content"]
         serving.process.send_signal(number)
-        assert serving.process.wait(60) == 0
+        assert serving.process.wait(300) == 0
         assert cluster.ours().status_code == 404
         assert cluster.theirs() == "theirs"
     assert set(serving.their_answers) == {"theirs"}
@@ -154,7 +154,7 @@ def test_a_crash_takes_away_only_ours_and_the_next_start_waits_for_that(cluster:
         crashed.wait_ready()
         assert cluster.ours().status_code == 200
         os.kill(crashed.child(), signal.SIGKILL)
-        assert crashed.process.wait(60) == 1
+        assert crashed.process.wait(300) == 1
         with Serving(cluster, tmp_path / "again") as serving:
             serving.wait_ready()
             assert cluster.ours().status_code == 200

@@ -14,7 +14,7 @@ from tests.embedded_server import EmbeddedServer
 def main() -> int:
     """Print what was checked and what was wrong; 1 if anything was."""
     given = sys.argv[1] if len(sys.argv) > 1 else None
-    with nullcontext(given) if given else EmbeddedServer() as url, httpx.Client(base_url=url, timeout=120) as client:
+    with nullcontext(given) if given else EmbeddedServer() as url, httpx.Client(base_url=url, timeout=300) as client:
         report = run(client)
     for schema, count in sorted(report.checked.items()):
         print(f"{count:6}  {schema}")

@@ -105,7 +105,7 @@ def _message_turns(proxy: str) -> None:
             body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
             answer = httpx.post(
                 f"{proxy}/v1/messages", json=body, headers={"x-api-key": KEY, "anthropic-version": "2023-06-01"},
-                timeout=120,
+                timeout=300,
             )  # fmt: skip
             assert answer.status_code == 200, answer.text[:600]
             content = answer.json()["content"]
@@ -142,7 +142,7 @@ def _proxy(url: str) -> Iterator[str]:
                 assert process.poll() is None, log.read_text()[-600:]
                 assert time.monotonic() - begun < _START_S, log.read_text()[-600:]
                 try:
-                    if httpx.get(f"http://127.0.0.1:{port}/health/liveliness", timeout=5).status_code == 200:
+                    if httpx.get(f"http://127.0.0.1:{port}/health/liveliness", timeout=300).status_code == 200:
                         break
                 except httpx.TransportError:
                     time.sleep(0.2)

@@ -18,7 +18,7 @@ from tests.ingress.fake_llm import FakeAsyncLLM
 
 
 def test_no_violations(url: str) -> None:
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=300) as client:
         report = run(client)
     assert not report.faults
     assert report.checked.total() > 1000
@@ -27,7 +27,7 @@ def test_no_violations(url: str) -> None:
 
 def test_tools_and_thoughts_are_among_what_is_checked(url: str) -> None:
     found: dict[str, set[str]] = {"/v1/responses": set(), "/v1/messages": set()}
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=300) as client:
         for case in cases():
             if case.path in found and case.body.get("stream"):
                 text = client.post(case.path, json={"model": "embedded"} | case.body).text
@@ -43,7 +43,7 @@ def test_tools_and_thoughts_are_among_what_is_checked(url: str) -> None:
 def samples(url: str) -> dict[str, Any]:
     """One good object of each kind."""
     found: dict[str, Any] = {}
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=300) as client:
         for path, body, schema in (
             ("/v1/chat/completions", CHAT | {"logprobs": True}, "CreateChatCompletionResponse"),
             ("/v1/completions", TEXT | {"logprobs": 1}, "CreateCompletionResponse"),

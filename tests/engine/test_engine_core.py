@@ -427,14 +427,14 @@ async def test_a_result_is_told_when_the_next_step_computes(says_when: bool) -> 
 
     class Slow(FakeWorker):
         def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-            assert begins.wait(10)
+            assert begins.wait(300)
             if plan.step == 2:
                 time.sleep(0.05)
                 assert told.is_set() is not says_when
             if says_when:
                 self.when_computing()  # type: ignore[attr-defined]
             if plan.step == 2:
-                assert goes_on.wait(10)
+                assert goes_on.wait(300)
             return super().execute(plan)
 
     executor = LocalExecutor(config(), Slow.from_config)

@@ -78,7 +78,7 @@ async def test_a_stopped_process_is_lost_and_killed_while_a_busy_one_is_neither(
     async with asyncio.timeout(300):
         assert await monitor.lost == ("b", "has given no sign of life for 3 s")
     monitor.kill("b")
-    assert await asyncio.to_thread(stopped.wait, 30) == -signal.SIGKILL
+    assert await asyncio.to_thread(stopped.wait, 300) == -signal.SIGKILL
     assert busy.poll() is None
 
 
@@ -103,7 +103,7 @@ async def test_what_is_stopped_at_the_end_is_killed_too(monitor: HeartbeatMonito
     os.kill(stopped.pid, signal.SIGSTOP)
     await asyncio.sleep(3 * heartbeats.PERIOD_S + 0.5)
     monitor.close()
-    assert await asyncio.to_thread(stopped.wait, 30) == -signal.SIGKILL
+    assert await asyncio.to_thread(stopped.wait, 300) == -signal.SIGKILL
 
 
 async def test_a_monitor_that_was_stopped_itself_blames_nobody(monitor: HeartbeatMonitor, begin: Begin) -> None:

@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=256)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
         yield client
 
 

@@ -144,7 +144,7 @@ class Watch:
 
     def check_idle(self) -> None:
         """Nothing is left of any request."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while busy := self._busy():
             if time.monotonic() > deadline:
                 raise FoundError(f"left: {busy}")

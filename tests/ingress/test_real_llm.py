@@ -237,7 +237,7 @@ async def test_dropped_streams_leave_nothing_behind_and_honest_ones_alone(stack:
         assert done == "[DONE]"
         return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
-    async with served(stack.app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with served(stack.app) as url, httpx.AsyncClient(base_url=url, timeout=300) as client:
         kept, _ = await asyncio.gather(
             asyncio.gather(*(keep(client) for _ in range(4))),
             asyncio.gather(*(drop(client, 2 * i + 1) for i in range(16))),
@@ -249,7 +249,7 @@ async def test_dropped_streams_leave_nothing_behind_and_honest_ones_alone(stack:
 
 async def test_a_lost_engine_is_told_and_then_away(stack: Stack) -> None:
     stack.executor._delay_s = 0.01
-    async with served(stack.app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with served(stack.app) as url, httpx.AsyncClient(base_url=url, timeout=300) as client:
         assert (await client.get("/health")).status_code == 200
         body = TEXT | {"max_tokens": 200}
         stream = asyncio.create_task(client.post("/v1/completions", json=body | {"stream": True}))

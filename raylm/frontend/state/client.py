@@ -136,6 +136,7 @@ class StateClient:
         """Leave in order, so that nobody waits for the end of this replica's lease."""
         if self._task is not None:
             self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         with suppress(StateLostError):
             await self._link.leave(self.replica)
 

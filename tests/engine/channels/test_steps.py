@@ -52,7 +52,7 @@ async def test_the_next_step_is_launched_while_the_output_of_the_last_is_awaited
             second_launched.set()
 
         def output() -> ModelRunnerOutput:
-            assert second_launched.wait(20)
+            assert second_launched.wait(300)
             return drawn(plan)
 
         return output

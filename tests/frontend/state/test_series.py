@@ -142,3 +142,10 @@ async def test_who_is_alone_tells_nobody_of_itself() -> None:
 def test_folding_changes_no_sum() -> None:
     texts = [text_of(3, 1, 100, 4), text_of(4, 1, 7, 4)]
     assert values_of(merge(b"", "x", {}, texts)) == values_of(merge(b"", "x", {}, [fold(texts)]))
+
+
+async def test_a_client_that_is_closed_leaves_no_task() -> None:
+    client = StateClient(LocalState(), "a")
+    client.start()
+    await client.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}

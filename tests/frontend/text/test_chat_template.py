@@ -181,7 +181,7 @@ async def test_waiting_is_not_the_templates_time(long: list[dict[str, Any]], mon
     def prepare(messages: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
         if messages is long:
             held.set()
-            go_on.wait(60)
+            go_on.wait(300)
         return real(messages, **fields)
 
     monkeypatch.setattr(chat_template, "prepare_messages", prepare)

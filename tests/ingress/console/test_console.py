@@ -87,7 +87,7 @@ async def test_settings_reach_the_model_and_probabilities_are_colours(page: Page
 async def test_charts_show_what_was_before_the_page_was_opened(page: Page) -> None:
     chart = "[...document.querySelectorAll('.chart')].find(one => one.querySelector('h2').textContent === 'NAME')"
     shown = {name: chart.replace("NAME", name) for name in ("Tokens/s", "Sequences", "KV cache usage")}
-    async with Stack(delay_s=0.002) as stack, served(stack.app) as url, httpx.AsyncClient(timeout=60) as client:
+    async with Stack(delay_s=0.002) as stack, served(stack.app) as url, httpx.AsyncClient(timeout=300) as client:
         history = stack.app.state.desk.kept
         history.take()
         for _ in range(3):

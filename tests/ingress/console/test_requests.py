@@ -61,7 +61,7 @@ class Stack:
 
     def client(self, host: str = "127.0.0.1", base_url: str = LOCAL, **options: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app, client=(host, 9)), base_url=base_url, timeout=60, **options
+            transport=httpx.ASGITransport(self.app, client=(host, 9)), base_url=base_url, timeout=300, **options
         )
 
 

@@ -185,7 +185,7 @@ async def test_a_wrong_deadline_is_refused_by_name(client: httpx.AsyncClient, va
 async def test_of_a_flood_each_is_answered_rightly_or_told_to_come_back() -> None:
     async with running_stack(Admission(max_requests=16, max_tokens=2_000)) as stack, served(stack.app) as url:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
             flood = asyncio.gather(*(flooded(client, place) for place in range(300)))
             healthy = [(await client.get("/health")).status_code for _ in range(20)]
             statuses = await flood

@@ -77,7 +77,7 @@ def test_the_example_from_loading_to_unloading() -> None:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    with EmbeddedServer(lora={"root": str(EXAMPLES)}) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with EmbeddedServer(lora={"root": str(EXAMPLES)}) as url, httpx.Client(base_url=url, timeout=300) as client:
         body = {"lora_name": "json", "lora_path": str(EXAMPLES / "json-answers")}
         assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
         again = client.post("/v1/load_lora_adapter", json=body)

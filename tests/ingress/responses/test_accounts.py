@@ -45,7 +45,7 @@ class Replica:
 
     async def create(self, headers: dict[str, str] = ALICE, **fields: Any) -> httpx.Response:
         body = {"model": "embedded", "input": "Hi", "background": True} | fields
-        return await self.client.post(PATH, json=body, headers=headers, timeout=20)
+        return await self.client.post(PATH, json=body, headers=headers, timeout=300)
 
     async def ended(self, response_id: str, headers: dict[str, str] = ALICE) -> dict[str, Any]:
         async with asyncio.timeout(300):

@@ -57,11 +57,11 @@ class Replica:
 
     async def create(self, **fields: Any) -> httpx.Response:
         body = {"model": "embedded", "input": "Hi", "background": True} | fields
-        return await self.client.post(PATH, json=body, timeout=20)
+        return await self.client.post(PATH, json=body, timeout=300)
 
     async def follow(self, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
         query = "stream=true" + ("" if after is None else f"&starting_after={after}")
-        answer = await self.client.get(f"{PATH}/{response_id}?{query}", timeout=20)
+        answer = await self.client.get(f"{PATH}/{response_id}?{query}", timeout=300)
         assert answer.status_code == 200, answer.text
         text = answer.text.replace(": waiting\n\n", "")
         return typed_events(text) if text else []

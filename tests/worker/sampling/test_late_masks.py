@@ -29,7 +29,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def wait_and_step(self: Answer, matcher: Any, tokens: list[int]) -> None:
         if tokens:
-            assert event.wait(60)
+            assert event.wait(300)
         step(self, matcher, tokens)
 
     monkeypatch.setattr(Answer, "_step", wait_and_step)
