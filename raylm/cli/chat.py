@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from raylm.client import Answer, Connection, ServerError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what could move the cursor or begin an escape sequence
 _HISTORY = 1000
 _PROMPT = "> "
 
@@ -87,11 +85,6 @@ def no_server(error: ServerError) -> str:
     return error.message
 
 
-def clean(text: str) -> str:
-    """Text of a model for a terminal: what would control it is shown as a replacement character."""
-    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
-
-
 def speed(answer: Answer) -> str:
     """Tokens, time to the first one, and tokens a second after it, as far as they are known."""
     parts = [f"{answer.tokens:,} tokens"] if answer.tokens else []
@@ -118,6 +111,8 @@ class _Writer:
         self.text = ""
 
     def write(self, text: str, thoughts: str) -> None:
+        from raylm.client import clean
+
         if thoughts and self._screen is not None:
             self._thinking = True
             self._screen.out(clean(thoughts), style="dim italic", end="")
@@ -154,7 +149,7 @@ async def _answer(connection: Connection, talk: Conversation, screen: Console | 
 def _piped(runner: asyncio.Runner, connection: Connection, talk: Conversation) -> int:
     """Each line of stdin is a turn, its answer goes to stdout; the first failure ends it with status 1."""
     for line in sys.stdin:
-        text = line.rstrip("\n")
+        text = line.rstrip("\r\n")
         if text.startswith("/") and not text.startswith("//"):
             reply = talk.command(text)
             if reply.quit:
@@ -228,10 +223,14 @@ class Terminal:
         _write_history(history)
 
     def _say(self, text: str) -> None:
+        from raylm.client import clean
+
         if text:
             self._screen.out(clean(text), style="dim")
 
     def _complain(self, text: str) -> None:
+        from raylm.client import clean
+
         self._screen.out(clean(text), style="red")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move a cursor or begin an escape sequence
 DEFAULT_URL = "http://127.0.0.1:8000"
 _ADDRESS = re.compile(r"(https?://.+|(\[[0-9a-f:]+\]|[\w.-]+):\d+(/.*)?|localhost)$", re.IGNORECASE)
 _LONGEST_MESSAGE = 300
@@ -27,8 +28,13 @@ class ServerError(Exception):
     """
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind, self.message = kind, message
+        self.kind, self.message = kind, clean(message)
+        super().__init__(self.message)
+
+
+def clean(text: str) -> str:
+    """Text of a server for a terminal: a character that would control the terminal becomes U+FFFD."""
+    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def is_address(word: str) -> bool:

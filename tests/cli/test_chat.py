@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raylm.cli.chat import clean
 from raylm.cli.conversation import COMMANDS, Conversation
 from raylm.cli.main import app
+from raylm.client import ServerError, clean
 from raylm.errors import ConfigError
 from tests.openai_server import OpenAIServer
 
@@ -87,6 +87,15 @@ def test_help_has_every_command() -> None:
 
 def test_a_model_cannot_control_the_terminal() -> None:
     assert clean("a\x1b[2Jb\x9b1mc\r\nd\te\x07") == "a�[2Jb�1mc\nd\te�"
+    assert ServerError("400", "\x1b]0;pwned\x07").message == str(ServerError("400", "\x1b]0;pwned\x07")) == "�]0;pwned�"
+
+
+def test_lines_of_a_pipe_may_end_as_on_windows() -> None:
+    with OpenAIServer(answer="yes ") as server:
+        command = [sys.executable, "-m", "raylm.cli.main", "chat", server.url, "--max-tokens", "2"]
+        done = subprocess.run(command, input=b"one\r\n/quit\r\n", capture_output=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, b"yes yes \n"), done.stderr
+    assert server.bodies[0]["messages"][-1]["content"] == "one"
 
 
 class Terminal:
