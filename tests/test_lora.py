@@ -183,8 +183,9 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         "adapter_model.safetensors cannot be read",
     ),
     "digits": (lambda base, path: rewrite(make_adapter(base, path), lora_alpha=10**400), "lora_alpha is no number"),
+    "alpha's size": (lambda base, path: rewrite(make_adapter(base, path), lora_alpha=1e30), "lora_alpha is no number"),
     "infinite": (
-        lambda base, path: rewrite(make_adapter(base, path, scale=1e20), lora_alpha=1e29), "not finite in float32"),
+        lambda base, path: rewrite(make_adapter(base, path, scale=1e36), lora_alpha=1e6), "not finite in float32"),
     "config is a pipe": (
         lambda base, path: as_pipe(make_adapter(base, path) / "adapter_config.json"), "adapter_config.json is no file"),
     "weights are a pipe": (

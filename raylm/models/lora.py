@@ -37,8 +37,8 @@ _INERT = {
     "revision", "runtime_config", "target_modules",
 }  # fmt: skip
 _READ = {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"}
+_LARGEST_ALPHA = 1e6  # with usual weights far more gives logits that are not finite
 # Ways to begin training that take something out of the base model's weights.
-_LARGEST_ALPHA = 1e30
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -185,7 +185,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise _UnservedError(f"bias is {str(config['bias'])[:40]!r}; adapters with biases are not served")
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _LARGEST_ALPHA:
-        raise _UnservedError("lora_alpha is no number")
+        raise _UnservedError(f"lora_alpha is no number from -{_LARGEST_ALPHA:,.0f} to {_LARGEST_ALPHA:,.0f}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise _UnservedError(f"init_lora_weights {start[:40]!r} changes the weights of the base model too")
