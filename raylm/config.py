@@ -146,6 +146,10 @@ class EngineConfig(Frozen):
         return self.replicas.min if isinstance(self.replicas, ReplicaRange) else self.replicas
 
     @property
+    def max_replicas(self) -> int:
+        return self.replicas.max if isinstance(self.replicas, ReplicaRange) else self.replicas
+
+    @property
     def scales_to_zero(self) -> bool:
         return self.min_replicas == 0
 

@@ -53,7 +53,7 @@ def forecast_pool(config: Config, checkpoint: Checkpoint, device_name: str) -> F
         size = block_size_of(config, device)
         backend = select_backend(model.attention_specs, dtype, device, size, fp8=config.cache.dtype == "fp8")
         each = block_bytes(backend, model.attention_specs, size, dtype)
-        free, default = free_memory(device, weights, config.engine.tensor_parallel_size)
+        free, default = free_memory(device, weights, config.engine.tensor_parallel_size, config.engine.max_replicas)
         pool = size_pool(config, size, each, free, default, checkpoint.max_position_embeddings)
     threads = config.engine.threads or useful_threads(available_threads(config.engine), weights)
     why = _why(config, pool, size, checkpoint.max_position_embeddings)

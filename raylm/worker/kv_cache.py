@@ -113,14 +113,16 @@ def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -
     return asked
 
 
-def free_memory(device: torch.device, activations: int, ranks: int) -> list[int]:
+def free_memory(device: torch.device, activations: int, ranks: int, engines: int) -> list[int]:
     """Bytes that a pool may take beside ``activations`` bytes of a step, and the most it takes by default.
 
-    Each rank has a GPU of its own; on CPUs all ``ranks`` share the machine's memory.
+    Each rank has a GPU of its own; on CPUs all ``ranks`` share the machine's memory. There all ``engines`` of the
+    application may start on one node at the same moment, and each sees the memory that the others will write later: the
+    default is an equal part of the share.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0] - activations
         return [free, int(free * _CUDA_SHARE)]
     free = available_memory() // ranks - activations
-    return [free, min(_CPU_MOST, int(free * _CPU_SHARE))]
+    return [free, min(_CPU_MOST, int(free * _CPU_SHARE / engines))]

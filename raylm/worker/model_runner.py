@@ -65,7 +65,9 @@ class ModelRunner:
             adapters = self.adapters.runs(step)
             if step.seq_ids and self.async_decode.takes(step, self.batch):
                 return self.async_decode.launch(plan.step, step, self.batch, self.forward, adapters)
+            waited = time.perf_counter()
             self.async_decode.settle(self.batch)
+            started += time.perf_counter() - waited  # that time belongs to the steps before
             output = self._run(plan, step, adapters, started)
         return lambda: output
 

@@ -101,7 +101,8 @@ def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[
         activations = _profile(config, loaded)
     with stage("allocate KV cache"):
         bytes_each = block_bytes(loaded.backend, loaded.model.attention_specs, loaded.block_size, loaded.dtype)
-        free, default = ranks.all_reduce_min(free_memory(device, activations, ranks.world_size))
+        found = free_memory(device, activations, ranks.world_size, config.engine.max_replicas)
+        free, default = ranks.all_reduce_min(found)
         longest = loaded.checkpoint.max_position_embeddings
         pool = size_pool(config, loaded.block_size, bytes_each, free, default, longest)
         runner = _runner(config, loaded, pool)

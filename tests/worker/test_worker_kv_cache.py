@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import ConfigError
+from raylm.worker.forecast import forecast_pool
 from raylm.worker.kv_cache import GIB, size_pool
+from raylm.worker.startup import start_runner
 from tests.engine.build import Engine
 
 BLOCK = GIB // 1024
@@ -33,6 +36,21 @@ def test_a_pool_is_by_default_no_larger_than_sequences_have_a_use_for() -> None:
     assert size(scheduler={"max_num_seqs": 2}, limit=320, cache={"prefix_caching": False}) == (2 * 20 + 2, 320)
     assert size(scheduler={"max_num_seqs": 2}, limit=320, cache={"memory_gib": 3}) == (3072, 320)
     assert size(scheduler={"max_num_seqs": 1}, limit=1, cache={"prefix_caching": False}) == (2, 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 3, {"min": 1, "max": 3}])
+def test_pools_of_engines_that_start_at_the_same_moment_fit_together(
+    monkeypatch: pytest.MonkeyPatch, replicas: object
+) -> None:
+    """All see the same free memory: none of them has written to its pool yet."""
+    monkeypatch.setattr("raylm.worker.kv_cache.available_memory", lambda: GIB // 8)
+    config = Config.model_validate({"device": "cpu", "engine": {"replicas": replicas}})
+    engines = config.engine.max_replicas
+    _, info = start_runner(config)
+    found = forecast_pool(config, resolve("embedded"), "cpu").pool
+    most = 0.4 * GIB / 8
+    assert most / 2 < engines * info.kv_cache_bytes <= most
+    assert engines * found.num_blocks * found.block_bytes <= most
 
 
 @given(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,14 @@ from raylm.worker.sampling.structured_outputs import Restriction, StructuredOutp
 from raylm.worker.step_batch import StepBatch
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """When a step was ``launched`` and when the host first saw that it had ``ended``, in seconds; None before."""
+
+    launched: float
+    ended: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AsyncStep:
     """A step on its way: once ``done``, what it drew is on the host, as ``tokens`` (rows,), and the largest logits.
@@ -52,12 +60,19 @@ class AsyncStep:
     peaks: Tensor
     processed: Tensor
     done: torch.cuda.Event | None
-    started: float = field(default_factory=time.perf_counter)
+    times: StepTimes
+    before: StepTimes | None
+
+    def wait(self) -> None:
+        """Until the device has computed it; may be called from any thread."""
+        if self.done is not None:
+            self.done.synchronize()
+        if self.times.ended is None:
+            self.times.ended = time.perf_counter()
 
     def output(self) -> ModelRunnerOutput:
         """Wait for what it drew; may be called from another thread than the one that launches steps."""
-        if self.done is not None:
-            self.done.synchronize()
+        self.wait()
         failed = failures(self.peaks.numpy(), self.processed.numpy())
         fine = self.drawing.copy()
         fine[list(failed)] = False
@@ -67,7 +82,7 @@ class AsyncStep:
             if self.drawing[at]
         ]
         logprobs = None if self.logprobs is None else self.logprobs.columns(fine)
-        seconds = time.perf_counter() - self.started
+        seconds = self._seconds()
         return ModelRunnerOutput(
             step=self.number,
             seq_ids=[seq_id for seq_id, drew in zip(self.seq_ids, fine.tolist(), strict=True) if drew],
@@ -80,6 +95,14 @@ class AsyncStep:
             forward_s=seconds,
             step_s=seconds,
         )
+
+    def _seconds(self) -> float:
+        """The time of this step alone: the device computes one step after the other."""
+        assert self.times.ended is not None, "an output is asked for when its step has ended"
+        began = self.times.launched
+        if self.before is not None and self.before.ended is not None:
+            began = max(began, self.before.ended)
+        return max(0.0, self.times.ended - began)
 
 
 class GPUAsyncDecode(AsyncDecode):
@@ -112,6 +135,7 @@ class GPUAsyncDecode(AsyncDecode):
         self._owners = np.zeros(max_num_seqs, np.int64)  # how many sequences have had the row
         self._newest = np.full(max_num_seqs, -1, np.int64)  # the step on its way that draws the row's last token
         self._turn, self.has_deferred = 0, False
+        self._before: StepTimes | None = None  # of the last step that was launched
 
     def add(self, row: int) -> None:
         self._owners[row] += 1
@@ -135,6 +159,7 @@ class GPUAsyncDecode(AsyncDecode):
     ) -> Pending:
         while len(self._under_way) > 1:
             self._settle_oldest(batch)
+        times = StepTimes(time.perf_counter())
         self._turn ^= 1
         inputs = self._buffers[self._turn].build(step, batch, adapters)
         rows, on_device = self._upload_rows(step.rows)
@@ -166,7 +191,8 @@ class GPUAsyncDecode(AsyncDecode):
         drawing[late] = False
         positions = batch.num_tokens[step.rows].astype(np.int64)
         about = number, step.seq_ids, step.rows, positions, owners, drawing, reasons, described
-        started = AsyncStep(*about, token_ids, maxima[0], maxima[-1], done)
+        started = AsyncStep(*about, token_ids, maxima[0], maxima[-1], done, times, self._before)
+        self._before = times
         self._note(started, batch)
         return started.output
 
@@ -235,8 +261,7 @@ class GPUAsyncDecode(AsyncDecode):
     def _settle_oldest(self, batch: InputBatch) -> None:
         """Write what the oldest step drew to the rows that still belong to the same sequences."""
         step = self._under_way.popleft()
-        if step.done is not None:
-            step.done.synchronize()
+        step.wait()
         same = (self._owners[step.rows] == step.owners) & step.drawing
         rows = step.rows[same]
         token_ids = step.tokens.numpy()[same]

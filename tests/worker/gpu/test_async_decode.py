@@ -68,6 +68,7 @@ class Life:
     failed: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, bytes] = field(default_factory=dict)
     described: dict[int, list[Any]] = field(default_factory=dict)  # (ids, log-probabilities, rank) of each token
+    step_s: list[float] = field(default_factory=list)  # of each step
     step: int = 0
 
     def add(self, seq_id: int, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY) -> None:
@@ -112,6 +113,7 @@ class Life:
             if output.logprobs is not None:
                 entries = next(described)
                 self.described.setdefault(seq_id, []).append(entries)
+        self.step_s.append(output.step_s)
         self.failed |= dict(output.failed) | dict(output.undrawable)
         self.pooled |= dict(output.pooled)
 

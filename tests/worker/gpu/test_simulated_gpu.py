@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from raylm.worker.forward import ModuleForward
 from raylm.worker.gpu import xformers
 from raylm.worker.gpu.probe import probe
 from raylm.worker.gpu.split_k import Pages, SplitK
+from raylm.worker.input_buffers import StepInputs
 from raylm.worker.model_runner import ModelRunner
 from raylm.worker.startup import start_runner
 from tests.checkpoints import make_checkpoint
@@ -190,6 +192,34 @@ def test_sequences_come_and_go(machine: Gpu, path: Path, events: dict[int, list[
     machine.is_fast = is_fast
     assert eventful(Life(start(path), 2)) == events
     assert machine.replays > 15
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_the_time_of_a_step_is_its_own(machine: Gpu, path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """The device takes a second for each forward pass, and nothing else takes time; steps wait for those before."""
+    life, now = Life(start(path), ahead), 0.0
+    forward = life.runner.forward
+    hidden = forward.hidden
+
+    def take_a_second() -> None:
+        nonlocal now
+        now += 1.0
+
+    def slow(inputs: StepInputs) -> Tensor:
+        machine.launch(take_a_second)
+        return hidden(inputs)
+
+    monkeypatch.setattr(forward, "hidden", slow)
+    for module in ("model_runner", "gpu.async_decode"):
+        monkeypatch.setattr(f"raylm.worker.{module}.time", SimpleNamespace(perf_counter=lambda: now))
+    life.add(0, random_prompt(5, 0), blocks(0))
+    for _ in range(5):
+        life.run()
+    life.add(1, random_prompt(5, 1), blocks(1))  # a step that is not asynchronous, behind one that is
+    for _ in range(5):
+        life.run()
+    life.end()
+    assert life.step_s == [1.0] * 10
 
 
 STEADY: list[dict[str, Any]] = [
