@@ -121,7 +121,7 @@ def build_asgi_app(
         post("/v1/chat/completions", ChatCompletionRequest, chat, resumable=True),
         post("/v1/completions", CompletionRequest, Completions(async_llm, config, stream_ids), resumable=True),
         post("/v1/responses", ResponsesRequest, responses, by_key=True),
-        *response_routes(store),
+        *response_routes(store, config.ingress.max_ongoing_requests),
         post("/v1/messages", MessagesRequest, CreateMessage(chat), keep_alive=PING, resumable=True),
         post("/v1/messages/count_tokens", CountTokensRequest, CountTokens(chat)),
         post("/v1/embeddings", EmbeddingRequest, Embeddings(async_llm, config)),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _BYTES_A_THING = 64  # of JSON, about
 _RENEW_S = LEASE_S / 3
+_BYTES_A_STEP = 16  # of stored events: reading so many takes about as long as a step of Python
 _MOST_AT_ONCE = 16  # jobs that are taken over
 _KEPT_EACH_S = 0.05  # in which what comes of a response makes one entry of the store, and one call of it
 
@@ -340,6 +341,12 @@ def _told(events: Events, last: int, tokens: int) -> ToldEvents:
     return ToldEvents(last + len(events), tokens, orjson.dumps(numbered))
 
 
+def _events_after(after: int, batches: list[bytes]) -> tuple[int, bytes]:
+    """The events behind the number ``after`` as the stream has them, and the number of the last one."""
+    told = [event for batch in batches for event in orjson.loads(batch) if event["sequence_number"] > after]
+    return (told[-1]["sequence_number"] if told else after), b"".join(map(named_event, told))
+
+
 async def follow(store: ResponseStore, owner: str, response_id: str, after: int, *, comments: bool = False) -> Chunks:
     """The events of a response in the background that come after the number ``after``, as they come.
 
@@ -356,10 +363,9 @@ async def follow(store: ResponseStore, owner: str, response_id: str, after: int,
         if found is None:
             return
         batches, status = found
-        told = [event for batch in batches for event in orjson.loads(batch) if event["sequence_number"] > after]
+        after, told = await offload(partial(_events_after, after, batches), sum(map(len, batches)) // _BYTES_A_STEP)
         if told:
-            after = told[-1]["sequence_number"]
-            yield b"".join(map(named_event, told))
+            yield told
         elif status not in UNFINISHED:
             return
         elif comments:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from raylm.errors import InvalidRequestError, NotFoundError
+from raylm.errors import InvalidRequestError, NotFoundError, OverloadedError, RateLimitError
+from raylm.frontend import ApiKey
 from raylm.ingress.http.answer import json_response
 from raylm.ingress.http.body import JSONObject
+from raylm.ingress.http.endpoint import Chunks
 from raylm.ingress.http.errors import clip
 from raylm.ingress.http.stream_ids import reads_all_events
 from raylm.ingress.openai.fields import unsupported
@@ -19,7 +26,51 @@ from raylm.ingress.responses.store import ResponseStore
 _MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
 
 
-def response_routes(store: ResponseStore) -> list[Route]:
+class Followers:
+    """The streams of stored responses that are open in this replica, by the name of the key that follows them."""
+
+    def __init__(self, most: int) -> None:
+        """``most`` may be open at once."""
+        self._most = most
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, name: str, key: ApiKey | None) -> Iterator[None]:
+        """Count one stream while it is open.
+
+        Raises:
+            RateLimitError: the key follows as many streams as its ``concurrency`` allows requests.
+            OverloadedError: the replica has no place for one more.
+        """
+        most = None if key is None else key.limits.concurrency
+        if most is not None and self._open[name] >= most:
+            message = f"The API key '{name}' follows {most} streams already, as many as its limit 'concurrency' allows."
+            raise RateLimitError(message)
+        if self._open.total() >= self._most:
+            raise OverloadedError(f"{self._most} streams of stored responses are followed already. Please try again.")
+        self._open[name] += 1
+        try:
+            yield
+        finally:
+            self._open[name] -= 1
+            self._open += Counter()  # forgets the names without streams
+
+
+class _FollowedResponse(StreamingResponse):
+    """A stream that holds its place among the followers until it is sent, or its client has left."""
+
+    def __init__(self, events: Chunks, followers: Followers) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+        self._followers = followers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._followers.place(scope.get("raylm.key", ""), scope.get("raylm.api_key")):
+            await super().__call__(scope, receive, send)
+
+
+def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
+    followers = Followers(max_followed)
+
     async def retrieve(request: Request) -> Response:
         _check_query(request, {"include", "include[]", "stream", "starting_after", "include_obfuscation"})
         query, record = request.query_params, await _record(store, request)
@@ -36,7 +87,7 @@ def response_routes(store: ResponseStore) -> list[Route]:
             raise InvalidRequestError("'starting_after' must be the number of an event.", param="starting_after")
         comments = reads_all_events(request.headers)
         events = follow(store, *_names(request), -1 if after is None else int(after), comments=comments)
-        return StreamingResponse(events, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+        return _FollowedResponse(events, followers)
 
     async def delete(request: Request) -> Response:
         owner, response_id = _names(request)
