@@ -13,6 +13,7 @@ from raylm.messages import NewSequence, SchedulerOutput
 from raylm.models import CausalLM
 from raylm.params import SamplingParams
 from raylm.worker.attention import AnyBackend, StepLimits
+from raylm.worker.features import AsyncDecode
 from raylm.worker.forward import select_forward
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.input_buffers import InputBuffers
@@ -22,6 +23,11 @@ from raylm.worker.sampling.sampler import Sampler
 
 _CPU_TOKENS = 256
 _FEWEST_TOKENS = 16
+_LITTLE_ASKED = SamplingParams()
+# All that takes memory while a token is drawn, and all that is kept for it from the first request on that asks.
+_ALL_ASKED = SamplingParams(
+    top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=20
+)
 
 
 def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
@@ -54,11 +60,14 @@ def profile_run(
     dtype: torch.dtype,
     device: torch.device,
     sampler: Sampler | None = None,
+    async_decode: Callable[[StepLimits], AsyncDecode] | None = None,
 ) -> int:
     """Run a step of as many sequences and tokens as ``limits`` allow; return the bytes it took beside the weights.
 
     On a CPU the step is a warm-up of 256 tokens that measures nothing (0 is returned): a large model would take
-    half a minute for the full one, and the pool's default share leaves most of the memory free.
+    half a minute for the full one, and the pool's default share leaves most of the memory free. On a GPU a step comes
+    before in which every sequence decodes and asks for penalties, truncation and log-probabilities: what it leaves on
+    the device, and what it takes beside the logits, is the largest step's too.
     """
     on_gpu = device.type == "cuda"
     tokens = limits.max_num_tokens if on_gpu else min(limits.max_num_tokens, _CPU_TOKENS)
@@ -69,11 +78,14 @@ def profile_run(
     batch = InputBatch(len(lengths), blocks * size, size, model.vocab_size)
     kv_caches = allocate(backend, model.attention_specs, blocks, size, dtype, device)
     forward = select_forward(model, backend, kv_caches, step)
-    runner = ModelRunner(forward, batch, InputBuffers(step, device), sampler=sampler)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    runner.execute(_plan(lengths, blocks))
+    decode = async_decode(step) if async_decode is not None and on_gpu else None
+    runner = ModelRunner(forward, batch, InputBuffers(step, device), sampler=sampler, async_decode=decode)
+    if on_gpu:
+        runner.execute(_plan([1] * len(lengths), blocks, _ALL_ASKED))
+    runner.execute(_plan(lengths, blocks, finished=len(lengths) if on_gpu else 0))
     return torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
 
 
@@ -83,8 +95,12 @@ def _lengths(tokens: int, seqs: int, longest: int) -> list[int]:
     return [1 + min(max(tokens - seqs - at * most, 0), most) for at in reversed(range(seqs))]
 
 
-def _plan(lengths: list[int], blocks: int) -> SchedulerOutput:
+def _plan(
+    lengths: list[int], blocks: int, params: SamplingParams = _LITTLE_ASKED, finished: int = 0
+) -> SchedulerOutput:
     """All sequences write to the same blocks: what they compute is of no interest."""
     seqs, table = len(lengths), list(range(blocks))
-    new = [NewSequence(at, [0] * n, n, table, SamplingParams(), seed=0) for at, n in enumerate(lengths)]
-    return SchedulerOutput(0, [], new, list(range(seqs)), [0] * seqs, lengths, [True] * seqs, [0] * seqs, [])
+    new = [NewSequence(at, [0] * n, n, table, params, seed=0) for at, n in enumerate(lengths)]
+    return SchedulerOutput(
+        0, list(range(finished)), new, list(range(seqs)), [0] * seqs, lengths, [True] * seqs, [0] * seqs, []
+    )

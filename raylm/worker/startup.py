@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -165,7 +166,9 @@ def _profile(config: Config, loaded: _Loaded) -> int:
     limits = _limits(config, loaded.block_size, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
     model, backend, where = loaded.model, loaded.backend, (loaded.dtype, loaded.device)
-    return largest_step(lambda at: profile_run(model, backend, at, longest, *where, loaded.sampler), limits)
+    alone = loaded.ranks.world_size == 1 and not config.scheduler.speculative_tokens
+    decode = partial(create_async_decode, device=loaded.device, alone=alone)
+    return largest_step(lambda at: profile_run(model, backend, at, longest, *where, loaded.sampler, decode), limits)
 
 
 def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:

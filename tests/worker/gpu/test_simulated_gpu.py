@@ -18,8 +18,11 @@ from raylm.config import Config
 from raylm.models import AttentionSpec, load_model
 from raylm.models.elementwise import ELEMENTWISE, TORCH, Angles, Elementwise, HeadWeights, KVPlaces
 from raylm.params import SamplingParams
+from raylm.worker import startup
 from raylm.worker.forward import ModuleForward
-from raylm.worker.gpu import xformers
+from raylm.worker.gpu import device_sampler, xformers
+from raylm.worker.gpu.device_logprobs import DeviceLogprobs
+from raylm.worker.gpu.device_penalties import DevicePenalties
 from raylm.worker.gpu.probe import probe
 from raylm.worker.gpu.split_k import Pages, SplitK
 from raylm.worker.input_buffers import StepInputs
@@ -220,6 +223,26 @@ def test_the_time_of_a_step_is_its_own(machine: Gpu, path: Path, monkeypatch: py
         life.run()
     life.end()
     assert life.step_s == [1.0] * 10
+
+
+def test_the_profile_run_takes_the_memory_of_what_requests_may_ask(
+    machine: Gpu, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts of penalties, kept logits and the parts of a truncated draw exist before the pool is sized."""
+    called: list[str] = []
+    for owner, name in ((DevicePenalties, "_take_over"), (DeviceLogprobs, "describe"), (device_sampler, "truncate")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name), called))
+    monkeypatch.setattr(startup, "size_pool", noted(startup.size_pool, called))
+    start(path)
+    assert called == ["_take_over"] * 4 + ["truncate", "describe", "size_pool"]
+
+
+def noted(function: Callable[..., Any], called: list[str]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        called.append(function.__name__)
+        return function(*args)
+
+    return call
 
 
 STEADY: list[dict[str, Any]] = [
