@@ -15,8 +15,8 @@ help:  ## this list
 serve: $(VENV)/.serve  ## install what serving needs, then serve the embedded model on :8000
 	@exec $(BIN)/raylm serve $(CONFIG)
 
-test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones, in two processes
-	@$(BIN)/pytest -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
+test: $(VENV)/.dev  ## install what testing needs, then run all tests but the long ones; those that start Ray beside the others
+	@$(BIN)/python -m tests.halves
 
 test-all: check software test long conformance clients  ## everything, also what takes long or needs other software
 
