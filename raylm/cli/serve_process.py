@@ -28,7 +28,6 @@ _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
 }
-_OF_A_RAY_OF_OUR_OWN = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # its ports listen on loopback, as there
 _HAPROXYS_PARENT = "/tmp"  # Serve's own; a socket's path has room for 29 bytes beside what Serve appends
 _HAPROXYS_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
@@ -124,7 +123,6 @@ class ServeProcess:
         parent = temporary_directory()
         rays, haproxys = self._folders = [PrivateFolder(parent), PrivateFolder(_HAPROXYS_PARENT)]
         self._files = {name: str(haproxys.path / file) for name, file in _HAPROXYS_FILES.items()}
-        self._files |= _OF_A_RAY_OF_OUR_OWN
         threading.Thread(
             target=remove_ended, args=[{parent, _HAPROXYS_PARENT}], name="old folders", daemon=True
         ).start()
