@@ -1,4 +1,4 @@
-"""Front door of the engine: EngineCore and its parts, block keys; and the actors, imported when first used: ray."""
+"""Public names of the engine package. Names that need Ray are imported on first use."""
 
 from __future__ import annotations
 

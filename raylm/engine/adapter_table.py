@@ -1,4 +1,4 @@
-"""AdapterTable: which LoRA adapters an engine has, by name, and the numbers that its worker knows them by."""
+"""AdapterTable: the LoRA adapters of an engine by name, and their numbers in the worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASE = 0  # the number of the base model
 
 
 class AdapterTable:
-    """Each loading has a number of its own; what adapters share in the prefix cache their content decides."""
+    """Gives every loading of an adapter a new number. The prefix cache tells adapters apart by digest instead."""
 
     def __init__(self, config: LoRAConfig) -> None:
         self._most = config.max_adapters
@@ -28,7 +28,11 @@ class AdapterTable:
         return tuple(self._numbers)
 
     def loaded(self, name: str | None) -> tuple[int, str]:
-        """The number of an adapter and the digest of its content; BASE and "" without a name."""
+        """(number, digest of the content) of a loaded adapter; (BASE, "") if ``name`` is None.
+
+        Raises:
+            ModelNotFoundError: no adapter of this name is loaded.
+        """
         if name is None:
             return BASE, ""
         adapter = self.find(name)
@@ -40,12 +44,17 @@ class AdapterTable:
         return next((adapter for adapter in self._numbers if adapter.name == name), None)
 
     async def until_not_loading(self, adapter: LoRAAdapter) -> None:
-        """Wait while exactly this adapter is being loaded: several replicas restore the same ones at once."""
+        """Wait while exactly this adapter is being loaded: several replicas may restore the same adapter at once."""
         while (loading := self._loading.get(adapter)) is not None:
             await loading.wait()
 
     def begin(self, adapter: LoRAAdapter) -> int | None:
-        """Reserve a number for an adapter that is to be loaded; None if it is loaded already."""
+        """Reserve a number for an adapter before loading it. None if it is loaded already.
+
+        Raises:
+            InvalidRequestError: no adapters are served, or another adapter has this name.
+            OverloadedError: lora.max_adapters adapters are loaded.
+        """
         if not self._served:
             raise InvalidRequestError("This server serves no LoRA adapters: lora.root is not set.", param="lora_path")
         if adapter in self._numbers:
@@ -64,12 +73,12 @@ class AdapterTable:
         return next(self._next)
 
     def end(self, adapter: LoRAAdapter, number: int | None, digest: str = "") -> None:
-        """The loading has ended with content of this ``digest``; ``number`` is None if it failed."""
+        """Record the end of a loading. ``number`` is None if it failed; ``digest`` is that of the loaded content."""
         self._loading.pop(adapter).set()
         if number is not None:
             self._numbers[replace(adapter, digest=digest)] = number
 
     def remove(self, name: str) -> int | None:
-        """Returns the number of the adapter taken out of use; None if there is none of this name."""
+        """Remove an adapter. Returns its number, or None if no adapter has this name."""
         adapter = self.find(name)
         return None if adapter is None else self._numbers.pop(adapter)

@@ -1,4 +1,4 @@
-"""What the blocks of a prompt are known by: the same on every engine and every ingress, so that they can be told."""
+"""Hashes of KV blocks. Every engine and every ingress replica computes the same hashes for the same prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _HASH_BYTES, _KEY_BYTES, _TOKEN_BYTES = 32, 8, 4
 
 
 class ChainedHasher:
-    """SHA-256 over (parent's hash, tokens): equal hashes mean equal prefixes, and none can be forged.
+    """Hashes each block with SHA-256 over the hash of the block before it and its own token ids.
 
-    The chain begins with what else the content depends on: the digest of the LoRA adapter ("" for the base model) and
-    the request's cache scope. Token ids are below 2**32.
+    Equal hashes mean equal prefixes; a client cannot construct a collision. The first block is hashed with a root: the
+    digest of the LoRA adapter ("" for the base model) and the cache scope of the request. Token ids are below 2**32.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -39,19 +39,22 @@ class ChainedHasher:
 
 
 class NoHasher(ChainedHasher):
-    """Prefix caching off: no block has a hash, so none is ever found."""
+    """Used when prefix caching is off: blocks get no hash, so a lookup never finds one."""
 
     def extend(self, hashes: list[bytes], root: bytes, token_ids: TokenIds, num_blocks: int) -> None:
         pass
 
 
 def pack_keys(hashes: Iterable[bytes]) -> bytes:
-    """The first 64 bits of each hash, one behind the other: enough to predict by, while KV is shared by whole ones."""
+    """Concatenate the first 64 bits of each hash.
+
+    64 bits are enough to predict cache hits. The engine itself shares KV blocks by the full hash.
+    """
     return b"".join([block_hash[:_KEY_BYTES] for block_hash in hashes])
 
 
 def keys_of(hashes: list[bytes]) -> list[int]:
-    """What ``unpack_keys`` makes of the packed keys of ``hashes``, which have 256 bits each."""
+    """The same keys as ``unpack_keys(pack_keys(hashes))``, as a list; each hash has 256 bits."""
     words = array("Q", b"".join(hashes))[:: _HASH_BYTES // _KEY_BYTES]
     if sys.byteorder == "big":
         words.byteswap()
@@ -59,5 +62,5 @@ def keys_of(hashes: list[bytes]) -> list[int]:
 
 
 def unpack_keys(packed: bytes) -> tuple[int, ...]:
-    """The keys that ``pack_keys`` made, one for each hash."""
+    """The keys packed by ``pack_keys``: one integer of 64 bits for each hash."""
     return unpack(f"<{len(packed) // _KEY_BYTES}Q", packed)

@@ -1,4 +1,4 @@
-"""BlockPool: owns the KV blocks' reference counts, their free list in eviction order, and what they are found by."""
+"""BlockPool: owns the reference counts of the KV blocks, the free list in eviction order, and the index by hash."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable
 class BlockPool:
     """A fixed number of KV blocks, each free (no reference) or held (one reference per sequence that uses it).
 
-    A free block may still be *published*: found by its hash until it is handed out again. The free list is evicted
-    from its head, and a published block is taken out of its middle, in O(1), when it is shared again.
+    A block is *published* while it can be found by its hash. A free block stays published until it is allocated again.
+    Blocks are evicted from the head of the free list. Sharing a free published block removes it from the list in O(1).
 
-    While it is ``watched`` the pool notes which hashes can be found, or no more, since ``take_changes`` was called.
+    After ``watch``, the pool records which hashes were published or withdrawn since the last ``take_changes``.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,7 +28,10 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count <= num_free`` blocks, the longest unused first, with one reference each."""
+        """Take ``count`` (at most ``num_free``) blocks from the free list, least recently used first.
+
+        Each block gets one reference.
+        """
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -38,16 +41,16 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block, taking free ones out of the free list."""
+        """Add one reference to each block. Free blocks leave the free list."""
         for block in blocks:
             if self.refs[block] == 0:
                 del self._free[block]
             self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each block; those without any become free, to be evicted in the order given.
+        """Drop one reference of each block. Blocks without a reference become free, to be evicted in the given order.
 
-        A block that cannot be found again goes to the head of the free list: handing it out costs no cached token.
+        An unpublished block goes to the head of the free list, because evicting it loses no cached token.
         """
         for block in blocks:
             self.refs[block] -= 1
@@ -57,7 +60,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Let a held block be found by its hash; the first block published under a hash stays."""
+        """Make a held block findable by its hash. If the hash is published already, the earlier block keeps it."""
         if self._hash_of[block] is None and block_hash not in self._by_hash:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block
@@ -65,7 +68,7 @@ class BlockPool:
                 note(self._changes, block_hash, True)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let the blocks not be found any more; sequences keep them."""
+        """Unpublish the blocks. Sequences that hold them keep them."""
         for block in blocks:
             self._forget(block)
 
@@ -73,11 +76,11 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def cached(self) -> list[int]:
-        """The free blocks that can be found, in the order in which they would be evicted."""
+        """The free blocks that are published, in eviction order."""
         return [block for block in self._free if self._hash_of[block] is not None]
 
     def watch(self) -> list[bytes]:
-        """Note changes from now on; returns the hashes that can be found now, with those noted before."""
+        """Record changes from now on. Returns all hashes that are published now."""
         if self._changes is None:
             self._changes = {}
         return list(self._by_hash)
@@ -86,7 +89,10 @@ class BlockPool:
         self._changes = None
 
     def take_changes(self) -> dict[bytes, bool]:
-        """By hash whether it can be found now, of those that could not be the last time, or the other way round."""
+        """The changes since the last call: True for each hash that was published, False for each withdrawn hash.
+
+        A hash that was published and withdrawn in between is not among them.
+        """
         if not self._changes:
             return {}
         changes, self._changes = self._changes, {}
@@ -109,6 +115,9 @@ class BlockPool:
 
 
 def note(changes: dict[bytes, bool], block_hash: bytes, found: bool) -> None:
-    """A hash can be found from now on, or no more: as these take turns, the second of two undoes the first."""
+    """Record in ``changes`` that a hash was published (True) or withdrawn (False).
+
+    The two alternate for a hash, so a second change cancels the one recorded before it.
+    """
     if changes.pop(block_hash, None) is None:
         changes[block_hash] = found

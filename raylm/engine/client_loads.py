@@ -1,4 +1,4 @@
-"""ClientLoads: what an engine has to do for each of its clients, kept up to date by the Scheduler."""
+"""ClientLoads: the open work of an engine by client. The Scheduler keeps it up to date."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from raylm.messages import OtherClients
 
 
 class ClientLoads:
-    """Open sequences by client, and the tokens that they owe: known ones to compute, less the one of each step.
+    """Counts open sequences and owed tokens by client.
 
-    Of a sequence that waits the tokens are what its client expects; from its start on they are what is left. So a
-    sequence that decodes owes none.
+    Owed tokens are known tokens that are not computed yet, without the one that every step computes. For a waiting
+    sequence they are the number that its client expects to be computed; after its start, the number that is left. A
+    decoding sequence owes none.
     """
 
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
         self._sequences: Counter[str] = Counter()
-        self._owed: dict[int, int] = {}  # by sequence, of those that owe any
+        self._owed: dict[int, int] = {}  # by sequence id; only sequences that owe tokens
 
     def enter(self, seq: Sequence) -> None:
-        """A sequence is open from now on, and waits."""
+        """Add a sequence that begins to wait."""
         client = seq.client_id
         self._sequences[client] += 1
         if (tokens := _expected(seq)) > 0:
@@ -29,14 +30,14 @@ class ClientLoads:
             self._owed[seq.id] = tokens
 
     def owe(self, seq: Sequence, tokens: int) -> None:
-        """So many are to be computed, 0 if fewer."""
+        """Set the number of tokens that a sequence owes; a negative number counts as 0."""
         more = max(0, tokens) - self._owed.pop(seq.id, 0)
         self._tokens[seq.client_id] += more
         if tokens > 0:
             self._owed[seq.id] = tokens
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence has ended."""
+        """Remove a sequence that has ended."""
         client = seq.client_id
         self.owe(seq, 0)
         self._sequences[client] -= 1
@@ -44,7 +45,7 @@ class ClientLoads:
             del self._sequences[client], self._tokens[client]
 
     def others(self, client_id: str) -> OtherClients:
-        """What there is to do for all clients but one."""
+        """The open work for all clients except ``client_id``."""
         tokens, sequences = self._tokens, self._sequences
         return OtherClients(tokens.total() - tokens[client_id], sequences.total() - sequences[client_id])
 

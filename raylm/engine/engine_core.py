@@ -1,4 +1,4 @@
-"""EngineCore: owns an engine's scheduler, its steps in flight and an outbox per client; knows neither Ray nor torch."""
+"""EngineCore: owns the scheduler, the steps in flight and an outbox per client. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from raylm.messages import (
     WorkerInfo,
 )
 
-TELL_EVERY_S = 0.05
-TELL_ADDED_S = 0.01  # the same where requests were added, which a long step would hide
-_LONG_S = 0.02  # a step that is expected to take so long lets the next one wait until most of it is over
-_MOST_OF_IT = 0.75
-_ON_ITS_WAY_S = 0.1  # that requests are on their way; a larger difference of clocks is that of two machines
-_MOST_LEAVERS = 256  # requests that are ended at once, in about a millisecond
+TELL_EVERY_S = 0.05  # interval of load messages to clients that had no tokens in recent steps
+TELL_ADDED_S = 0.01  # the same after requests were added: a long step would delay the news
+_LONG_S = 0.02  # behind a step expected to take this long, the next step is planned late
+_MOST_OF_IT = 0.75  # share of the long step after which the next step is planned
+_ON_ITS_WAY_S = 0.1  # longest transport time of a request; a larger difference is a difference of two clocks
+_MOST_LEAVERS = 256  # requests of departed clients ended at once; takes about 1 ms
 
 
 class EngineCore:
-    """The loop of one engine. ``start`` it, ``run`` it, talk to it by client id from the same event loop.
+    """Runs the loop of one engine. Call ``start``, then ``run``; all other calls come from the same event loop.
 
-    A client is known from ``connect`` to ``drop_client``; what others ask is ignored. Once a worker is gone or a step
-    has failed, all calls and outboxes end with EngineDiedError.
+    A client is registered from ``connect`` to ``drop_client``; calls of other clients are ignored. After a worker is
+    lost or a step has failed, all calls and outboxes raise EngineDiedError.
     """
 
     scheduler: Scheduler
@@ -66,16 +66,17 @@ class EngineCore:
         self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
         self._draining = False
-        self._began_at = 0.0  # the oldest step in flight, by the loop's time
+        self._began_at = 0.0  # start of the oldest step in flight, in the loop's time
         self._leavers: deque[tuple[str, int]] = deque()
         self._limit = StepLimit(config.engine.step_timeout_s)
         self._observer = EventRecorder(self._note_event)
         self._grammars = GrammarPreparation(executor.prepare_grammar, self._admit_prepared, self._refuse)
 
     async def start(self) -> WorkerInfo:
-        """Start the workers and make the scheduler for what they found.
+        """Start the workers and create the scheduler for the KV pool that they allocated.
 
-        ``max_model_len`` of the result is what configuration, model and KV pool allow: a sequence alone always fits.
+        ``max_model_len`` of the result is the least of what configuration, model and KV pool allow, in tokens.
+        Therefore a sequence always fits when it runs alone.
         """
         info = await self._executor.start()
         longest = min(info.max_model_len, info.num_blocks * info.block_size)
@@ -88,24 +89,30 @@ class EngineCore:
     # ---------------------------------------------------------------- clients
 
     def connect(self, client_id: str) -> Outbox:
-        """Open a client's outbox with a first message, the adapters there are; what the client had open ends."""
+        """Open the outbox of a client. Its first message lists the loaded adapters.
+
+        Requests that the client had open before are ended.
+        """
         self._check_alive()
         self.drop_client(client_id)
-        self._end_leavers(len(self._leavers))  # its keys may come again
+        self._end_leavers(len(self._leavers))  # all of them: the client may use the same keys again
         outbox = self._outboxes[client_id] = Outbox()
         outbox.put(self._outputs(client_id, adapters=self._adapters.adapters))
         return outbox
 
     def drain(self) -> None:
-        """Tell all clients that this engine ends, so that they ask others; what they still ask is answered."""
+        """Tell all clients that this engine is about to stop, so that they use other engines.
+
+        Requests that still arrive are served.
+        """
         self._draining = True
         for client_id, outbox in self._outboxes.items():
             outbox.put(self._outputs(client_id))
 
     def drop_client(self, client_id: str, outbox: Outbox | None = None) -> None:
-        """End everything that a client has open; nothing if it has another ``outbox`` by now (connected again).
+        """End all requests of a client. Does nothing if the client has connected again, so that its outbox is another.
 
-        Of many requests the most end beside the steps that follow, as ending them all would hold these up.
+        At most _MOST_LEAVERS requests end at once, the rest between the next steps, so that a step is not delayed.
         """
         current = self._outboxes.get(client_id)
         if current is None or (outbox is not None and outbox is not current):
@@ -116,15 +123,15 @@ class EngineCore:
         self._end_leavers()
 
     def _end_leavers(self, most: int = _MOST_LEAVERS) -> None:
-        """End some requests of clients that have left; those that run come first, as they are older."""
+        """End up to ``most`` requests of departed clients, in the order of arrival, so that running ones end first."""
         for _ in range(min(most, len(self._leavers))):
             self.scheduler.abort(*self._leavers.popleft())
 
     def add(self, client_id: str, requests: list[EngineCoreRequest], sent: float | None = None) -> None:
-        """Take in requests; one that can never be served gets its error at once.
+        """Add requests. A request that can never be served is answered with an error at once.
 
-        ``sent`` is when, by the client's clock. Where that is another than the engine's the arrivals are corrected, as
-        time limits and targets count from them.
+        ``sent`` is the time at which the client sent them, in seconds since the epoch by the client's clock. If that
+        clock differs from the engine's, the arrival times are corrected: time limits and targets count from them.
         """
         self._check_alive()
         if client_id not in self._outboxes:
@@ -155,7 +162,7 @@ class EngineCore:
             self.scheduler.add(client_id, request, *self._adapters.loaded(request.adapter))
         except RayLMError as error:
             self._refuse(client_id, request.key, error)
-        except Exception as error:  # it ends its request alone, whatever it is
+        except Exception as error:  # an unexpected error ends this request only
             message = f"The engine cannot take in this request: {type(error).__name__}: {error}"
             self._refuse(client_id, request.key, RayLMError(message))
         self._work.set()
@@ -166,7 +173,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is open."""
+        """Whether any request is open."""
         return self.scheduler.has_work or bool(self._grammars)
 
     @property
@@ -174,7 +181,7 @@ class EngineCore:
         return bool(self._outboxes)
 
     def abort(self, client_id: str, keys: list[int]) -> None:
-        """Give up requests; unknown and finished keys are ignored. The answer is the new stats alone."""
+        """Abort requests. Unknown and finished keys are ignored. The client receives only the new stats."""
         for key in keys:
             self._grammars.abort(client_id, key)
             self.scheduler.abort(client_id, key)
@@ -182,14 +189,14 @@ class EngineCore:
             self._put_stats(client_id)
 
     def stop(self, client_id: str, sequences: list[tuple[int, int]]) -> None:
-        """Give up single sequences, as (key, index); otherwise as ``abort``."""
+        """Stop single sequences, given as (key, index). Otherwise like ``abort``."""
         for key, index in sequences:
             self.scheduler.stop(client_id, key, index)
         if sequences:
             self._put_stats(client_id)
 
     def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
-        """What was drawn here for a request whose client is gone, to be gone on with elsewhere; None if nothing is."""
+        """Take the tokens of a request whose client was lost, to continue it elsewhere. None if there are none."""
         try:
             adapter, _ = self._adapters.loaded(request.adapter)
         except RayLMError:
@@ -197,11 +204,14 @@ class EngineCore:
         return self.scheduler.parking.take(request, adapter)
 
     def pass_period(self, seconds: float) -> None:
-        """So many seconds are over, by which what is parked ages."""
+        """Age the parked tokens by one period of ``seconds``."""
         self.scheduler.parking.pass_period(round(self._config.ingress.recovery_timeout_s / seconds))
 
     def watch_blocks(self, client_id: str) -> None:
-        """Tell a client which blocks the prefix cache holds, all now and changes from now on; nothing without one."""
+        """Tell a client which blocks the prefix cache holds: all of them now, then the changes.
+
+        Does nothing if prefix caching is off.
+        """
         if client_id not in self._outboxes or not self._config.cache.prefix_caching:
             return
         self._note_blocks()
@@ -209,7 +219,7 @@ class EngineCore:
         self._outboxes[client_id].put(self._outputs(client_id))
 
     def _note_blocks(self) -> list[str]:
-        """Give the changes of the prefix cache to the clients that watch; returns their ids."""
+        """Pass the changes of the prefix cache to the clients that watch it. Returns the ids of these clients."""
         watching = [client_id for client_id, outbox in self._outboxes.items() if outbox.is_watching]
         if not watching:
             self.scheduler.kv.pool.unwatch()
@@ -219,7 +229,7 @@ class EngineCore:
         return watching
 
     def _tell_watchers(self, every_s: float, but: str = "") -> None:
-        """Those whose requests had no part in the steps of late are told how busy the engine is; ``but`` is not."""
+        """Send the stats to watching clients that got no message for ``every_s`` seconds, except to ``but``."""
         now = self._clock()
         for client_id in self._note_blocks():
             if client_id != but and now - self._outboxes[client_id].told_at > every_s:
@@ -228,10 +238,11 @@ class EngineCore:
     # ---------------------------------------------------------------- adapters
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
-        """Load a LoRA adapter, and announce it to every client; nothing happens if exactly this one is there.
+        """Load a LoRA adapter and announce it to every client. Does nothing if exactly this adapter is loaded.
 
         Raises:
-            InvalidRequestError: it cannot be served, or its name is taken; OverloadedError if all places are.
+            InvalidRequestError: the adapter cannot be served, or another adapter has its name.
+            OverloadedError: lora.max_adapters adapters are loaded.
         """
         await self._adapters.until_not_loading(adapter)
         self._check_alive()
@@ -247,7 +258,7 @@ class EngineCore:
         self._announce_adapters()
 
     async def unload_adapter(self, name: str) -> None:
-        """Take a LoRA adapter out of use, which ends the requests that use it; nothing happens if there is none."""
+        """Unload a LoRA adapter and end the requests that use it. Does nothing if no adapter has this name."""
         self._check_alive()
         number = self._adapters.remove(name)
         if number is None:
@@ -257,7 +268,7 @@ class EngineCore:
         gone = ModelNotFoundError(message, param="model")
         for client_id, key in self.scheduler.requests_of(number):
             self.scheduler.abort(client_id, key)
-            self._refuse(client_id, key, gone)  # a client that has left is not told
+            self._refuse(client_id, key, gone)  # has no effect for a departed client
         if self._in_flight:
             await asyncio.wait([result for _, result in self._in_flight])
         await self._executor.unload_adapter(number)
@@ -269,9 +280,10 @@ class EngineCore:
     # ---------------------------------------------------------------- steps
 
     async def step(self) -> None:
-        """Schedule, execute, update; further plans are handed over before the oldest one returns.
+        """Plan and submit steps, then apply the result of the oldest. Further steps are submitted before it arrives.
 
-        Behind a long step the next plan is drawn up when most of that is over: whoever comes meanwhile is in it.
+        Behind a long step, the next step is planned when most of the long step is over, so that requests which arrive
+        meanwhile join it.
         """
         self._end_leavers()
         self._hand_over(1)
@@ -295,14 +307,14 @@ class EngineCore:
         self._tell_watchers(TELL_EVERY_S)
 
     def _hand_over(self, most: int) -> None:
-        """Draw up plans, as many as can be in flight."""
+        """Plan and submit steps until ``most`` are in flight."""
         if not self._in_flight:
             self._began_at = asyncio.get_running_loop().time()
         while len(self._in_flight) < most and (plan := self.scheduler.schedule()):
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
 
     async def _until_most_is_over(self) -> None:
-        """Of the oldest step, or all; at once where it is not expected to be long."""
+        """Wait until most of the oldest step is over. Returns at once if the step is not expected to be long."""
         plan, result = self._in_flight[0]
         expected_s = self._limit.expected_s(plan)
         if expected_s >= _LONG_S:
@@ -313,11 +325,15 @@ class EngineCore:
     async def _result_in_time(
         self, plan: SchedulerOutput, result: asyncio.Future[ModelRunnerOutput]
     ) -> ModelRunnerOutput:
-        """Of the oldest step, which has the worker to itself; one that hangs in it gives no other sign."""
+        """Wait for the result of the oldest step, with a time limit: only the limit reveals a worker that hangs.
+
+        Raises:
+            EngineCrashedError: the step took longer than its limit.
+        """
         limit_s, named = self._limit.of(plan)
         late: list[SchedulerOutput] = []
         timer = asyncio.get_running_loop().call_later(limit_s, _give_up, plan, result, late)
-        try:  # asyncio.timeout does the same and costs three times as much, in every step
+        try:  # asyncio.timeout costs three times as much in every step
             output = await result
         except asyncio.CancelledError as error:
             if not late or (task := asyncio.current_task()) is None or task.cancelling():
@@ -329,13 +345,13 @@ class EngineCore:
         return output
 
     async def run(self) -> None:
-        """Step while there is work, wait while there is none; ends only by cancellation or with the engine."""
+        """Run steps while there is work, and wait otherwise. Ends only by cancellation or when the engine fails."""
         try:
             while True:
                 while not self._in_flight and not self.scheduler.has_work:
                     await self._idle()
                 await self.step()
-                await asyncio.sleep(0)  # clients get their turn even if the worker is faster than this loop
+                await asyncio.sleep(0)  # let clients run even if the worker is faster than this loop
         except EngineDiedError as error:
             self._close(error)
             raise
@@ -345,7 +361,7 @@ class EngineCore:
             raise died from error
 
     async def shutdown(self) -> None:
-        """End the workers and close every outbox; ``run`` must have ended, or be cancelled, before."""
+        """Stop the workers and close every outbox. ``run`` must have ended or been cancelled before."""
         self._close(EngineUnavailableError("The engine was shut down."))
         await self._executor.shutdown()
 
@@ -367,7 +383,7 @@ class EngineCore:
         errors: list[tuple[int, RayLMError]] | None = None,
         adapters: tuple[LoRAAdapter, ...] | None = None,
     ) -> EngineCoreOutputs:
-        """A message without entries."""
+        """A message without tokens."""
         stats = self.scheduler.stats(client_id)
         return EngineCoreOutputs(
             *([], [], [], [], [], [], []),
@@ -380,7 +396,7 @@ class EngineCore:
 
     @property
     def held_requests(self) -> int:
-        """Requests that are open, or were when the engine ended."""
+        """Number of open requests, or of those open when the engine ended."""
         now = len(self.scheduler.open_requests()) + len(self._grammars)
         return now if self._ended_by is None else self._ended_with
 
@@ -396,7 +412,7 @@ class EngineCore:
         for outbox in self._outboxes.values():
             outbox.close(error)
         for _, result in self._in_flight:
-            result.cancel()  # also drops an exception that it may hold
+            result.cancel()  # also marks an exception of the future as retrieved
         self._in_flight.clear()
 
 

@@ -1,4 +1,4 @@
-"""GrammarPreparation: requests whose grammars the worker compiles beside the steps, before they may be scheduled."""
+"""GrammarPreparation: holds requests back until the worker has compiled their grammars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from raylm.errors import EngineDiedError, RayLMError
 from raylm.messages import EngineCoreRequest
 
-MAX_KNOWN = 128  # fewer than the worker keeps
+MAX_KNOWN = 128  # fewer grammars than the worker keeps, so that a known grammar is still compiled there
 
 Name = tuple[str, int]  # client id, key
 Admit = Callable[[str, EngineCoreRequest], None]
@@ -17,9 +17,10 @@ Fail = Callable[[str, int, RayLMError], None]
 
 
 class GrammarPreparation:
-    """One grammar is compiled at a time, in the order of arrival; those compiled last are known to be ready.
+    """Owns the requests that wait for their grammars.
 
-    Owns the requests that wait for it.
+    Grammars are compiled one at a time, in the order of arrival, while steps run. The last MAX_KNOWN compiled grammars
+    are known to be ready.
     """
 
     def __init__(self, prepare: Callable[[str], Awaitable[None]], admit: Admit, fail: Fail) -> None:
@@ -32,7 +33,10 @@ class GrammarPreparation:
         return sum(map(len, self._waiting.values()))
 
     def holds_back(self, client_id: str, request: EngineCoreRequest) -> bool:
-        """Whether the request waits from now on; it is admitted once its grammar is ready."""
+        """Hold the request back if its grammar is not ready. Returns whether it is held back.
+
+        ``admit`` is called when the grammar is ready, ``fail`` if it cannot be compiled.
+        """
         grammar = request.grammar
         if grammar is None or grammar in self._known:
             return False
@@ -42,7 +46,7 @@ class GrammarPreparation:
         return True
 
     def abort(self, client_id: str, key: int | None = None) -> None:
-        """Let go of a client's request, or of all that it has waiting."""
+        """Drop one held request of a client, or all of them if ``key`` is None."""
         for grammar, requests in list(self._waiting.items()):
             for name in [name for name in requests if name[0] == client_id and key in (None, name[1])]:
                 del requests[name]
@@ -50,7 +54,7 @@ class GrammarPreparation:
                 del self._waiting[grammar]
 
     def close(self) -> None:
-        """Let go of all requests."""
+        """Drop all requests and stop compiling."""
         self._waiting.clear()
         if self._running is not None:
             self._running.cancel()
@@ -61,7 +65,7 @@ class GrammarPreparation:
             try:
                 await self._prepare(grammar)
             except EngineDiedError:
-                return  # everybody is told by the step that fails
+                return  # the failing step reports the error to all clients
             except RayLMError as error:
                 for client_id, key in self._waiting.pop(grammar, {}):
                     self._fail(client_id, key, error)

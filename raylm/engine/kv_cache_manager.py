@@ -1,4 +1,4 @@
-"""KVCacheManager: owns the block table and the block hashes of every sequence; Lookahead: how far tables reach."""
+"""KVCacheManager: owns the block table and the block hashes of every sequence. Lookahead: how far to reserve blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raylm.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence, the hashes of its full ones as far as known, with their ``root``.
+    """The blocks of one sequence and the hashes of its full blocks, as far as they are computed, with their ``root``.
 
-    The first ``num_published`` blocks need not be published, or must not be.
+    ``publish`` skips the first ``num_published`` blocks: they are published already or must not be.
     """
 
     root: bytes
@@ -25,13 +25,17 @@ class BlockTable:
 
 
 class KVCacheManager:
-    """Gives sequences their KV blocks, and lets equal prompt beginnings share them.
+    """Allocates KV blocks to sequences and shares the blocks of equal prefixes.
 
-    Workers run steps strictly in order, and in a step each layer writes the keys and values of all rows before it
-    attends. Therefore a block may be shared as soon as it is scheduled, even in the step that computes it, and a block
-    given up while a step in flight still writes to it may be handed out at once: its next owner writes later than that
-    step, and reads only what it wrote itself. What turns out not to be finite is withdrawn; who shares it by then
-    attends to the same numbers, and fails with it unless they are beyond what it reads.
+    Workers run steps strictly in order. Within a step, each layer writes the keys and values of all rows before it
+    computes attention. Two consequences:
+
+    - A block can be shared as soon as it is scheduled, even in the step that computes it.
+    - A freed block can be reused at once, even while a step in flight still writes to it: its next owner writes after
+      that step and reads only what it wrote itself.
+
+    Blocks whose content turns out not to be finite are withdrawn. A sequence that shares such a block by then reads
+    the same values and fails too, unless the values lie beyond the tokens that it reads.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
@@ -45,26 +49,27 @@ class KVCacheManager:
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def block_ids(self, seq: Sequence) -> list[int]:
-        """Not to be changed."""
+        """The block table of a sequence; callers must not change it."""
         return self._tables[seq.id].block_ids
 
     def held_blocks(self, seq: Sequence) -> list[int]:
-        """A copy; empty where it has none."""
+        """A copy of the block table; empty if the sequence holds no blocks."""
         return list(self._tables[seq.id].block_ids) if seq.id in self._tables else []
 
     def capacity(self, seq: Sequence) -> int:
-        """In tokens."""
+        """Number of tokens that the blocks of a sequence can hold."""
         return len(self._tables[seq.id].block_ids) * self.block_size
 
     def admit(self, seq: Sequence, spare: int, *, use_cache: bool = True) -> int | None:
-        """Give a sequence blocks for all of its known tokens, cached ones for the longest published beginning.
+        """Allocate blocks for all known tokens of a sequence, and reuse the cached blocks of its longest prefix.
 
         At least one token is left to compute. ``spare`` blocks must stay free. Returns the number of tokens whose KV
-        is there already; None, without side effects, if the pool cannot give that much.
+        is cached, or None, without side effects, if the pool has too few blocks.
         """
         table, needed = self._table(seq), self._blocks_for(len(seq.token_ids))
-        # Cached blocks that others hold are had for nothing. They are the first ones of a prefix, so that one look
-        # tells whether there can be enough of them; else a long prompt would be walked through in every step.
+        # Sharing a cached block that another sequence holds takes no free block. Held blocks are a prefix of the
+        # cached blocks, so looking up one block says whether enough of them are held. Without this check every step
+        # would look up all blocks of a long prompt.
         if (held := needed + spare - self.pool.num_free) > 0 and not (use_cache and self._is_held(seq, table, held)):
             return None
         cached = self._find_prefix(seq, table) if use_cache else []
@@ -78,14 +83,17 @@ class KVCacheManager:
         return len(cached) * self.block_size
 
     def fits(self, seq: Sequence, victim: Sequence, spare: int) -> bool:
-        """Whether there would be blocks for all known tokens of a sequence, and ``spare``, without a victim's own."""
+        """Whether preempting ``victim`` frees enough blocks for all known tokens of ``seq`` and ``spare`` more."""
         freed = len(self.block_ids(victim)) - self.num_shared_tokens(victim) // self.block_size
         return self._blocks_for(len(seq.token_ids)) + spare <= self.pool.num_free + freed
 
     def extend(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Let a block table hold ``num_tokens`` tokens; returns the blocks appended, None if the pool has too few."""
+        """Extend a block table to hold ``num_tokens`` tokens.
+
+        Returns the appended blocks, or None if the pool has too few.
+        """
         table = self._tables[seq.id]
-        self.publish(seq, seq.num_computed)  # the sequence is not in the step yet
+        self.publish(seq, seq.num_computed)  # before the step under construction adds to num_computed
         missing = self._blocks_for(num_tokens) - len(table.block_ids)
         if missing <= 0:
             return []
@@ -96,9 +104,9 @@ class KVCacheManager:
         return blocks
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
-        """Let the full blocks among the first ``num_computed`` tokens be found, as far as those tokens are known.
+        """Publish the full blocks among the first ``num_computed`` tokens, as far as the token ids are known.
 
-        They are computed, or scheduled.
+        These tokens are computed or scheduled.
         """
         table = self._tables[seq.id]
         num_full = min(num_computed, len(seq.token_ids)) // self.block_size
@@ -110,46 +118,46 @@ class KVCacheManager:
             self.pool.publish(block, block_hash)
 
     def free(self, seq: Sequence) -> None:
-        """Give the blocks of a sequence up, its last ones to be evicted first; what it computed stays findable."""
+        """Release the blocks of a sequence. Computed blocks stay cached; the last blocks are evicted first."""
         self.publish(seq, seq.num_computed)
         self.pool.release(reversed(self._tables.pop(seq.id).block_ids))
 
     def forget(self, seq: Sequence) -> None:
-        """Of a sequence that holds no blocks."""
+        """Drop the block table of a sequence that holds no blocks."""
         self._tables.pop(seq.id, None)
 
     def unpublish(self, seq: Sequence) -> None:
-        """Of a sequence that gave its blocks up."""
+        """Withdraw all blocks with the content of a sequence from the cache. The sequence must hold no blocks."""
         hashes: list[bytes] = []
         self._hasher.extend(hashes, self._root(seq), seq.token_ids, len(seq.token_ids) // self.block_size)
         self.pool.withdraw(block for block in map(self.pool.find, hashes) if block is not None)
 
     def num_shared_tokens(self, seq: Sequence) -> int:
-        """Tokens at the beginning of a sequence that would stay in the pool if it gave its blocks up."""
+        """Number of leading tokens whose blocks other sequences hold too."""
         refs = self.pool.refs
-        # A prefix is shared from its beginning on: bisection finds the end of the shared blocks.
+        # Shared blocks are a prefix of the table, so bisection finds their end.
         shared = bisect_left(self.block_ids(seq), True, key=lambda block: refs[block] == 1)
         return shared * self.block_size
 
     def reset(self) -> None:
-        """Forget all cached content; sequences that run keep their blocks, and are not found by later ones."""
+        """Clear the prefix cache. Running sequences keep their blocks, and these are not published again."""
         self.pool.reset()
         self._tables = {seq_id: table for seq_id, table in self._tables.items() if table.block_ids}
         for table in self._tables.values():
             table.num_published = sys.maxsize
 
     def check_idle(self) -> None:
-        """Assert that with no sequence in the engine nothing is held; costs nothing."""
+        """Assert that no block is held while the engine has no sequence. Takes constant time."""
         assert not self._tables, f"sequences {sorted(self._tables)} are gone and left block tables behind"
         lost = self.pool.num_blocks - self.pool.num_free
         assert lost == 0, f"{lost} KV blocks are held by no sequence"
 
     def num_cached_blocks(self, seq: Sequence) -> int:
-        """About how many blocks of a sequence that waits are cached: right if those found are its first ones."""
+        """Estimate how many blocks of a waiting sequence are cached. Exact if the cached blocks are a prefix."""
         table, find = self._table(seq), self.pool.find
         found, end = 0, 1
         while (known := self._hash_prefix(seq, table, end)) > found and find(table.hashes[known - 1]) is not None:
-            found, end = known, 2 * known  # of a prompt of which little is cached little is hashed
+            found, end = known, 2 * known  # doubling: a short cached prefix costs few hashes
         return bisect_left(table.hashes, True, found, known, key=lambda block_hash: find(block_hash) is None)
 
     def _table(self, seq: Sequence) -> BlockTable:
@@ -158,13 +166,13 @@ class KVCacheManager:
         return self._tables[seq.id]
 
     def _hash_prefix(self, seq: Sequence, table: BlockTable, most: int = sys.maxsize) -> int:
-        """Work the hashes out of the blocks that may be cached, at most so many; returns their number."""
+        """Hash the blocks that may be cached, at most ``most``. Returns the number of these blocks with a hash."""
         most = min(most, (len(seq.token_ids) - 1) // self.block_size)
         self._hasher.extend(table.hashes, table.root, seq.token_ids, most)
         return min(most, len(table.hashes))
 
     def _is_held(self, seq: Sequence, table: BlockTable, count: int) -> bool:
-        """Whether the block number ``count`` of a sequence is cached, and held by another one."""
+        """Whether block number ``count`` (from 1) of a sequence is cached and held by another sequence."""
         if count > self._hash_prefix(seq, table):
             return False
         block = self.pool.find(table.hashes[count - 1])
@@ -188,12 +196,13 @@ class KVCacheManager:
 
 
 class Lookahead:
-    """How many tokens the block tables of decoding sequences must hold.
+    """Computes how many tokens the block tables of decoding sequences must hold.
 
-    A step draws one token, so a sequence needs a block whenever it has computed ``reserve_every`` tokens more. With
-    drafts it draws up to ``drafts`` more than one, and how many is known when its result is. Until then blocks are
-    reserved for the most, or for one token more than there are blocks for, as the worker drafts no token that it has
-    no block for; where blocks abound, also for the drafts of the next step.
+    Without drafts a step draws one token, so a sequence needs a new block after every ``reserve_every`` computed
+    tokens. With drafts a step draws up to ``drafts`` additional tokens, and their number is known only with the
+    result. Until then, blocks are reserved for the longest possible outcome, or for one token more than the table can
+    hold if that is fewer: the worker drafts no token without a block for it. If the pool has many free blocks, blocks
+    for the drafts of the next step are reserved too.
     """
 
     def __init__(self, kv: KVCacheManager, drafts: int) -> None:
@@ -202,7 +211,10 @@ class Lookahead:
         self._drafts = drafts
 
     def tokens_to_reserve(self, seq: Sequence, num_running: int) -> int:
-        """Tokens that the block table of ``seq`` should hold in the next step; the one at its limit is not computed."""
+        """Tokens that the block table of ``seq`` should hold in the next step.
+
+        The token at the limit of the sequence is never computed, so it needs no block.
+        """
         drafts, kv = self._drafts, self._kv
         if drafts == 0:
             return seq.num_tokens
@@ -211,5 +223,5 @@ class Lookahead:
         return min(longest + drafts * abundant, seq.limit - 1)
 
     def _longest(self, seq: Sequence) -> int:
-        """The most tokens that ``seq`` may have in the worker when the steps in flight have run."""
+        """Most tokens that ``seq`` can have in the worker after the steps in flight."""
         return seq.num_tokens + self._drafts * (seq.num_tokens - len(seq.token_ids))

@@ -1,4 +1,4 @@
-"""LoadReport: an engine's load in one line a period, in the words of vLLM's users; Pace: what Serve scales by."""
+"""LoadReport: logs an engine's load once a period, in vLLM's terms. Pace: the load by which Serve scales engines."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from raylm.engine.deployment.autoscaling import EngineLoad
 from raylm.messages import Counters, EngineStats
 
 PERIOD_S = 10.0
-_FULL = 0.9  # of the KV cache: what waits then waits for blocks
+_FULL = 0.9  # share of the KV cache above which waiting sequences are taken to wait for blocks
 
 
 class LoadReport:
-    """Of one EngineCore; rates are over the time since the last call."""
+    """Formats the load of one EngineCore. Rates cover the time since the last call."""
 
     def __init__(self) -> None:
         self._before = Counters()
 
     def line(self, stats: EngineStats, seconds: float) -> str | None:
-        """None where nothing was computed for ``seconds`` and nothing is to be."""
+        """The log line for the last ``seconds``, or None if the engine was idle and still is."""
         before, now = self._before, stats.counters
         self._before = now
         if now == before and not stats.running and not stats.waiting:
@@ -34,13 +34,17 @@ class LoadReport:
 
 
 class Pace:
-    """Of one EngineCore, by how far it came between two calls."""
+    """Measures the time between two tokens of one EngineCore, by the steps between two calls."""
 
     def __init__(self) -> None:
         self._before, self._at = EngineStats(), 0.0
 
     def load(self, stats: EngineStats, now: float) -> EngineLoad:
-        """``stats`` tell of all clients as ``others``. Unless it was busy throughout, its pace is a single token's."""
+        """The load to report to Serve at ``now``, in seconds of a monotonic clock.
+
+        ``stats.others`` must cover all clients. If the engine was not busy at both calls, ``itl_s`` is the time of a
+        step of one token.
+        """
         before, seconds = self._before, now - self._at
         self._before, self._at = stats, now
         steps = stats.steps - before.steps

@@ -1,4 +1,4 @@
-"""ModelExecutor: how an EngineCore drives its workers; this module holds the interface and the in-process member."""
+"""ModelExecutor: the interface by which an EngineCore drives its workers. LocalExecutor: a worker in this process."""
 
 from __future__ import annotations
 
@@ -21,45 +21,52 @@ _Result = tuple[asyncio.Future[ModelRunnerOutput], ModelRunnerOutput | BaseExcep
 class ModelExecutor(ABC):
     """Owns the worker handles and the steps in flight.
 
-    Workers run steps strictly in the order in which ``execute`` was called; a step may be handed over before
-    the one before it has returned. EngineDiedError says that a worker is gone; no later step will succeed.
+    Workers run steps strictly in the order of the ``execute`` calls. A step may be submitted before the previous step
+    has returned. EngineDiedError means that a worker is lost; every later step fails too.
     """
 
     @abstractmethod
     async def start(self) -> WorkerInfo:
-        """Load weights, profile, allocate the KV pool; ConfigError if the model cannot be served as configured."""
+        """Load the weights, profile the memory and allocate the KV pool.
+
+        Raises:
+            ConfigError: the model cannot be served with this configuration.
+        """
 
     @abstractmethod
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
-        """Hand one step to the workers at once; the awaitable gives the output rank's result."""
+        """Submit one step to the workers immediately. The awaitable returns the result of the output rank."""
 
     @abstractmethod
     async def prepare_grammar(self, grammar: str) -> None:
-        """Return when the workers have compiled a grammar, beside the steps."""
+        """Compile a grammar in the workers while steps run. Returns when the grammar is compiled."""
 
     @abstractmethod
     async def load_adapter(self, adapter: int, path: str) -> str:
-        """Load a LoRA adapter under a number, steps go on where they can; returns the digest of its content.
+        """Load a LoRA adapter under the number ``adapter``. Steps continue meanwhile if the executor allows it.
+
+        Returns the digest of the adapter's content.
 
         Raises:
-            InvalidRequestError: it does not fit.
+            InvalidRequestError: the adapter does not fit the model or the configuration.
         """
 
     @abstractmethod
     async def unload_adapter(self, adapter: int) -> None:
-        """The adapter must not be used by any step in flight."""
+        """Unload an adapter. No step in flight may use it."""
 
     @abstractmethod
     async def shutdown(self) -> None:
-        """End the workers; safe to call twice and after a failed start."""
+        """Stop the workers. Safe to call twice and after a failed start."""
 
 
 class LocalExecutor(ModelExecutor):
-    """One worker on one thread of this process; a single thread is what keeps the steps in order.
+    """Runs one worker on a single thread of this process, which keeps the steps in order.
 
-    Loop and worker share the interpreter. So where a step waits behind one that has ended, its result is told as the
-    next forward pass begins: what the loop makes of it, 0.5 ms for one sequence, would else hold up the worker. That is
-    where steps say when they compute, as this one did; other results are told at once.
+    The event loop and the worker share the interpreter lock. The loop needs about 0.5 ms to handle the result of one
+    sequence, and the worker would wait for it. Therefore, when another step is queued and steps announce the start of
+    their forward pass (``when_computing``), a result is delivered at the start of the next forward pass. Otherwise a
+    result is delivered at once.
     """
 
     def __init__(self, config: Config, worker_factory: Callable[[Config], Worker] = Worker) -> None:
@@ -68,7 +75,7 @@ class LocalExecutor(ModelExecutor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raylm-worker")
         self._worker: Worker | None = None
         self._died_of: Exception | None = None
-        self._handed_over, self._begun = 0, 0  # steps; written by the loop's thread, and by the worker's
+        self._handed_over, self._begun = 0, 0  # numbers of steps: written by the loop's thread, by the worker's thread
         self._untold: list[_Result] = []
         self._said_when = False
 
@@ -97,7 +104,7 @@ class LocalExecutor(ModelExecutor):
         return self._worker
 
     async def shutdown(self) -> None:
-        """Let the step that runs end, drop those that wait, and join the thread."""
+        """Wait for the running step, drop the queued steps, and join the thread."""
         if self._worker is not None:
             worker, self._worker = self._worker, None
             await self._on_thread(worker.shutdown)
@@ -118,7 +125,7 @@ class LocalExecutor(ModelExecutor):
             output: ModelRunnerOutput | BaseException
             try:
                 output = self._run(plan)
-            except BaseException as error:  # nobody else would tell
+            except BaseException as error:  # the future is the only way to report it
                 output = error
             self._untold.append((result, output))
         if self._begun == self._handed_over or not self._said_when:
@@ -137,7 +144,7 @@ class LocalExecutor(ModelExecutor):
             raise EngineDiedError(f"The worker failed: {type(error).__name__}: {error}") from error
 
     def _tell(self) -> None:
-        """On the worker's thread."""
+        """Deliver the finished results to the event loop. Called on the worker's thread."""
         if self._untold:
             told, self._untold = self._untold, []
             with suppress(RuntimeError):  # the loop is closed
@@ -146,7 +153,7 @@ class LocalExecutor(ModelExecutor):
 
 def _resolve(results: list[_Result]) -> None:
     for result, output in results:
-        if result.done():  # nobody waits for it any more
+        if result.done():  # cancelled: its caller has stopped waiting
             continue
         if isinstance(output, BaseException):
             result.set_exception(output)

@@ -1,4 +1,4 @@
-"""Outbox: owns what one client has not taken yet; ClientOutputs: the columns of one step for one client."""
+"""Outbox: the outputs that one client has not read yet. ClientOutputs: the columns of one step for one client."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from raylm.messages import (
 
 
 class ClientOutputs:
-    """What one step means for one client, while the Scheduler finds it out.
+    """Collects the outputs of one step for one client.
 
-    ``sequences[i]`` drew the token at ``positions[i]`` of the step's result; the tokens of one sequence stand
-    together. ``finished`` maps an i to its reasons where that token is the last one of its sequence.
+    ``sequences[i]`` drew the token at ``positions[i]`` of the step's result. Tokens of one sequence are adjacent.
+    ``finished`` maps i to (finish reason, stop token) if that token is the last one of its sequence.
     """
 
     __slots__ = ("errors", "finished", "pooled", "positions", "prompt_logprobs", "sequences")
@@ -40,13 +40,13 @@ class ClientOutputs:
         self.pooled: list[tuple[int, bytes]] = []
 
     def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
-        """The newest token is the last one of its sequence."""
+        """Mark the newest token as the last one of its sequence."""
         self.finished[len(self.sequences) - 1] = (reason, stop_reason)
 
     def columns(self, result: ModelRunnerOutput, stats: EngineStats, created: float) -> EngineCoreOutputs:
         sequences, finished, drawn = self.sequences, self.finished, result.token_ids
         token_counts = [1] * len(sequences)
-        if len(drawn) > len(result.seq_ids):  # the tokens that a sequence drew in a step are one entry
+        if len(drawn) > len(result.seq_ids):  # several tokens of a sequence become one entry
             runs = [(seq, len(list(run))) for seq, run in groupby(sequences)]
             sequences, token_counts = [seq for seq, _ in runs], [count for _, count in runs]
             entry_of = {end - 1: entry for entry, end in enumerate(accumulate(token_counts))}
@@ -76,10 +76,10 @@ _NOTHING = EngineCoreOutputs([], [], [], [], [], [], [], EngineStats())
 
 
 class Outbox:
-    """What one client has not taken yet, in one message; ``put`` never waits, so a slow client stalls nothing.
+    """Merges the outputs that one client has not read yet into one message. ``put`` never waits for a slow client.
 
-    Changes of the prefix cache are held as their sum, and go with the next message, as events do; they are none of
-    their own.
+    Changes of the prefix cache and events are sent with the next message; they do not cause a message themselves.
+    Changes are merged, so that a block which was stored and removed is not mentioned.
     """
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class Outbox:
         self._ready = asyncio.Event()
 
     def put(self, outputs: EngineCoreOutputs) -> None:
-        """Append to what is held; the lists of ``outputs`` become the outbox's own."""
+        """Append a message to the unread outputs. The outbox takes over the lists of ``outputs``."""
         self._held = outputs if self._held is None else merge(self._held, outputs)
         self._newest = outputs
         self._ready.set()
 
     def put_stats(self, outputs: EngineCoreOutputs) -> None:
-        """Put a message that is about the stats alone, if those that say how busy the engine is have changed."""
+        """Put a message that has only stats, if the load that they report has changed."""
         last, now = self._newest.stats, outputs.stats
         is_other = (last.running, last.waiting, last.kv_usage) != (now.running, now.waiting, now.kv_usage)
         if is_other or self._changes or last.others != now.others:
@@ -114,11 +114,11 @@ class Outbox:
         return self._newest.created
 
     def watch(self, hashes: list[bytes]) -> None:
-        """Let the next message tell all blocks, which are these, and later ones what has changed."""
+        """Report these blocks as the whole prefix cache with the next message, and changes with later messages."""
         self._number, self._changes = 0, dict.fromkeys(hashes, True)
 
     def note_blocks(self, changes: dict[bytes, bool]) -> None:
-        """Blocks can be found from now on, or no more (False), to be told to a client that watches."""
+        """Record blocks that were published (True) or withdrawn (False), for a client that watches."""
         for block_hash, found in changes.items():
             note(self._changes, block_hash, found)
 
@@ -126,12 +126,12 @@ class Outbox:
         self._events.append(event)
 
     def close(self, error: RayLMError) -> None:
-        """Let ``get`` raise ``error`` once the rest is taken."""
+        """Let ``get`` raise ``error`` after the unread outputs are read."""
         self._closed_by = error
         self._ready.set()
 
     async def get(self) -> EngineCoreOutputs:
-        """Everything since the last call; waits until there is something, and raises what the outbox was closed by."""
+        """Wait for outputs, and return everything since the last call. Raises the error given to ``close``."""
         await self._ready.wait()
         held, self._held = self._held, None
         if held is None:
@@ -157,7 +157,7 @@ _LISTS = [name for name, kind in EngineCoreOutputs.__annotations__.items() if ki
 
 
 def merge(held: EngineCoreOutputs, fresh: EngineCoreOutputs) -> EngineCoreOutputs:
-    """One message that says what the two say one after the other; takes over the lists of ``held``."""
+    """Merge two consecutive messages into one. Extends the lists of ``held``."""
     logprobs = logprob_columns.append(held.logprobs, len(held.token_ids), fresh.logprobs, len(fresh.token_ids))
     for name in _LISTS:
         getattr(held, name).extend(getattr(fresh, name))

@@ -1,4 +1,4 @@
-"""Parking: what requests have drawn, for whoever goes on with their streams when their client is gone."""
+"""Parking: keeps the tokens of requests whose client was lost, so that another client can continue their streams."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from raylm.engine.sequence import RequestState, Sequence
 from raylm.messages import EngineCoreRequest, FinishReason, ParkedTokens, ServiceLevel
 
 MOST_BYTES = 64 * 2**20
-WHOLE_PERIODS = 15  # that whole answers stay: their client may be gone, which is not known at once
-_BYTES_A_TOKEN = 40  # of a list of integers, about
+WHOLE_PERIODS = 15  # for which complete answers are kept: the loss of their client may not be known yet
+_BYTES_A_TOKEN = 40  # approximate size of an integer in a list
 _BYTES_A_REQUEST = 4096
 
 _Drawn = tuple[list[int], FinishReason | None, int | None]
@@ -17,7 +17,7 @@ _Drawn = tuple[list[int], FinishReason | None, int | None]
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is open, and what its sequences that are over have drawn, by index."""
+    """An open request, and the tokens of its ended sequences by index."""
 
     state: RequestState
     ended: dict[int, _Drawn] = field(default_factory=dict)
@@ -43,10 +43,10 @@ class _Parked:
 
 
 class Parking:
-    """Owns the tokens of requests that are over and can be gone on with by their name; those that came first go first.
+    """Owns the tokens of ended requests that can be continued by name. Beyond MOST_BYTES the oldest are dropped.
 
-    It knows the open ones by name too, as a client is back before an engine knows that its ingress is gone. What was
-    taken is not given again. Time is counted in periods, of which the caller tells.
+    Open requests are registered by name too, because a client may return before the engine notices that its ingress
+    replica was lost. Tokens can be taken once. Time is counted in periods: the caller calls ``pass_period``.
     """
 
     def __init__(self) -> None:
@@ -59,17 +59,20 @@ class Parking:
         return len(self._parked)
 
     def enter(self, state: RequestState) -> None:
-        """A request is open from now on."""
+        """Register an open request."""
         if name := state.request.resumable_as:
             self._open[name] = _Open(state)
 
     def end(self, seq: Sequence) -> None:
-        """A sequence is over."""
+        """Keep the tokens of a sequence that has ended."""
         if (known := self._known(seq.state)) is not None and seq.num_generated:
             known.ended[seq.index] = _drawn_by(seq)
 
     def leave(self, state: RequestState, *, is_whole: bool) -> None:
-        """A request is over, after all its sequences; ``is_whole`` if each came to an end of its own."""
+        """Park the tokens of a request that has ended, after its sequences.
+
+        ``is_whole`` says that every sequence ended by itself rather than by an abort.
+        """
         if (known := self._known(state)) is None:
             return
         name = state.request.resumable_as
@@ -84,12 +87,12 @@ class Parking:
             self._drop(next(iter(self._parked)))
 
     def forget(self, state: RequestState) -> None:
-        """What an open request has drawn is not to be gone on with."""
+        """Drop the tokens of an open request: it must not be continued."""
         if self._known(state) is not None:
             del self._open[state.request.resumable_as]
 
     def take(self, request: EngineCoreRequest, adapter: int) -> ParkedTokens | None:
-        """What was drawn for the very same request under its name, once; None if nothing is known of it."""
+        """Take the tokens drawn for an identical request under its name. None if there are none."""
         name = request.resumable_as
         if (known := self._open.pop(name, None)) is not None:
             begun, begun_with, tokens = known.state.request, known.state.adapter, known.tokens()
@@ -100,7 +103,7 @@ class Parking:
         return tokens if tokens.num_tokens and (_asked(begun), begun_with) == (_asked(request), adapter) else None
 
     def pass_period(self, most: int) -> None:
-        """A period is over; what is not whole stays for ``most`` of them."""
+        """Count one period. Incomplete answers stay for ``most`` periods, complete ones for at most WHOLE_PERIODS."""
         self._now += 1
         for name, parked in list(self._parked.items()):
             if self._now - parked.since >= (min(most, WHOLE_PERIODS) if parked.is_whole else most):
@@ -123,7 +126,7 @@ def _drawn_by(seq: Sequence) -> _Drawn:
 
 
 def _asked(request: EngineCoreRequest) -> EngineCoreRequest:
-    """What its tokens depend on alone."""
+    """The request without the fields on which its tokens do not depend."""
     service = ServiceLevel()
     return replace(
         request, key=0, request_id="", arrival_time=0.0, uncached_tokens=None, drawn=(), service=service, priority=0

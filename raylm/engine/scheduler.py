@@ -1,4 +1,4 @@
-"""Scheduler: owns the EngineCore's sequences, their tokens, statuses and queues; decides what each step computes."""
+"""Scheduler: owns the sequences of an EngineCore and decides what each step computes."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from raylm.messages import (
 )
 from raylm.metrics import STEP_TOKENS_BUCKETS
 
-_MOST_GIVEN_UP = 256  # requests that a step gives up, in about a millisecond
+_MOST_GIVEN_UP = 256  # expired requests ended before one step; takes about 1 ms
 
 
 class Scheduler:
-    """Lets every sequence catch up with its own tokens, step by step.
+    """Plans the steps of an engine: each sequence catches up with its own tokens.
 
-    There are no phases: a sequence has tokens known and tokens computed, and each step computes some of the
-    difference within its budget. A long prompt, a prefix hit, a preempted sequence and the next token of a running
-    one differ only in how large the difference is.
+    There are no phases for prefill and decode. A sequence has known tokens and computed tokens, and each step computes
+    some of the difference within its budget. A long prompt, a prefix hit, a preempted sequence and a decoding sequence
+    differ only in the size of this difference.
 
-    Plans may be handed over before earlier ones have returned (``steps_in_flight``). A token that a step in flight
-    will draw is counted in ``num_tokens``, and the worker feeds it to itself; draft tokens that it accepts beyond that
-    one are counted when the step is seen.
+    Up to ``steps_in_flight`` plans may be with the worker. ``num_tokens`` of a sequence includes the token that each
+    step in flight will draw; the worker feeds that token to its next step itself. Accepted draft tokens beyond it are
+    added when the result arrives.
 
-    Nothing starves: the first of the running batch (by rank) is never preempted, and gets blocks as long as any other
-    sequence has some; alone it always fits, as ``max_model_len`` is at most the pool.
+    No sequence starves. The first running sequence (by rank) is never preempted, and gets blocks as long as any other
+    sequence holds some. Alone it always fits, because ``max_model_len`` is at most the size of the pool.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Scheduler:
         self._finished: list[int] = []
         self._given_up: list[tuple[str, int]] = []
         self._limits = TimeLimits()
-        self._ids: Iterator[int] = count()  # in the order of arrival
+        self._ids: Iterator[int] = count()  # sequence ids, in the order of arrival
         self._step = 0
         self._seen = 0
 
@@ -85,22 +85,23 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were drawn up."""
+        """Number of steps planned so far."""
         return self._step
 
     # ---------------------------------------------------------------- requests
 
     def add(self, client_id: str, request: EngineCoreRequest, adapter: int = 0, adapter_digest: str = "") -> None:
-        """Let the first sequence of a request wait; the others start when it has computed the prompt they share.
+        """Queue the first sequence of a request. The others are queued when the first has computed the shared prompt.
 
-        One that a lost engine began waits before those that begin here, with all of its sequences.
+        A request continued from a lost engine (``request.drawn``) is queued before new requests, with all of its
+        sequences.
 
         Raises:
-            RayLMError: it can never be served, or its key is taken.
+            RayLMError: the request can never be served, or a request with this key is open.
         """
         if self.is_open(client_id, request.key):
             raise RayLMError(f"A request with the key {request.key} is open already.")
-        arrival = next(self._ids) - bool(request.drawn) * 2**62  # as if it had come before all others
+        arrival = next(self._ids) - bool(request.drawn) * 2**62  # continued requests come before all new ones
         state = RequestState.create(client_id, request, arrival, self.max_model_len, adapter, adapter_digest)
         self._requests.setdefault(client_id, {})[request.key] = state
         self.parking.enter(state)
@@ -108,12 +109,12 @@ class Scheduler:
             self._enqueue(seq)
 
     def abort(self, client_id: str, key: int) -> None:
-        """End a request at once; unknown and finished ones are ignored."""
+        """End a request immediately. Unknown and finished requests are ignored."""
         if state := self._requests.get(client_id, {}).get(key):
             self._abort(state)
 
     def stop(self, client_id: str, key: int, index: int) -> None:
-        """End one sequence of a request, the others go on; unknown and finished ones are ignored."""
+        """End one sequence of a request; the others continue. Unknown and finished sequences are ignored."""
         state = self._requests.get(client_id, {}).get(key)
         for seq in [seq for seq in state.open if seq.index == index] if state else ():
             self._close(seq)
@@ -122,7 +123,7 @@ class Scheduler:
         return key in self._requests.get(client_id, ())
 
     def open_requests(self, client_id: str | None = None) -> list[tuple[str, int]]:
-        """(client, key) of the open requests, of one client or of all."""
+        """(client, key) of the open requests of one client, or of all clients if ``client_id`` is None."""
         clients = self._requests if client_id is None else (client_id,)
         return [(client, key) for client in clients for key in self._requests.get(client, ())]
 
@@ -136,7 +137,7 @@ class Scheduler:
         ]
 
     def take_given_up(self) -> list[tuple[str, int]]:
-        """(client, key) of the requests that ended since the last call as their clients have hung up."""
+        """(client, key) of the requests that ended since the last call because their time limit expired."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -156,7 +157,7 @@ class Scheduler:
         return self._budget.first_token_s(tokens)
 
     def snapshot(self) -> EngineSnapshot:
-        """All that is held now; takes time in proportion to the pool."""
+        """All sequences and blocks held now. Takes time proportional to the size of the pool."""
         sequences = list(self._sequences.values())
         return EngineSnapshot(
             stats=self.stats(),
@@ -174,7 +175,7 @@ class Scheduler:
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
-        """Draw up the next step: first what runs, then what waits; None if nothing can be computed now."""
+        """Plan the next step: running sequences first, then waiting ones. None if nothing can be computed now."""
         may_start = self._give_up()
         self._displace()
         plan = StepPlan(
@@ -190,7 +191,10 @@ class Scheduler:
         return plan.columns(self._step, finished)
 
     def _give_up(self) -> bool:
-        """End requests whose clients have hung up, before a plan holds their sequences; False if more are left."""
+        """End the waiting requests whose time limit has expired. Returns False if more of them are left.
+
+        Runs before the step is planned, so no plan contains their sequences.
+        """
         now = self.clock()
         for _ in range(_MOST_GIVEN_UP):
             if (state := self._limits.first_over(now)) is None:
@@ -200,7 +204,7 @@ class Scheduler:
         return False
 
     def _displace(self) -> None:
-        """Where no place is free, preempt a sequence if the policy gives its place to another."""
+        """If no place is free, preempt a sequence if the policy gives its place to a waiting one."""
         if not self.waiting or self.free_places() or (found := self.waiting.displaced()) is None:
             return
         coming, those = found
@@ -216,14 +220,14 @@ class Scheduler:
             self.kv.publish(seq, seq.num_computed)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        """The queue says who may start; it does if the pool can hold it."""
+        """Start waiting sequences in the order of the queue, as far as the budget and the pool allow."""
         while plan.max_new > 0 and plan.tokens > 0 and self.waiting:
             if not self._start_one(plan):
                 return
 
     def _start_one(self, plan: StepPlan) -> bool:
-        """Let one sequence start; False if none can."""
-        spare = len(self.running)  # a block for each to grow by: admitting more is paid back in preemptions
+        """Start one waiting sequence. Returns False if none can start."""
+        spare = len(self.running)  # one free block for each running sequence to grow: fewer would cause preemptions
         for seq in self.waiting.candidates():
             if seq.resume_after > self._seen:
                 return False
@@ -234,7 +238,7 @@ class Scheduler:
         return False
 
     def _start(self, seq: Sequence, cached: int, plan: StepPlan) -> None:
-        """Move a sequence from the queue to the running batch; ``cached`` of its tokens are computed."""
+        """Move a sequence from the queue to the running batch. The KV of ``cached`` of its tokens is cached."""
         self.waiting.start(seq, cached)
         self._limits.leave(seq.state)
         self._budget.join(seq)
@@ -249,9 +253,9 @@ class Scheduler:
         self.kv.publish(seq, seq.num_computed)
 
     def _reserve_blocks(self, seq: Sequence, place: int, plan: StepPlan) -> bool:
-        """Let the block table of ``seq``, the plan's next to decode, grow; preempt sequences behind it if need be.
+        """Extend the block table of ``seq``, the next decoding row of the plan; preempt sequences after it if needed.
 
-        Without success the sequence sits this step out with its blocks; those before it may still preempt it.
+        Returns False if there are too few blocks: the sequence keeps its blocks and skips this step.
         """
         num_tokens = self._lookahead.tokens_to_reserve(seq, len(self.running))
         while (blocks := self.kv.extend(seq, num_tokens)) is None:
@@ -265,7 +269,11 @@ class Scheduler:
         return True
 
     def _victim(self, seq: Sequence, place: int) -> Sequence | None:
-        """Whom ``seq`` may preempt: nobody of a better standing, but the first one of all may everybody."""
+        """The sequence after ``place`` that ``seq`` may preempt, or None.
+
+        The first running sequence may preempt any other; another one only sequences of the same or a higher
+        ``standing``.
+        """
         if place + 1 == len(self.running):
             return None
         self.waiting.settle()
@@ -273,15 +281,18 @@ class Scheduler:
         return victim if place == 0 or self.waiting.standing(victim) >= self.waiting.standing(seq) else None
 
     def _cost_of_preemption(self, seq: Sequence) -> tuple[float, int, int]:
-        """Preempted first is who the policy says, then the sequence with the least wasted work, then the newest.
+        """Sort key of preemption, lowest first: the policy's ``standing``, then the least wasted work, then the newest.
 
-        Wasted are tokens that have to be computed again: none of a sequence whose last token is on its way.
+        Wasted work is the number of tokens to compute again: 0 for a sequence whose last token is in flight.
         """
         wasted = 0 if seq.num_tokens >= seq.limit else max(0, seq.num_computed - self.kv.num_shared_tokens(seq))
         return (-self.waiting.standing(seq), wasted, -seq.state.arrival)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take row and blocks from a sequence; it starts again, with all tokens, once those in flight are seen."""
+        """Take the row and the blocks from a sequence and queue it again.
+
+        It restarts with all of its tokens when the results of the steps in flight have arrived.
+        """
         self._leave_batch(seq)
         seq.status = Status.PREEMPTED
         seq.num_computed = 0
@@ -294,7 +305,10 @@ class Scheduler:
     # ---------------------------------------------------------------- update
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, EngineCoreOutputs]:
-        """Take in what a step drew, in the order of the steps; returns the message to each client."""
+        """Apply the result of a step. Results must arrive in the order of the steps.
+
+        Returns the message to each client.
+        """
         assert result.step == plan.step == self._seen + 1, (
             f"result {result.step} of step {plan.step} after {self._seen}"
         )
@@ -327,7 +341,7 @@ class Scheduler:
             self.counters.steps_by_tokens = tuple(counts)
 
     def stats(self, client_id: str | None = None) -> EngineStats:
-        """As a client is told; without one nothing is said of others."""
+        """The stats for a client. Without a client, ``others`` is empty."""
         step_s, token_s = self._budget.speed
         return EngineStats(
             places=self._budget.places(self.running),
@@ -342,7 +356,7 @@ class Scheduler:
         )
 
     def _append_tokens(self, result: ModelRunnerOutput, outputs: defaultdict[str, ClientOutputs]) -> None:
-        """Append each token to the sequence that drew it; what was drawn behind a sequence's end is dropped."""
+        """Append each token to the sequence that drew it. Tokens of sequences that have ended are dropped."""
         drawn_by = map(self._sequences.get, self._drawn_by(result))
         for position, seq, token in zip(range(len(result.token_ids)), drawn_by, result.token_ids, strict=True):
             if seq is None:
@@ -357,7 +371,7 @@ class Scheduler:
         self.counters.generation_tokens += sum(len(entry.positions) for entry in outputs.values())
 
     def _drawn_by(self, result: ModelRunnerOutput) -> list[int]:
-        """The sequence of each token; several of one sequence are accepted drafts, as a step counts on one."""
+        """The id of the sequence that drew each token. Counts accepted drafts: all but one of a sequence's tokens."""
         if len(result.token_ids) == len(result.seq_ids):
             return result.seq_ids
         for seq_id, drawn in zip(result.seq_ids, result.token_counts, strict=True):
@@ -374,7 +388,7 @@ class Scheduler:
                 self._close(seq)
 
     def _check_token(self, seq: Sequence, outputs: ClientOutputs) -> None:
-        """The token just appended is the first or the last one, or might end the sequence."""
+        """Handle a token that is the first or last one of its sequence, or a stop token."""
         self._observer.drew(seq, self._seen)
         if len(seq.token_ids) == seq.num_prompt_tokens + 1:
             self._complete_prompt(seq, outputs)
@@ -384,7 +398,7 @@ class Scheduler:
             self._close(seq)
 
     def _complete_prompt(self, seq: Sequence, outputs: ClientOutputs) -> None:
-        """The first token has come: the prompt's logprobs are whole, and the sequences that share it may start."""
+        """Handle the first token: the prompt's logprobs are complete, and the sequences that share the prompt start."""
         if seq.index == 0:
             self.counters.prompt_tokens += seq.num_prompt_tokens
         if seq.prompt_logprobs is not None:
@@ -394,7 +408,7 @@ class Scheduler:
             self._enqueue(sibling)
 
     def _count_chunks(self, plan: SchedulerOutput) -> None:
-        """What this step computed of prompts is owed no more."""
+        """Subtract the prompt tokens that a step computed from the clients' loads."""
         for row in range(plan.num_scheduled.count(1), len(plan.seq_ids)):
             if (seq := self._sequences.get(plan.seq_ids[row])) and seq.status is Status.RUNNING:
                 computed = plan.num_computed[row] + plan.num_scheduled[row]
@@ -409,13 +423,16 @@ class Scheduler:
         self.loads.enter(seq)
 
     def _close(self, seq: Sequence) -> None:
-        """End a sequence, and with the last one its request."""
+        """End a sequence, and its request if this was the last open one."""
         self._remove(seq)
         if not seq.state.open:
             self._forget(seq.state, is_whole=True)
 
     def _fail(self, seq_id: int, error: RayLMError, outputs: defaultdict[str, ClientOutputs]) -> None:
-        """End the whole request of a sequence; unless the client caused it, what was computed is not to be reused."""
+        """End the whole request of a sequence with an error.
+
+        Unless the client caused the error, the computed blocks are removed from the prefix cache.
+        """
         if seq := self._sequences.get(seq_id):
             self.parking.forget(seq.state)
             self._abort(seq.state)

@@ -1,4 +1,4 @@
-"""Sequence and RequestState: what the Scheduler schedules, and the request that its n sequences belong to."""
+"""Sequence: the unit of scheduling. RequestState: the request to which its n sequences belong."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from functools import lru_cache
 from raylm.errors import ContextLengthError, InvalidRequestError, RayLMError
 from raylm.messages import EngineCoreRequest, FinishReason, Logprobs, NewSequence, TokenIds
 
-_stop_ids = lru_cache(1024)(frozenset[int])  # many requests have the same ones
+_stop_ids = lru_cache(1024)(frozenset[int])  # many requests have the same stop ids
 _U64 = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Status(Enum):
-    """Only a running sequence has a row in the worker and KV blocks."""
+    """State of a sequence. Only a running sequence has a row in the worker and KV blocks."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,13 +28,13 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in the engine: its order of arrival, its seed, and which of its sequences are still open.
+    """One request in the engine: its order of arrival, its seed, and its open sequences.
 
-    ``limit`` is the longest that its sequences may grow, in tokens with the prompt. ``num_unforked`` sequences are
-    not made yet: they start when the first one has computed the prompt that they share. ``adapter`` is the number of
-    its LoRA adapter, 0 for the base model, ``adapter_digest`` that of its content. ``due`` is the time at which the
-    request's first token should be there, set by the fair policy when the first sequence begins to wait.
-    ``has_drawn`` is whether one of its sequences has drawn a token, here or in a lost engine; until then it has one.
+    ``limit`` is the greatest length of its sequences in tokens, with the prompt. ``num_unforked`` sequences are not
+    created yet: they start when the first sequence has computed the shared prompt. ``adapter`` is the number of the
+    LoRA adapter (0: base model), ``adapter_digest`` the digest of its content. ``due`` is the time at which the first
+    token of the request is due; the fair policy sets it when the first sequence begins to wait. ``has_drawn`` says
+    whether a sequence has drawn a token, here or in a lost engine; until then only one sequence exists.
     """
 
     client_id: str
@@ -60,9 +60,15 @@ class RequestState:
         adapter: int = 0,
         adapter_digest: str = "",
     ) -> RequestState:
-        """The state of a new request, with the seed and the limit that it leaves open."""
+        """Create the state of a new request. Draws a seed and computes the limit if the request leaves them open.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for a token.
+            InvalidRequestError: the prompt is empty.
+            RayLMError: the tokens drawn by a lost engine exceed the limit of this engine.
+        """
         length, params = len(request.prompt_token_ids), request.params
-        # A vector stands behind the prompt as a token would, without a position of its own.
+        # A pooled vector takes no position in the context, unlike a generated token.
         available = max_model_len - length + (request.pooling is not None)
         if available <= 0:
             message = f"The prompt has {length} tokens; with one to generate, at most {max_model_len} fit."
@@ -80,7 +86,7 @@ class RequestState:
         return cls(client_id, request, *numbers, stops, adapter, adapter_digest, has_drawn=has_drawn)
 
     def begin(self, ids: Iterator[int]) -> list[Sequence]:
-        """Open the first sequence, or all that have not ended where another engine has computed the prompt."""
+        """Open the first sequence, or all unfinished sequences of a request continued from a lost engine."""
         if not self.request.drawn:
             return [self.sequence(self.arrival, 0)]
         open_ones = [index for index, drawn in enumerate(self.request.drawn) if drawn is not None]
@@ -102,7 +108,7 @@ class RequestState:
         return seq
 
     def fork(self, ids: Iterator[int]) -> list[Sequence]:
-        """The first token was drawn: open the sequences that share the computation of the prompt, once."""
+        """Called when a first token was drawn: open the other sequences that share the prompt, once."""
         self.has_drawn = True
         count, self.num_unforked = self.num_unforked, 0
         return [self.sequence(next(ids), index) for index in range(1, count + 1)]
@@ -110,14 +116,15 @@ class RequestState:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What is scheduled: tokens known, and how many of them are computed.
+    """The unit of scheduling: known tokens, and how many of them are computed.
 
-    ``token_ids`` are known, until its ``start`` in the request's own list; ``num_tokens`` also counts those that steps
-    in flight will draw, one each, and ``num_computed`` what they compute: accepted drafts are counted when the steps
-    are seen. ``next_check`` is the length at which a token is more than an append: the first generated one's, then
-    ``limit``. A preempted sequence may start again when the result of step ``resume_after`` was seen. ``num_cached``
-    prompt tokens came from the prefix cache. ``due`` orders it among the sequences that wait; the fair policy owns it.
-    ``prompt_logprobs`` gathers those of the prompt, None if they are not asked for (any more).
+    ``token_ids`` are the known tokens; until ``start`` this is the list of the request itself. ``num_tokens`` also
+    counts the token that each step in flight will draw, and ``num_computed`` the tokens that they compute; accepted
+    drafts are added when the results arrive. ``next_check`` is the length at which an appended token needs handling:
+    first that of the first generated token, then ``limit``. A preempted sequence may restart when the result of step
+    ``resume_after`` has arrived. ``num_cached`` is the number of prompt tokens found in the prefix cache. ``due``
+    orders the waiting sequences; the fair policy owns it. ``prompt_logprobs`` collects the log-probabilities of the
+    prompt; None if they were not requested or are delivered already.
     """
 
     id: int
@@ -147,7 +154,10 @@ class Sequence:
 
     @property
     def ended_by(self) -> tuple[FinishReason, int | None] | None:
-        """Its finish reason, and the caller's stop token if that was one, by its last token; None while it goes on."""
+        """(finish reason, stop token) if the last token ends the sequence, else None.
+
+        The stop token is None unless it is one of the caller's stop tokens.
+        """
         request, token = self.state.request, self.token_ids[-1]
         if token in self.stop_ids and self.num_generated > request.params.min_tokens:
             by_eos = token in request.eos_token_ids and not request.params.ignore_eos
@@ -156,35 +166,35 @@ class Sequence:
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether each prompt token must be computed (again), as the answer depends on its hidden state."""
+        """Whether every prompt token must be computed, even if cached: the answer depends on its hidden state."""
         pooling = self.state.request.pooling
         return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
 
     def start(self, cached: int) -> None:
-        """It runs from now on, with ``cached`` of its tokens computed. Only now is a prompt copied, to append to."""
+        """Mark the sequence as running, with ``cached`` tokens computed. Copies the prompt, to which it will append."""
         if self.status is Status.WAITING:
             self.token_ids = self.token_ids[:]
             self.num_cached = cached
         else:
-            self.next_check = len(self.token_ids) + 1  # that it has caught up is told
+            self.next_check = len(self.token_ids) + 1  # the observer is told of the first token after a preemption
         self.status = Status.RUNNING
         self.num_computed = cached
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
     def accept_drafts(self, count: int) -> None:
-        """A step drew ``count`` tokens more than one: steps in flight that were to go beyond the limit will not run."""
+        """Add ``count`` accepted drafts of a step. The worker skips steps in flight that would exceed the limit."""
         self.num_tokens += count
         self.num_computed = min(self.num_computed + count, self.limit - 1)
 
     def defer(self) -> None:
-        """A step did not draw the token that was counted on: the last token is computed again, to draw it."""
+        """Called when a step drew no token although one was expected: the last token is computed again."""
         self.num_tokens -= 1
         if self.status is Status.RUNNING:
             self.num_computed -= 1
 
     def as_new(self, block_ids: list[int]) -> NewSequence:
-        """For a worker that has no row of it; prompt logprobs are asked for only once."""
+        """The message that creates the worker's row of this sequence. Prompt logprobs are requested only once."""
         request = self.state.request
         params = request.params
         if params.prompt_logprobs is not None and self.prompt_logprobs is None:
@@ -208,9 +218,9 @@ class Sequence:
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The seed of sequence ``index`` of a request, a signed 64-bit integer; index 0 has the request's own.
+    """The seed of sequence ``index`` of a request, a signed 64-bit integer. Sequence 0 has the request's own seed.
 
-    The others are drawn from it by SplitMix64 (Steele, Lea, Flood 2014), so that no two share a random stream.
+    The other seeds are derived from it by SplitMix64 (Steele, Lea, Flood 2014), so that sequences draw independently.
     """
     if index == 0:
         return seed

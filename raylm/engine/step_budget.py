@@ -1,4 +1,4 @@
-"""StepBudget: how many tokens a step may have, and what steps cost; StepLimit: how long one takes, and may take."""
+"""StepBudget: how many tokens a step may have, and how long steps take. StepLimit: the time limit of a step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from raylm.engine.sequence import Sequence
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 from raylm.step_cost import StepCost
 
-MIN_PREFILL_TOKENS = 64  # prompts get as many in every step, so that they come to an end whatever the target is
-SPEED_EVERY = 32  # steps after which the speed is worked out anew
-_EFFICIENT = 8  # prompts' tokens in a step that take so many times as long as a step itself: nine tenths of full speed
-_LARGE = 128  # tokens of a step that tells how fast prompts are computed
-_LIFETIME = 512  # after so many steps a size is tried anew: it may have been slow for reasons that are gone
-_LIMIT_TIMES = 20.0  # what is expected: a step of long contexts, or beside other processes, takes several times that
-_LIMIT_LEAST_S = 10.0  # a kernel that is compiled on first use takes seconds
-_LIMIT_LIFETIME = 64  # steps for which what was learned holds; looking at all that was seen in each would cost too much
+MIN_PREFILL_TOKENS = 64  # least prompt tokens of a step, so that prompts finish whatever the latency target is
+SPEED_EVERY = 32  # steps between two updates of the speed
+_EFFICIENT = 8  # prompt tokens that take 8 times as long as an empty step reach nine tenths of the full speed
+_LARGE = 128  # least tokens of a step that measures the speed of prompts
+_LIFETIME = 512  # steps after which the cost of a step size is forgotten: its cause may have passed
+_LIMIT_TIMES = 20.0  # limit over expected time: long contexts or other processes slow a step several times
+_LIMIT_LEAST_S = 10.0  # compiling a kernel on first use takes seconds
+_LIMIT_LIFETIME = 64  # steps for which learned limits are kept; computing them in every step would cost too much
 
 
 class StepBudget:
-    """The same number of tokens for every step; and what the steps of late took."""
+    """A fixed number of tokens for every step, and the measured time of recent steps.
+
+    ``speed`` is (seconds of a step of one token, seconds per prompt token); 0 while unknown.
+    """
 
     def __init__(self, most: int, max_num_seqs: int) -> None:
         self._most = most
@@ -30,9 +33,10 @@ class StepBudget:
         self.speed = 0.0, 0.0
 
     def tokens(self, running: list[Sequence], *, shared: bool = False) -> int:
-        """Most tokens of the next step, when these sequences run.
+        """Most tokens of the next step while these sequences run.
 
-        Where the engine is ``shared`` no more than make it efficient: whoever comes waits for the steps in flight.
+        If tenants share the engine (``shared``), a step has no more tokens than it needs to be efficient, because an
+        arriving request waits for the steps in flight.
         """
         step_s, token_s = self.speed
         if not shared or token_s == 0:
@@ -41,22 +45,22 @@ class StepBudget:
         return min(self._most, decoding + max(MIN_PREFILL_TOKENS, int(_EFFICIENT * step_s / token_s)))
 
     def places(self, running: list[Sequence]) -> int:
-        """Sequences that may run beside these."""
+        """How many sequences may run in addition to ``running``."""
         return self._max_num_seqs - len(running)
 
     def join(self, seq: Sequence) -> None:
-        """It runs from now on."""
+        """Called when a sequence starts to run."""
 
     def leave(self, seq: Sequence) -> None:
-        """It runs no longer."""
+        """Called when a sequence stops running."""
 
     def first_token_s(self, tokens: int) -> float:
-        """About how long a prompt of which so many tokens are to be computed takes; 0 while it is not known."""
+        """Estimated seconds to compute ``tokens`` prompt tokens; 0 while unknown."""
         step_s, token_s = self.speed
         return step_s + token_s * tokens
 
     def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """A step was run. ``speed`` is (s of a step of one token, s of a prompt's token); 0 while it is not known."""
+        """Record the time of a step. Updates ``speed`` every SPEED_EVERY steps."""
         tokens = plan.num_tokens + result.drafted_tokens
         if tokens == 0 or result.step_s <= 0:
             return
@@ -69,18 +73,19 @@ class StepBudget:
 
 
 class LatencyBudget(StepBudget):
-    """While sequences decode, as many tokens as steps of so many seconds were seen to hold as none of them exceeds.
+    """Limits a step, while sequences decode, to the tokens that fit in the shortest latency target among them.
 
-    A sequence's target is its request's, or ``target_s`` where that has none. Each decoding sequence has its token, and
-    prompts share the rest, at least ``MIN_PREFILL_TOKENS``. Without a decoding sequence or a target the step is as
-    large as it may be; likewise before the first step was seen. A request's target below the time of a step of the
-    decoding sequences alone cannot be met, and prompts do not wait for it: it counts as none.
+    The target of a sequence is that of its request, or ``target_s`` if the request has none, in seconds between two
+    tokens. Each decoding sequence gets one token. Prompts share the rest, at least ``MIN_PREFILL_TOKENS``. The step has
+    its full size if no sequence decodes, if there is no target, or before the first step was measured. A request's
+    target is ignored if it is shorter than a step of the decoding sequences alone: it cannot be met, and prompts do
+    not wait for it.
     """
 
     def __init__(self, most: int, max_num_seqs: int, target_s: float = math.inf) -> None:
         super().__init__(most, max_num_seqs)
         self._target_s = target_s
-        self._targets: dict[Sequence, float] = {}  # of those that run, where the request has one
+        self._targets: dict[Sequence, float] = {}  # of the running sequences whose request has a target
 
     def join(self, seq: Sequence) -> None:
         if (target_s := seq.state.request.service.itl_s) is not None:
@@ -114,20 +119,20 @@ def create_budget(config: SchedulerConfig) -> StepBudget:
 
 
 class StepLimit:
-    """How long a step may take before its worker is given up: many times what steps of its size take.
+    """The time after which a worker is considered hung: many times the time of steps of the same size.
 
-    It is ``most_s`` (engine.step_timeout_s) until a step was seen, and never more.
+    It is ``most_s`` (engine.step_timeout_s) until a step was measured, and never more.
     """
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
         self._cost = StepCost()
-        self._learned: dict[int, float] = {}  # seconds, by the bits of a number of tokens
+        self._learned: dict[int, float] = {}  # seconds, by the bit length of the number of tokens
         self._expected: dict[int, float] = {}  # seconds, by the number of tokens
         self._seen = 0
 
     def of(self, plan: SchedulerOutput) -> tuple[float, str]:
-        """Seconds, and what limits them in words."""
+        """(limit in seconds, the cause of the limit for an error message)."""
         if plan.num_tokens and self._cost.known:
             bits = plan.num_tokens.bit_length()
             if (learned_s := self._learned.get(bits)) is None:
@@ -137,7 +142,7 @@ class StepLimit:
         return self._most_s, "engine.step_timeout_s"
 
     def expected_s(self, plan: SchedulerOutput) -> float:
-        """About what a step takes; 0 before one was seen."""
+        """Expected seconds of a step; 0 before the first step was measured."""
         tokens = plan.num_tokens
         if not tokens or not self._cost.known:
             return 0.0
@@ -146,7 +151,7 @@ class StepLimit:
         return expected_s
 
     def observe(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """A step was run."""
+        """Record the time of a step."""
         tokens = plan.num_tokens + output.drafted_tokens
         if tokens and output.step_s > 0:
             self._cost.observe(tokens, output.step_s)

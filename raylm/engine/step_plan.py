@@ -1,4 +1,4 @@
-"""StepPlan: what the Scheduler draws up in one step, its budget and its columns for the workers; dies with the step."""
+"""StepPlan: the plan of one step: the remaining budget and the columns for the workers. Lives as long as the step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from raylm.engine.sequence import Sequence
 from raylm.messages import NewSequence, SchedulerOutput
 
 Reserve = Callable[[Sequence, int, "StepPlan"], bool]
-_DESCRIBED = (
-    8  # tokens that one of a prompt counts for whose log-probabilities are asked for: its logits are computed too
-)
+_DESCRIBED = 8  # a prompt token with requested log-probabilities costs as much as 8 tokens: its logits are computed too
 
 
 class StepPlan:
-    """The budget that is left of a step, ``tokens`` to compute and at most ``max_new`` sequences to join, and its rows.
+    """The remaining budget of a step and the rows scheduled so far.
 
-    Rows of one token stand before longer ones, as nearly all are of sequences that decode: they compute the last known
-    token and draw the next one. The few that draw nothing are in ``_silent``, the blocks by which they grow in
-    ``_grown``, both by row.
+    The budget: ``tokens`` to compute, and ``max_new`` sequences that may join. Rows of one token come before longer
+    rows. Nearly all of them belong to decoding sequences: they compute the last known token and draw the next one.
+    ``_silent`` lists the rows of one token that draw nothing. ``_grown`` maps a row to the new blocks of its table.
     """
 
     __slots__ = ("_chunks", "_computed", "_grown", "_ids", "_silent", "max_new", "new", "tokens")
@@ -38,12 +36,13 @@ class StepPlan:
         return not self._ids and not self._chunks
 
     def add_running(self, running: list[Sequence], reserve_every: int, reserve: Reserve) -> list[Sequence]:
-        """Add sequences in the order of their rank; a chunk leaves a token for each sequence that comes behind it.
+        """Add the running sequences in the order of their rank.
 
-        Returns those of which a part of their known tokens was added.
+        A chunk of a prompt leaves one token of the budget for each sequence after it. A decoding sequence requests
+        blocks by ``reserve`` when it has computed a multiple of ``reserve_every`` tokens. If ``reserve`` returns False,
+        the sequence skips this step. ``reserve`` may remove sequences after ``place`` from ``running``.
 
-        A sequence that decodes asks for blocks whenever it has computed a multiple of ``reserve_every`` tokens, by
-        ``reserve``: it sits the step out if that is false. Sequences behind ``place`` may leave then.
+        Returns the sequences of which a chunk was added.
         """
         ids, computed_tokens, tokens = self._ids, self._computed, self.tokens
         chunked = []
@@ -64,18 +63,18 @@ class StepPlan:
         return chunked
 
     def add_new(self, seq: Sequence, block_ids: list[int]) -> None:
-        """Let a sequence join that the worker has no row of, and compute as much of it as the budget allows."""
+        """Add a sequence that has no row in the worker, and compute as many of its tokens as the budget allows."""
         self.max_new -= 1
         self.new.append(seq.as_new(block_ids))
         self.tokens -= self._add_chunk(seq, self.tokens)
 
     def grow(self, blocks: list[int]) -> None:
-        """Append blocks to the table of the next row's sequence."""
+        """Append blocks to the table of the sequence whose row is added next."""
         if blocks:
             self._grown[len(self._ids)] = blocks
 
     def close(self) -> None:
-        """No sequence may join this step any more."""
+        """Let no further sequence join this step."""
         self.max_new = 0
 
     def columns(self, step: int, finished: list[int]) -> SchedulerOutput:
@@ -100,9 +99,9 @@ class StepPlan:
         )
 
     def _add_chunk(self, seq: Sequence, most: int) -> int:
-        """Let ``seq`` compute its next tokens, and draw one if they are its last ones.
+        """Compute the next tokens of ``seq``, and draw one if they reach its last known token.
 
-        Returns how many of the ``most`` tokens of the budget that are left for it this takes.
+        ``most`` is the budget for this sequence in tokens. Returns how much of it is used.
         """
         computed, known = seq.num_computed, seq.num_tokens
         each = 1 if seq.prompt_logprobs is None else _DESCRIBED

@@ -1,4 +1,4 @@
-"""TensorParallelExecutor: the ranks of one model as Ray actors; when one fails it finds the cause among all errors."""
+"""TensorParallelExecutor: runs the ranks of one model as Ray actors. If a rank fails, it reports the root cause."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 T = TypeVar("T")
 
-_LAST_WORDS_S = 1.0  # how long the other ranks may take to fail too, once one has
+_LAST_WORDS_S = 1.0  # time to wait for errors of the other ranks after one has failed
 
 
 class TensorParallelExecutor(RayExecutor):
-    """Ranks compute each step together; rank 0's result counts, and the failure of any of them ends the engine.
+    """The ranks compute each step together. Rank 0 returns the result; the failure of any rank ends the engine.
 
-    A rank that fails leaves the others in an operation that they cannot end, or that ends with an error which does not
-    name it. So the errors of all ranks are compared, and the one that did not follow from another's end is raised.
+    When a rank fails, the others hang in a collective operation, or fail with an error that does not name the failed
+    rank. Therefore the errors of all ranks are compared, and the root cause is raised.
     """
 
     async def start(self) -> WorkerInfo:
@@ -36,7 +36,7 @@ class TensorParallelExecutor(RayExecutor):
 
 
 async def _first(refs: Sequence[Awaitable[T]]) -> T:
-    """The result of rank 0, once all have theirs; when one fails, the error that is the cause."""
+    """Wait for all ranks and return the result of rank 0. If a rank fails, raise the root cause."""
     futures = [asyncio.ensure_future(ref) for ref in refs]
     try:
         return (await asyncio.gather(*futures))[0]
@@ -59,13 +59,13 @@ async def _raise_cause(futures: Sequence[asyncio.Future[Any]]) -> NoReturn:
 
 
 def _failed(futures: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
-    """The errors there are so far, by rank."""
+    """The errors so far, by rank."""
     done = [(rank, future) for rank, future in enumerate(futures) if future.done() and not future.cancelled()]
     return {rank: error for rank, future in done if (error := future.exception())}
 
 
 def _distance(error: BaseException) -> int:
-    """How far an error is from the cause: a lost process, then what a rank found wrong, then what followed."""
+    """Distance of an error from the root cause: 0 for a lost process, 1 for a rank's own error, 2 for a lost peer."""
     if isinstance(error, RayActorError):
         return 0
     return 2 if isinstance(getattr(error, "cause", None), PeerLostError) else 1

@@ -1,1 +1,1 @@
-"""What holds for the engines of an application together: their names, their number, the memory of two versions."""
+"""Rules for all engines of an application: their names, their number, and memory for two versions at an update."""

@@ -1,6 +1,6 @@
-"""How many engines the load asks for: one pure function, and the policy by which Serve's controller asks it.
+"""Computes the number of engines from their load, and wraps it as an autoscaling policy for Serve.
 
-Serve pickles this module by value for its controller, so it imports nothing of RayLM.
+Serve pickles this module by value for its controller, so the module imports nothing from RayLM.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What one engine has to do, as it tells Serve.
+    """The load that one engine reports to Serve.
 
-    ``sequences`` are open on it, of at most ``places`` together; the prompts that wait take ``queued_s`` seconds to
-    compute. A step of one token takes ``step_s`` seconds, 0 while unknown; a sequence gets a token each ``itl_s``.
+    ``sequences`` is the number of open sequences, ``places`` how many can run at once. ``queued_s`` is the time to
+    compute the waiting prompts, ``step_s`` that of a step of one token (0 while unknown), and ``itl_s`` that between
+    two tokens of a sequence, all in seconds.
     """
 
     sequences: float = 0.0
@@ -28,7 +29,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The number of engines is from ``min`` to ``max``; ``target_itl_s`` is None where that does not count."""
+    """The number of engines lies between ``min`` and ``max``. ``target_itl_s`` is None if there is no such target."""
 
     min: int
     max: int
@@ -37,10 +38,11 @@ class Targets:
 
 
 def wanted_engines(loads: Sequence[EngineLoad], there: int, targets: Targets) -> int:
-    """Engines that would serve this load within the targets, if all of it were spread evenly.
+    """Number of engines that would serve this load within the targets if it were spread evenly.
 
-    ``loads`` are of those that are ready, ``there`` counts those that load too. While one loads the number does not
-    grow: what piles up meanwhile says nothing about how many there have to be. Nor does it fall before one is ready.
+    ``loads`` are those of the ready engines; ``there`` also counts engines that are starting. While an engine starts,
+    the number does not grow, because requests that pile up meanwhile are no measure of the load. It does not fall
+    before an engine is ready.
     """
     if not loads:
         return max(targets.min, min(there, targets.max))
@@ -55,13 +57,16 @@ def _for_first_tokens(loads: Sequence[EngineLoad], targets: Targets) -> int:
 
 
 def _for_places(loads: Sequence[EngineLoad]) -> int:
-    """A sequence without a place waits for another one's end."""
+    """Engines with enough places for all sequences; a sequence without a place waits until another one ends."""
     places = sum(max(load.places, 1.0) for load in loads)
     return ceil(len(loads) * sum(load.sequences for load in loads) / places)
 
 
 def _for_pace(loads: Sequence[EngineLoad], targets: Targets) -> int:
-    """What steps take beyond that of a single token is shared among engines; that itself no number of them changes."""
+    """Engines that keep the time between tokens.
+
+    More engines divide the part of a step's time that exceeds a step of one token. That step itself stays the same.
+    """
     if targets.target_itl_s is None:
         return 0
     shared = sum(max(0.0, load.itl_s - load.step_s) for load in loads if load.step_s < targets.target_itl_s)
@@ -76,13 +81,13 @@ class EnginePolicy:
         self._targets = Targets(**targets)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """(number of engines, no state), by what each has told last."""
+        """(number of engines, empty state), from the newest report of each engine."""
         loads = [EngineLoad(**found) for found in _newest(context.raw_metrics).values()]
         return wanted_engines(loads, context.target_num_replicas, self._targets), {}
 
 
 def _newest(metrics: dict[str, dict[Any, Any]]) -> dict[Any, dict[str, float]]:
-    """By replica; one that has not told everything yet counts as one that loads."""
+    """Newest values by replica. A replica without a value of every metric is left out: it is still starting."""
     names = {field.name for field in fields(EngineLoad)}
     found: dict[Any, dict[str, float]] = {}
     for name in names & metrics.keys():

@@ -1,4 +1,4 @@
-"""check_memory: whether one more engine fits beside what runs, asked before any of it is read."""
+"""check_memory: whether a node has memory for one more engine, checked before the checkpoint is read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ GIB = 2**30
 
 
 def check_memory(config: Config, others: int, available: int) -> None:
-    """Of a node's ``available`` bytes, for an engine on CPUs; ``others`` engines of the application run already.
+    """Check that an engine on CPUs fits in the ``available`` bytes of a node; ``others`` engines run already.
 
-    What is asked for is a lower bound: the checkpoint's files and a KV pool whose size is given. A GPU has only one
-    engine, so there Ray's resources say whether there is room.
+    The check uses a lower bound: the size of the checkpoint's files, and of the KV pool if it is configured. It is not
+    needed on GPUs: a GPU has one engine, and Ray's resources count GPUs.
 
     Raises:
-        ConfigError: it cannot fit; the message says that updates need room for old and new engines.
+        ConfigError: the engine cannot fit. If other engines run, the message says that an update needs memory for
+            old and new engines.
     """
     checkpoint = resolve(config.model, config.revision)
     weights = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""EngineName: the names under which EngineCores are found, which say what of a configuration an engine depends on."""
+"""EngineName: the names of EngineCore actors. A name contains a digest of the engine's configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OF_THE_FRONT_END = {"ingress", "served_model_name", "tool_parser", "reasoning_p
 
 @dataclass(frozen=True, slots=True)
 class EngineName:
-    """``str()`` of it is the name of one EngineCore among Ray's named actors.
+    """``str()`` gives the name of one EngineCore among Ray's named actors.
 
-    Engines of an application with the same ``digest`` have the same configuration: all but the front end's knobs and
-    the number of engines.
+    Engines of an application with the same ``digest`` have the same configuration, except for the knobs of the front
+    end and the number of engines.
     """
 
     app_name: str
@@ -28,13 +28,13 @@ class EngineName:
 
     @classmethod
     def parse(cls, name: str) -> EngineName | None:
-        """None for the names of other actors; names of applications may hold anything."""
+        """Parse the name of an actor. None if the actor is no EngineCore. An application's name may contain colons."""
         kind, _, rest = name.partition(":")
         words = rest.rsplit(":", 2)
         return cls(*words) if kind == _KIND and len(words) == 3 else None
 
 
 def engine_digest(config: Config) -> str:
-    """Of what engines depend on."""
+    """Digest (12 hex digits) of the part of the configuration on which engines depend."""
     kept = config.model_dump_json(exclude={**dict.fromkeys(_OF_THE_FRONT_END, True), "engine": {"replicas"}})
     return hashlib.sha256(kept.encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""The policies of the waiting queue, by their names in the configuration."""
+"""The scheduling policies of the waiting queue, by their names in the configuration."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ POLICIES: dict[str, Callable[[Forecast, SchedulerConfig], WaitingQueue]] = {
 
 
 def create_queue(config: SchedulerConfig, forecast: Forecast) -> WaitingQueue:
-    """``forecast`` is what the scheduler knows of sequences that wait."""
+    """The waiting queue of the configured policy. ``forecast`` gives it estimates from the scheduler."""
     return POLICIES[config.policy](forecast, config)

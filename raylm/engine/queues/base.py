@@ -1,4 +1,4 @@
-"""WaitingQueue: the sequences that wait, in the order of a scheduling policy; owned by the Scheduler."""
+"""WaitingQueue: the waiting sequences, in the order of a scheduling policy. Owned by the Scheduler."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from raylm.engine.sequence import Sequence
 
 Rank = tuple[int, int, int]
 Entry = tuple[float, int, int, Sequence]
-AGING_S = 60.0  # seconds of waiting that make up for one class of priority
+AGING_S = 60.0  # waiting this long raises a sequence by one priority class
 
 
 class Forecast(Protocol):
-    """What is known of a sequence that waits, as far as it is."""
+    """Estimates that the scheduler gives to a queue."""
 
     def now(self) -> float:
         """Seconds since the epoch."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that were drawn up."""
+        """Number of steps planned so far."""
 
     def free_places(self) -> int:
-        """How many sequences more may run."""
+        """How many more sequences may run."""
 
     def cached_blocks(self, seq: Sequence) -> int:
-        """How many blocks at its beginning are in the prefix cache."""
+        """Number of leading blocks of ``seq`` in the prefix cache."""
 
     def first_token_s(self, seq: Sequence) -> float:
-        """Seconds until its first token if it starts now."""
+        """Seconds until the first token of ``seq`` if it starts now."""
 
 
 class WaitingQueue:
-    """First come, first served: all others wait behind the first one until it can start.
+    """First come, first served: until the first sequence can start, no other sequence starts.
 
-    Among the sequences that run the ``rank`` decides: lower is served earlier, and may preempt what is higher. It is
-    one sequence's alone and never changes. Whoever comes back, preempted, stands where it stood before.
+    ``rank`` orders the running sequences: a lower rank is served earlier and may preempt a higher rank. Ranks are
+    unique and never change. A preempted sequence returns to its former place in the queue.
     """
 
     def __init__(self) -> None:
@@ -48,53 +48,57 @@ class WaitingQueue:
         return len(self._line)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, in no particular order."""
+        """All waiting sequences, in no particular order."""
         return (entry[-1] for entry in self._line)
 
     def rank(self, seq: Sequence) -> Rank:
-        """(class, arrival, index)."""
+        """(priority class, order of arrival, index in the request)."""
         return (0, seq.state.arrival, seq.index)
 
     def push(self, seq: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a sequence to the queue."""
         self._line.add(self._entry(seq))
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence waits no longer."""
+        """Remove a sequence that was aborted or starts."""
         self._line.remove(self._entry(seq))
 
     def candidates(self) -> Iterator[Sequence]:
-        """Who may start next, the best one first: the others in its place if it cannot. One at least must wait.
+        """The sequences that may start next, best first. A later candidate starts only if the earlier ones cannot.
 
-        The queue may change after an item was taken, and then no further one is asked for.
+        The queue must not be empty. The caller may change the queue after taking an item, and then takes no further
+        item.
         """
         yield self._line[0][-1]
 
     @property
     def is_shared(self) -> bool:
-        """Somebody else than who runs may come, and is not to wait long for the steps in flight."""
+        """Whether requests of another tenant may arrive and should not wait for long steps in flight."""
         return False
 
     def displaced(self) -> tuple[Sequence, Collection[Sequence]] | None:
-        """Where no place is free: one that waits, and those that run of which one gives its place to it."""
+        """Called when no place is free: (a waiting sequence, the running sequences of which one yields its place).
+
+        None if no running sequence should yield.
+        """
         return None
 
     def invite(self, seq: Sequence) -> None:
-        """One gives its place to this one, which is the first candidate until it has started."""
+        """Make a sequence the first candidate until it starts. Another sequence was preempted for it."""
 
     def start(self, seq: Sequence, cached: int) -> None:
-        """A sequence that waited runs from now on; ``cached`` of its tokens need not be computed."""
+        """Move a waiting sequence out of the queue: it runs now, with ``cached`` tokens found in the prefix cache."""
         self.remove(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence runs no longer; its ``num_computed`` and tokens are still those of the batch."""
+        """Called when a sequence leaves the running batch, before its ``num_computed`` and tokens change."""
 
     def standing(self, seq: Sequence) -> float:
-        """Of sequences that run the highest is preempted first."""
+        """Order of preemption: the running sequence with the highest value is preempted first."""
         return self.rank(seq)[0]
 
     def settle(self) -> None:
-        """Called before ``standing`` is asked for."""
+        """Bring the values of ``standing`` up to date; called before them."""
 
     def _entry(self, seq: Sequence) -> Entry:
         return (*self._key(seq), seq.state.arrival, seq.index, seq)
@@ -104,7 +108,10 @@ class WaitingQueue:
 
 
 class PriorityQueue(WaitingQueue):
-    """Lower classes first, of one class first come, first served; whoever has waited for AGING_S rises by a class."""
+    """Lower priority classes first; first come, first served within a class.
+
+    Waiting for AGING_S seconds raises a sequence by one class.
+    """
 
     def rank(self, seq: Sequence) -> Rank:
         return (seq.state.request.priority, seq.state.arrival, seq.index)

@@ -1,4 +1,4 @@
-"""FairQueue: every tenant gets its share of an engine, by weight and by the tokens that it was served."""
+"""FairQueue: tenants share an engine in proportion to their weights, measured in served tokens."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from sortedcontainers import SortedList
 from raylm.engine.queues.base import Forecast, Rank, WaitingQueue
 from raylm.engine.sequence import Sequence
 
-PROMPT_WEIGHT = 1.0  # a prompt's token that was computed, against a drawn one, which costs a row of a step
-DRAWN_WEIGHT = 2.0
-MOST_PASSED = 64  # sequences that may start before one that came earlier, because they fit or have more in the cache
-_LOOK_AHEAD = 16  # sequences that are looked at for one that fits
-_PREFIXES = 64  # and for one that has more in the cache
-PATIENCE_S = 10.0  # a request without a target stands among those with one as if it had this one
-RECENT_S = 60.0  # who has nothing waiting for no longer may come again: a guest
-GUEST_S = 1.0  # and stays one for so long when it does; then it is one of those that always have something waiting
-KEPT_SHARE = 16  # one place of so many is kept for that
-_MOST_LATE = 32  # requests that are found to be late in a step
+PROMPT_WEIGHT = 1.0  # cost of a computed prompt token
+DRAWN_WEIGHT = 2.0  # cost of a drawn token: each takes a row of a step
+MOST_PASSED = 64  # sequences that may overtake a waiting one because they fit or have a longer cached prefix
+_LOOK_AHEAD = 16  # sequences searched for one that fits
+_PREFIXES = 64  # sequences searched for a longer cached prefix
+PATIENCE_S = 10.0  # a request without a target for its first token is ordered as if its target were this
+RECENT_S = 60.0  # a tenant stays a guest for this long after its queue became empty
+GUEST_S = 1.0  # a tenant stays a guest for this long after it begins to wait; a longer backlog makes it a regular
+KEPT_SHARE = 16  # one of this many places is kept for guests
+_MOST_LATE = 32  # most late requests moved back in one step
 
 
 class Tenant:
-    """One API key's sequences at the engine, and what it was ``served``: weighted tokens over the key's weight.
+    """The sequences of one API key, and the service that it received.
 
-    ``running`` holds of each sequence that runs how many of its tokens are charged.
+    ``served`` counts weighted tokens divided by the weight of the key. ``line`` holds the waiting sequences.
+    ``running`` maps each running sequence to the number of its tokens that are charged already.
     """
 
     __slots__ = ("line", "running", "served", "weight")
@@ -39,7 +40,7 @@ class Tenant:
         self.running: dict[Sequence, int] = {}
 
     def charge(self, seq: Sequence) -> None:
-        """For the tokens of a sequence that were computed or drawn since the last time."""
+        """Add the tokens of a sequence that were computed or drawn since the last call to ``served``."""
         charged, prompt = self.running[seq], seq.num_prompt_tokens
         known = len(seq.token_ids)
         served = known if known > prompt else min(seq.num_computed, prompt)
@@ -55,22 +56,23 @@ class Tenant:
 
 
 class FairQueue(WaitingQueue):
-    """The tenant that was served least comes first; with one tenant it is first come, first served.
+    """Serves the tenant with the least service first; with one tenant, first come, first served.
 
-    As in VTC (Sheng et al., OSDI 2024), with prompts by what is computed of them: who begins to wait is lifted to the
-    least of those that wait, so that nobody saves up. Of a tenant's first sequences the one with the longest cached
-    prefix starts, if others wait as well (DLPM, 2025). Where the first one of all does not fit, those behind it may
-    start in its place, if their tenants were served at most ``quantum`` tokens more. Nobody is passed by more than
-    MOST_PASSED sequences: then everybody waits until it fits.
+    Source: VTC (Sheng et al., OSDI 2024), but a prompt is charged for its computed tokens only. A tenant that begins to
+    wait is lifted to the least service of the waiting tenants, so no tenant can save up service. Among the first
+    sequences of a tenant, the one with the longest cached prefix starts if other tenants wait too (DLPM, 2025). If the
+    best sequence does not fit, later sequences may start instead, provided that their tenants were served at most
+    ``quantum`` tokens more. After MOST_PASSED sequences have overtaken a sequence, all others wait until it fits.
 
-    The last ``kept`` places of the batch are for guests, tenants that come and go: while there is one, who runs more
-    than its share of the sequences does not take them. Else a guest would wait for a sequence to end. Where no place is
-    free, one of the tenant that runs the most beyond its share is preempted for a guest that runs less than its own.
-    Nor do prompts of such a tenant join the step in which all starts that another one had waiting.
+    Guests are tenants that come and go. The last ``kept`` places of the batch are reserved for them: while there is a
+    guest, a tenant that runs more than its share of the sequences does not take these places. Otherwise a guest would
+    have to wait until a sequence ends. If no place is free, a sequence of the tenant that exceeds its share most is
+    preempted for a guest below its share. In a step in which all waiting sequences of a tenant start, tenants above
+    their share start none.
 
-    A tenant's sequences stand in the order in which the first tokens of their requests are due. A request whose first
-    token cannot come in time any more is put off by PATIENCE_S, once, so that it comes behind the requests that can be
-    in time. The time of a sequence changes only while the sequence is not in the line, and never with a sibling's.
+    The sequences of a tenant are ordered by the due time of their requests' first tokens. A request that can no longer
+    meet its due time is moved back by PATIENCE_S, once, behind the requests that can. The due time of a sequence
+    changes only while the sequence is not in the line, and independently of the other sequences of its request.
     """
 
     def __init__(self, forecast: Forecast, quantum: int, kept: int = 0) -> None:
@@ -78,11 +80,12 @@ class FairQueue(WaitingQueue):
         self._quantum = quantum
         self._kept = kept
         self._tenants: dict[str, Tenant] = {}
-        self._backlogged: dict[str, Tenant] = {}  # those with sequences that wait
-        self._last = Tenant()  # the last one whose line became empty
-        self._guests: dict[Tenant, float] = {}  # those that come and go, with the time until which they count as such
-        self._active: dict[Tenant, None] = {}  # those with sequences that run
-        self._guest_step = -1  # in which all of a tenant started while others had more waiting; not two in turn
+        self._backlogged: dict[str, Tenant] = {}  # tenants with waiting sequences
+        self._last = Tenant()  # the last tenant whose line became empty
+        self._guests: dict[Tenant, float] = {}  # each with the time at which it stops being a guest
+        self._active: dict[Tenant, None] = {}  # tenants with running sequences
+        # The step in which a tenant's last waiting sequence started while others waited; never two steps in a row.
+        self._guest_step = -1
         self._invited: Sequence | None = None
         self._length = 0
         self._passed: Counter[Sequence] = Counter()
@@ -205,7 +208,10 @@ class FairQueue(WaitingQueue):
             tenant.settle()
 
     def served(self) -> dict[str, float]:
-        """By tenant; differences between those that have waited all the time are bounded, the numbers mean nothing."""
+        """Service by tenant.
+
+        Only differences have a meaning: they are bounded between tenants that have waited all the time.
+        """
         self.settle()
         return {name: tenant.served for name, tenant in self._tenants.items()}
 
@@ -220,19 +226,19 @@ class FairQueue(WaitingQueue):
         return [tenant for tenant, until in islice(reversed(guests.items()), _LOOK_AHEAD) if until >= now]
 
     def _within_share(self, tenants: list[Tenant]) -> list[Tenant]:
-        """Those of ``tenants`` that run at most their share, beside a guest; all where there is none."""
+        """The ``tenants`` that run at most their share of the sequences; all of them if there is no guest."""
         if not (newest := self._newest_guests()):
             return tenants
         share = self._share(next((tenant for tenant in newest if tenant not in self._active), newest[0]))
         return [tenant for tenant in tenants if len(tenant.running) <= share * tenant.weight]
 
     def _share(self, coming: Tenant) -> float:
-        """Of all sequences that run those of a tenant of weight 1, with one that comes among the tenants."""
+        """Running sequences due to a tenant of weight 1 if ``coming`` is one of the active tenants."""
         running = sum(len(tenant.running) for tenant in self._active)
         return running / sum(tenant.weight for tenant in {*self._active, coming})
 
     def _best(self, tenants: list[Tenant]) -> Sequence:
-        """Of the tenant that was served least."""
+        """The best sequence of the first of ``tenants``. Late requests at the head of its line are moved back."""
         line = tenants[0].line
         head: Sequence = line[0][-1]
         for _ in range(_MOST_LATE):
@@ -245,11 +251,14 @@ class FairQueue(WaitingQueue):
         if len(tenants) == 1 or self._passed[head] >= MOST_PASSED or head.state.request.service.ttft_s is not None:
             return head
         waiting = [entry[-1] for entry in islice(line, _PREFIXES)]
-        best: Sequence = max(waiting, key=self._forecast.cached_blocks)  # the first of equals
+        best: Sequence = max(waiting, key=self._forecast.cached_blocks)  # max() returns the earliest of equals
         return best
 
     def _lift(self, tenant: Tenant) -> None:
-        """It begins to wait; before, it was not to be served."""
+        """Lift a tenant that begins to wait to the least service of the waiting tenants.
+
+        If no tenant waits, the tenant whose line became empty last counts.
+        """
         others = list(self._backlogged.values()) or [self._last]
         if others == [tenant]:
             return
@@ -261,19 +270,22 @@ class FairQueue(WaitingQueue):
         return (seq.due,)
 
     def _due(self, seq: Sequence) -> float:
-        """What a lost engine began comes before everything."""
+        """The time at which the first token is due, in seconds since the epoch; -inf for a request that moved here.
+
+        A request continued from a lost engine comes before all others.
+        """
         request = seq.state.request
         if request.drawn:
             return -math.inf
         if request.service.ttft_s is not None:
             return request.arrival_time + request.service.ttft_s
         due = self._forecast.now() + PATIENCE_S
-        if due > self._newest:  # a clock may be set back
+        if due > self._newest:  # keeps the order of arrival if the clock is set back
             self._newest = due
         return self._newest
 
     def _is_late(self, seq: Sequence) -> bool:
-        """The request will miss its target, which was not known before; once it has drawn, that is over."""
+        """Whether the request will miss its target and was not moved back yet. False once it has drawn a token."""
         request, due = seq.state.request, seq.due
         target_s = request.service.ttft_s
         if target_s is None or due != request.arrival_time + target_s or seq.state.has_drawn:
@@ -282,5 +294,5 @@ class FairQueue(WaitingQueue):
 
 
 def _crowd(tenant: Tenant) -> tuple[float, float]:
-    """Sequences that run, by weight; of equals who was served least."""
+    """Sort key: running sequences divided by weight, then service."""
     return len(tenant.running) / tenant.weight, tenant.served

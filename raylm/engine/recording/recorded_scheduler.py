@@ -1,7 +1,7 @@
-"""RecordedScheduler: a Scheduler that writes what it is asked, decides and sees, a JSON object a line.
+"""RecordedScheduler: a Scheduler that writes its calls, plans and results to a file, one JSON object per line.
 
 Kinds of lines: ``engine`` (the first), ``add``, ``abort``, ``stop``, ``schedule``, ``update``, and ``request`` for each
-sequence that has ended, which is a line of a trace. Prompts and answers are there as hashes of their blocks alone.
+ended sequence, which is a line of a trace. Prompts and answers are recorded only as hashes of their blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raylm.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutp
 
 Write = Callable[[dict[str, Any]], None]
 _KEY_BYTES = 8
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # what may come to pass between two engines, and is no fault of the configuration
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk is no fault of the configuration
 
 logger = logging.getLogger("raylm.engine")
 
@@ -36,10 +36,10 @@ logger = logging.getLogger("raylm.engine")
 def create_scheduler(
     config: Config, kv: KVCacheManager, max_model_len: int, clock: Callable[[], float], observer: Observer | None = None
 ) -> Scheduler:
-    """As configured; a recorded one writes to a file of its own in ``engine.record_dir``, unless the disk is full.
+    """Create the scheduler. With ``engine.record_dir`` it records to a new file there, unless the disk is full.
 
     Raises:
-        ConfigError: the file cannot be written there.
+        ConfigError: the file cannot be written, for another reason than a full disk.
     """
     if config.engine.record_dir is None:
         return Scheduler(config.scheduler, kv, max_model_len, clock, observer)
@@ -54,10 +54,10 @@ def create_scheduler(
 
 
 class Recording:
-    """The file of one engine. Where a line cannot be written the file ends with the line before, and serving goes on.
+    """The file of one engine. If a line cannot be written, the recording ends with the line before; serving continues.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -67,7 +67,7 @@ class Recording:
         self._size = 0
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; nothing once the file has ended."""
+        """Append a line. Does nothing after the recording has ended."""
         if self._file is None:
             return
         data, reason = orjson.dumps(line) + b"\n", "no space is left"
@@ -84,13 +84,13 @@ class Recording:
         self._file = None
         logger.error("engine.record_dir: the recording %s ends here, serving goes on: %s.", self.path, reason)
         with suppress(OSError):
-            os.ftruncate(file, self._size)  # of the last line a part may be there
+            os.ftruncate(file, self._size)  # remove a partly written line
         with suppress(OSError):
             os.close(file)
 
 
 class RecordedScheduler(Scheduler):
-    """Decides as any; times are by ``clock``, in seconds."""
+    """Records, and schedules exactly like Scheduler. Times are in seconds of ``clock``."""
 
     def __init__(
         self,
@@ -105,9 +105,10 @@ class RecordedScheduler(Scheduler):
         self._write = write
         self._hasher = ChainedHasher(kv.block_size)
         self._asked: dict[tuple[str, int], tuple[EngineCoreRequest, str]] = {}
-        self._added: dict[tuple[str, int], float] = {}  # when
-        self._drawn: dict[tuple[str, int, int], tuple[float, int, list[int]]] = {}  # first when, cached, which tokens
-        self._handed_over: dict[int, float] = {}  # when, by step
+        self._added: dict[tuple[str, int], float] = {}  # time of arrival
+        # By client, key and index: (time of the first token, number of cached tokens, drawn tokens)
+        self._drawn: dict[tuple[str, int, int], tuple[float, int, list[int]]] = {}
+        self._handed_over: dict[int, float] = {}  # time of submission by step
         self._last_at = 0.0
         write(
             {"kind": "engine", "num_blocks": kv.pool.num_blocks, "block_size": kv.block_size}
@@ -181,7 +182,7 @@ class RecordedScheduler(Scheduler):
             self._drop_ended(client_id, key)
 
     def _end(self, client_id: str, key: int, index: int, reason: str) -> None:
-        """A sequence has ended."""
+        """Write the ``request`` line of a sequence that has ended."""
         first_at, cached, drawn = self._drawn.pop((client_id, key, index), (0.0, 0, []))
         asked, added_at = self._asked.get((client_id, key)), self._added.get((client_id, key), 0.0)
         if drawn and asked is not None:
@@ -195,7 +196,7 @@ class RecordedScheduler(Scheduler):
             )
 
     def _drop_ended(self, client_id: str, key: int) -> None:
-        """Of a request that is not open any more."""
+        """Forget a request if it is no longer open."""
         if not self.is_open(client_id, key):
             self._asked.pop((client_id, key), None)
             self._added.pop((client_id, key), None)
@@ -208,7 +209,7 @@ class RecordedScheduler(Scheduler):
 
 
 def columns(plan: SchedulerOutput) -> dict[str, Any]:
-    """All that a plan says but the tokens and parameters of new sequences."""
+    """The content of a plan as JSON, without the tokens and parameters of new sequences."""
     new = [[one.seq_id, one.num_prompt_tokens, len(one.token_ids), one.block_ids, one.limit] for one in plan.new]
     return {
         "step": plan.step,

@@ -1,1 +1,1 @@
-"""What is told of the turns in a sequence's life, for the timelines that an ingress keeps."""
+"""Events in the life of a sequence, for the timelines that an ingress replica keeps."""

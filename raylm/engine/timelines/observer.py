@@ -1,4 +1,4 @@
-"""Observer: what the Scheduler tells of its sequences' turns; EventRecorder makes SequenceEvents of it."""
+"""Observer: the interface by which the Scheduler reports events of sequences. EventRecorder emits SequenceEvents."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ Emit = Callable[[str, SequenceEvent], None]
 
 
 class Observer:
-    """Told a few times in a sequence's life, never for each token. This one looks away."""
+    """Is called a few times in the life of a sequence, never for each token. This class ignores all events."""
 
     def scheduled(self, seq: Sequence, step: int, cached: int) -> None:
-        """It joins the running batch, where ``cached`` of its tokens are computed."""
+        """``seq`` joins the running batch, with ``cached`` of its tokens computed."""
 
     def drew(self, seq: Sequence, step: int) -> None:
-        """It drew a token that is looked at; the first one since it was scheduled is among these."""
+        """``seq`` drew a token that the Scheduler checks. The first token after each start is always one of them."""
 
     def preempted(self, seq: Sequence, by: Sequence, step: int) -> None:
-        """It is about to lose its blocks to ``by``."""
+        """``seq`` is about to be preempted in favor of ``by``."""
 
     def ended(self, seq: Sequence, step: int) -> None:
-        """It is over, however it ended."""
+        """``seq`` has ended, for any reason."""
 
 
 class EventRecorder(Observer):
-    """Hands each event to ``emit`` with the client's id."""
+    """Calls ``emit`` with the client's id and the event."""
 
     def __init__(self, emit: Emit, clock: Callable[[], float] = time.time) -> None:
         self._emit = emit
         self._clock = clock
-        self._catching_up: set[int] = set()  # scheduled, and without a token since
+        self._catching_up: set[int] = set()  # ids of sequences without a token since their start
 
     def scheduled(self, seq: Sequence, step: int, cached: int) -> None:
         self._catching_up.add(seq.id)
@@ -53,7 +53,7 @@ class EventRecorder(Observer):
         self._tell(seq, "ended", step, len(seq.token_ids))
 
     def request(self, client_id: str, key: int, kind: SequenceEventKind, step: int, waiting: int) -> None:
-        """Something happened to a request that has no sequence yet."""
+        """Record an event of a request that has no sequence yet."""
         self._emit(client_id, (key, 0, kind, self._clock(), step, waiting, ""))
 
     def _tell(self, seq: Sequence, kind: SequenceEventKind, step: int, tokens: int, by: str = "") -> None:
