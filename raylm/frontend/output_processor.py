@@ -13,7 +13,7 @@ from itertools import islice
 from raylm.errors import InvalidRequestError, RayLMError
 from raylm.frontend.admission import Reservation
 from raylm.frontend.answers.answer_format import AnswerFormat, AnswerReader
-from raylm.frontend.outputs import CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
+from raylm.frontend.outputs import AnswerFinishReason, CompletionDelta, RequestOutput, TokenLogprob, read_logprobs
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.text.detokenizer import SequenceText
 from raylm.frontend.text.tokenizer import Tokenizer
@@ -59,7 +59,8 @@ class OpenRequest:
         self.unread_logprobs: Logprobs | None = None  # of the prompt, until the caller takes them
         self._num_finished = 0
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._deltas: dict[tuple[int, bool], CompletionDelta] = {}
+        self._deltas: list[CompletionDelta] = []
+        self._newest: dict[int, CompletionDelta] = {}  # of ``_deltas``, by sequence
         self._error: RayLMError | None = None
         self._vector: bytes | None = None
         self._wake = asyncio.Event()
@@ -71,9 +72,12 @@ class OpenRequest:
     def put(self, delta: CompletionDelta) -> None:
         """Add what is new of one sequence."""
         self._num_finished += delta.finish_reason is not None
-        waiting = self._deltas.setdefault((delta.index, delta.told), delta)
-        if waiting is not delta:
+        waiting = self._newest.get(delta.index)
+        if waiting is not None and waiting.takes(delta):
             waiting.add(delta)
+        else:
+            self._deltas.append(delta)
+            self._newest[delta.index] = delta
         if self._reservation is not None and self._reservation.requests:
             self._reservation.begin((delta.index,))
         self._wake.set()
@@ -119,7 +123,7 @@ class OpenRequest:
         if (columns := self.unread_logprobs) is not None:
             self._prompt_logprobs = await offload(partial(self._read_prompt, columns), len(columns.token_ids))
             self.unread_logprobs = None
-        deltas, self._deltas = list(self._deltas.values()), {}
+        deltas, self._deltas, self._newest = self._deltas, [], {}
         return RequestOutput(
             request_id=self.request.request_id,
             prompt_token_ids=self._prompt_token_ids,
@@ -259,10 +263,9 @@ class OutputProcessor:
     ) -> Iterable[int]:
         """Take in what is new of one sequence; returns the indexes of those that the engine need not go on with."""
         try:
-            if opened.told and (told := opened.take_told(delta)) is not None:
-                self._read(opened, told, None)
-                opened.put(told)
-            self._read(opened, delta, ended)
+            told = opened.take_told(delta) if opened.told else None
+            parts = [] if told is None else self._read(opened, told, None)
+            news = self._read(opened, delta, ended)
         except Exception as error:
             known = error if isinstance(error, RayLMError) else RayLMError("The answer could not be decoded.")
             if known is not error:
@@ -275,12 +278,38 @@ class OutputProcessor:
             opened.fail(known)
             self._count_unfinished(opened, "error")
             return range(len(opened.texts))
-        self._measure(opened, delta, now)
-        opened.put(delta)
-        return (delta.index,) if delta.finish_reason is not None and ended is None else ()
+        finish_reason = news[-1].finish_reason
+        self._measure(opened, delta.index, sum(len(part.token_ids) for part in news), finish_reason, now)
+        for part in parts + news:
+            opened.put(part)
+        return (delta.index,) if finish_reason is not None and ended is None else ()
 
-    def _read(self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None) -> None:
-        """What the tokens of one sequence come to: text, reasoning, calls, and whether it is over."""
+    def _read(self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None) -> list[CompletionDelta]:
+        """What the tokens of one sequence come to: text, reasoning, calls, and whether it is over.
+
+        An AnswerReader gets them one by one, so that what it finds does not depend on which of them came together.
+        """
+        reader = None if opened.readers is None else opened.readers[delta.index]
+        if reader is None:
+            self._read_text(opened, delta, ended)
+            self._check_told(opened, delta)
+            return [delta]
+        found: list[CompletionDelta] = []
+        singles = delta.by_token()
+        for place, single in enumerate(singles, 1):
+            self._read_text(opened, single, ended if place == len(singles) else None)
+            for part in reader.read(single):
+                self._check_told(opened, part)
+                if found and found[-1].takes(part):
+                    found[-1].add(part)
+                else:
+                    found.append(part)
+            if found[-1].finish_reason is not None:
+                opened.texts[delta.index].finished = True
+                break
+        return found
+
+    def _read_text(self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None) -> None:
         text = opened.texts[delta.index]
         delta.text, count, stop = text.push(delta.token_ids, ended)
         delta.finish_reason = ended
@@ -288,19 +317,20 @@ class OutputProcessor:
         delta.logprobs = None if opened.request.params.logprobs is None else (delta.logprobs or [])[:count]
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
-        if opened.readers is not None:
-            opened.readers[delta.index].read(delta)
-            text.finished = delta.finish_reason is not None
+
+    def _check_told(self, opened: OpenRequest, delta: CompletionDelta) -> None:
         if delta.told and delta.finish_reason is not None and opened.told.get(delta.index, 0) is not None:
             raise InvalidRequestError("More was told than there is of this answer.", param="Last-Event-ID")
 
-    def _measure(self, opened: OpenRequest, delta: CompletionDelta, now: float) -> None:
-        arrival, last = opened.request.arrival_time, opened.last_token_times[delta.index]
-        if delta.token_ids:
-            self._telemetry.tokens(len(delta.token_ids), now - (last or arrival), first=not last)
-            opened.last_token_times[delta.index] = now
+    def _measure(
+        self, opened: OpenRequest, index: int, num_tokens: int, finish_reason: AnswerFinishReason | None, now: float
+    ) -> None:
+        arrival, last = opened.request.arrival_time, opened.last_token_times[index]
+        if num_tokens:
+            self._telemetry.tokens(num_tokens, now - (last or arrival), first=not last)
+            opened.last_token_times[index] = now
             if not last and opened.part.first_token is None:
                 opened.part.first_token = now
-        if delta.finish_reason is not None:
-            opened.part.finish_reasons[delta.index] = delta.finish_reason
-            self._telemetry.finished(delta.finish_reason, now - arrival)
+        if finish_reason is not None:
+            opened.part.finish_reasons[index] = finish_reason
+            self._telemetry.finished(finish_reason, now - arrival)

@@ -62,6 +62,8 @@ class CompletionDelta:
 
     Where the request has an AnswerFormat, reasoning and tool calls are no part of ``text``: they are in ``reasoning``
     and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are reasoning.
+    In the answer, the reasoning of a delta stands before its text, and its text before its calls.
+    ``text_logprobs`` are the entries of the tokens that ``text`` is made of, if log-probabilities were asked for.
     A sequence that made calls and ended by itself has the finish reason "tool_calls".
 
     A ``told`` delta is what the caller had before (RequestHead.told); it is never merged with news.
@@ -77,6 +79,22 @@ class CompletionDelta:
     reasoning_tokens: int = 0
     tool_calls: list[ToolCallDelta] | None = None
     told: bool = False
+    text_logprobs: list[TokenLogprob] | None = None
+
+    def takes(self, later: CompletionDelta) -> bool:
+        """Whether the sequence's next delta can be added to this one without a change of the order of its parts."""
+        return self.told == later.told and not (self.tool_calls and (later.text or later.reasoning))
+
+    def by_token(self) -> list[CompletionDelta]:
+        """The deltas of the single tokens, as they are before a text is read; of no more than one it is itself."""
+        if len(self.token_ids) < 2:
+            return [self]
+        singles = []
+        for at, token_id in enumerate(self.token_ids):
+            entry = self.logprobs and self.logprobs[at : at + 1]
+            singles.append(CompletionDelta(self.index, "", [token_id], entry, told=self.told))
+        singles[-1].stop_reason = self.stop_reason
+        return singles
 
     def add(self, later: CompletionDelta) -> None:
         """Take in the sequence's next delta; the lists of ``later`` may become this one's own."""
@@ -92,6 +110,10 @@ class CompletionDelta:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs += later.logprobs
+        if later.text_logprobs is not None:
+            if self.text_logprobs is None:
+                self.text_logprobs = []
+            self.text_logprobs += later.text_logprobs
         self.reasoning_tokens += later.reasoning_tokens
         self.tool_calls = join_calls(self.tool_calls, later.tool_calls)
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -109,8 +131,10 @@ def join_calls(first: list[ToolCallDelta] | None, later: list[ToolCallDelta] | N
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What is new of one request: the deltas of its sequences, at most one a sequence and before it one that was
-    ``told``; ``finished`` on the last one.
+    """What is new of one request: the deltas of its sequences; ``finished`` on the last output.
+
+    A sequence has one delta, but for two cases: what was ``told`` has its own, before the news; and text behind calls
+    begins a new one, as a delta's text stands before its calls.
 
     ``prompt_logprobs`` (None if not asked for) has one entry a prompt token, None for the first; it is complete in
     the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served. ``vector`` is what a

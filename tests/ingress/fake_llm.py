@@ -130,10 +130,10 @@ class FakeAsyncLLM:
         call = Call(prompt, params, head)
         self.calls.append(call)
         try:
-            readers = [AnswerReader(answer_format) for _ in range(params.n)] if answer_format else []
+            form = answer_format or AnswerFormat()
+            readers = [AnswerReader(form) for _ in range(params.n)]
             async for output in self._outputs(call):
-                for delta in output.deltas if readers else ():
-                    readers[delta.index].read(delta)
+                output.deltas = [part for delta in output.deltas for part in readers[delta.index].read(delta)]
                 yield output
             call.ended = "finished"
         except (GeneratorExit, asyncio.CancelledError):

@@ -70,7 +70,7 @@ class ChatProcessor:
         thinking = self._thinking(token_ids, request.add_generation_prompt)
         if thinking is None:  # nothing is left that a budget could limit
             params = replace(params, thinking_token_budget=None)
-            if not tools:
+            if not tools and params.logprobs is None:  # else the tokens of the text are told apart
                 return ChatPrompt(token_ids, params, None)
         if tools and self._tool_parser is not None:
             mark("compile")

@@ -50,6 +50,11 @@ class ReasoningParser:
         self._start = markers.start
         self._search = MarkerSearch(markers.end)
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text of which it is not decided where they belong."""
+        return self._search.num_held if self._thinking else len(self._beginning or "")
+
     def push(self, text: str) -> tuple[str, str]:
         """Take in the next piece; return what is final of (reasoning, answer)."""
         if self._beginning is not None:

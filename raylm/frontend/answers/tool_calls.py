@@ -15,7 +15,8 @@ from raylm.params import SamplingParams, StructuredOutputs
 
 Tools = Mapping[str, Mapping[str, Any]]
 Mark = Callable[[str], str]
-Parsed = tuple[str, list[ToolCallDelta]]
+Parsed = list[tuple[str, list[ToolCallDelta]]]
+"""What is final, in the order of the answer: content, and the calls behind it."""
 
 
 class ToolParser(ABC):
@@ -34,11 +35,16 @@ class ToolParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> Parsed:
-        """Take in the next piece; return what is final of (content, calls)."""
+        """Take in the next piece; return what is final."""
 
     @abstractmethod
     def flush(self) -> Parsed:
         """What is held back, once no more text comes."""
+
+    @property
+    @abstractmethod
+    def num_held(self) -> int:
+        """Characters at the end of the text that may still become content or belong to a call."""
 
     @classmethod
     @abstractmethod

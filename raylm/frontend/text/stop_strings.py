@@ -21,6 +21,11 @@ class StopStrings:
         self._states = [0] * len(stops)
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that may still become a stop string."""
+        return len(self._held)
+
     def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Take in the next piece; return (text that is final, stop string that matched or None).
 
@@ -70,6 +75,11 @@ class MarkerSearch:
     def __init__(self, marker: str) -> None:
         self._stops = StopStrings((marker,), include=False)
         self._space = ""
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that may still be dropped."""
+        return len(self._space) + self._stops.num_held
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Take in the next piece; return (text that is final, what stands behind the marker or None)."""

@@ -9,7 +9,7 @@ import orjson
 from raylm.ingress.http.body import JSONObject
 
 if TYPE_CHECKING:
-    from raylm.frontend import CompletionDelta, ToolCallDelta
+    from raylm.frontend import CompletionDelta
     from raylm.ingress.anthropic.told import Told
 
 Events = list[JSONObject]
@@ -44,22 +44,17 @@ class MessageBlocks:
 
     def add(self, delta: CompletionDelta) -> Events:
         events: Events = []
-        calls = list(delta.tool_calls or ())
-        if calls and self._kind == "tool_use" and calls[0].index == self._call:  # before text that follows it
-            events += self._arguments(calls.pop(0))
         for kind, text in (("thinking", delta.reasoning), ("text", delta.text)):
             if text:
                 events += [] if self._kind == kind else self._start(kind)
                 events.append(self._grow(text))
-        for call in calls:
+        for call in delta.tool_calls or ():
             if call.index != self._call:
                 self._call = call.index
                 events += self._start("tool_use", id=call.id, name=call.name)
-            events += self._arguments(call)
+            if call.arguments:
+                events.append(self._grow(call.arguments))
         return events
-
-    def _arguments(self, call: ToolCallDelta) -> Events:
-        return [self._grow(call.arguments)] if call.arguments else []
 
     def finish(self) -> Events:
         """Stop what is open."""

@@ -38,8 +38,7 @@ _COUNTED = {
 class Told:
     """Counts what is told, and takes out of an answer that is made again what was told before the stream began.
 
-    Characters are counted and not deltas, which merge where a client reads slowly; those of each kind by themselves, as
-    what merges is no longer in the order of the kinds.
+    Characters are counted and not deltas, which merge where a client reads slowly; those of each kind by themselves.
 
     Raises:
         InvalidRequestError: the counts of a ``stream_id`` cannot be those of a message.

@@ -191,7 +191,6 @@ class ResponseItems:
         self.items: list[JSONObject] = []
         self._tokens = tokens
         self._with_logprobs = with_logprobs
-        self._pending: list[JSONObject] = []  # log-probabilities of tokens whose text is still to come
         self._kind: str | None = None  # of the open item, which is the last one
         self._pieces: list[str] = []
         self._logprobs: list[JSONObject] = []
@@ -199,23 +198,17 @@ class ResponseItems:
 
     def add(self, delta: CompletionDelta) -> Events:
         events: Events = []
-        if self._with_logprobs:
-            entries = (delta.logprobs or [])[delta.reasoning_tokens :]
-            self._pending += chat_logprobs(entries, self._tokens)["content"].values
-        calls = list(delta.tool_calls or ())
-        if calls and self._kind == "function_call" and calls[0].index == self._call:  # before text that follows it
-            events.append(self._grow(calls.pop(0).arguments))
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
             if text:
                 events += [] if self._kind == kind else self._open(kind)
-                events.append(self._grow(text))
-        for call in calls:
+                events.append(self._grow(text, delta))
+        for call in delta.tool_calls or ():
             if call.index != self._call:
                 self._call = call.index
                 call_id = made_call_id(self._response_id, call.index)
                 events += self._open("function_call", call_id=call_id, name=call.name or "")
             if call.arguments:
-                events.append(self._grow(call.arguments))
+                events.append(self._grow(call.arguments, delta))
         return events
 
     def finish(self, status: str) -> Events:
@@ -233,14 +226,15 @@ class ResponseItems:
             events.append(self._event("content_part.added", part=text_part(_PIECES[kind], "")))
         return events
 
-    def _grow(self, piece: str) -> JSONObject:
+    def _grow(self, piece: str, delta: CompletionDelta) -> JSONObject:
         assert self._kind is not None
         self._pieces.append(piece)
         event = self._event(f"{_PIECES[self._kind]}.delta", delta=piece)
         if self._kind == "message":
-            self._logprobs += self._pending
-            event["logprobs"] = _without_bytes(self._pending)
-        self._pending = []
+            entries = (delta.text_logprobs or ()) if self._with_logprobs else ()
+            logprobs = list(chat_logprobs(entries, self._tokens)["content"].values)
+            self._logprobs += logprobs
+            event["logprobs"] = _without_bytes(logprobs)
         return event
 
     def _close(self, status: str) -> Events:
@@ -251,12 +245,11 @@ class ResponseItems:
             item["arguments"] = text
             events = [self._event(f"{piece}.done", name=item["name"], arguments=text)]
         else:
-            logprobs = self._logprobs + self._pending
-            part = text_part(piece, text, logprobs)
+            part = text_part(piece, text, self._logprobs)
             item["content"] = [part]
             if self._kind == "reasoning" and self._seal is not None:
                 item["encrypted_content"] = self._seal(text)
-            shown = {"logprobs": _without_bytes(logprobs)} if self._kind == "message" else {}
+            shown = {"logprobs": _without_bytes(self._logprobs)} if self._kind == "message" else {}
             done = self._event(f"{piece}.done", text=text, **shown)
             events = [done, self._event("content_part.done", part=part)]
         item["status"] = status

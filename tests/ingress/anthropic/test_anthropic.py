@@ -12,9 +12,7 @@ import pytest
 from starlette.applications import Starlette
 
 from raylm.errors import EngineDiedError
-from raylm.frontend.outputs import CompletionDelta, ToolCallDelta
-from raylm.ingress.anthropic.blocks import SIGNATURE, MessageBlocks
-from raylm.ingress.anthropic.told import Told
+from raylm.ingress.anthropic.blocks import SIGNATURE
 from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 from tests.ingress.harness import served, typed_events
 
@@ -132,15 +130,6 @@ async def test_thoughts_text_and_calls_are_blocks(client: httpx.AsyncClient, llm
     assert pieces[:2] == ["Hm.", "I ask."]
     assert signatures == [(0, SIGNATURE)]
     assert [json.loads(piece) for piece in pieces[2:]] == [{"a": 0}, {"a": 1}]
-
-
-def test_arguments_stay_in_their_block_where_text_behind_them_comes_with_them() -> None:
-    blocks = MessageBlocks(Told())
-    blocks.add(CompletionDelta(0, tool_calls=[ToolCallDelta(0, "call_1", "f", '{"a"')]))
-    events = blocks.add(CompletionDelta(0, " So.", tool_calls=[ToolCallDelta(0, arguments=": 1}")]))
-    assert [event["type"][14:] for event in events] == ["delta", "stop", "start", "delta"]
-    blocks.finish()
-    assert [block.get("input", block.get("text")) for block in blocks.blocks] == [{"a": 1}, " So."]
 
 
 async def test_blocks_become_messages(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:

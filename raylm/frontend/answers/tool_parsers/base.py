@@ -39,6 +39,11 @@ class MarkedCallsParser(ToolParser):
         self._state: Callable[[], bool] = self._text
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
+        self._parsed: Parsed = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._buffer) + (self._search.num_held if self._search is not None else 0)
 
     @classmethod
     async def form_of(
@@ -54,15 +59,15 @@ class MarkedCallsParser(ToolParser):
         self._buffer += text
         while self._buffer and not self.over and self._state():
             pass
-        return self._parsed()
+        return self._take_parsed()
 
     def flush(self) -> Parsed:
         if self.over:
-            return "", []
+            return []
         self._end()
         self._add_content(self._buffer)
         self._buffer = ""
-        return self._parsed()
+        return self._take_parsed()
 
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
@@ -74,10 +79,16 @@ class MarkedCallsParser(ToolParser):
         elif self._search is not None:
             self._add_content(self._search.flush())
 
-    def _parsed(self) -> Parsed:
-        parsed = "".join(self._content), self._deltas
-        self._content, self._deltas = [], []
+    def _take_parsed(self) -> Parsed:
+        self._end_pair()
+        parsed, self._parsed = self._parsed, []
         return parsed
+
+    def _end_pair(self) -> None:
+        """What comes next stands behind the calls found so far."""
+        if self._content or self._deltas:
+            self._parsed.append(("".join(self._content), self._deltas))
+            self._content, self._deltas = [], []
 
     def _text(self) -> bool:
         """Content, up to the marker."""
@@ -90,7 +101,9 @@ class MarkedCallsParser(ToolParser):
         return rest is not None
 
     def _add_content(self, text: str) -> None:
-        if not self.has_calls or text.strip():
+        if text and (not self.has_calls or text.strip()):
+            if self._deltas:
+                self._end_pair()
             self._content.append(text)
 
     def _skip_space(self) -> bool:

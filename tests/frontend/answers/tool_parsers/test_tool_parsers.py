@@ -68,16 +68,16 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[ToolCallDelta
     content, calls = "", None
     opened = 0
     for place in range(len(pieces) + 1):
-        text, news = parser.push(pieces[place]) if place < len(pieces) else parser.flush()
-        content += text
-        for call in news:
-            assert (call.id is None) == (call.name is None)
-            if call.id is not None:
-                assert call.index == opened
-                opened += 1
-            assert call.index == opened - 1
-        assert len({call.index for call in news}) == len(news)
-        calls = join_calls(calls, news)
+        for text, news in parser.push(pieces[place]) if place < len(pieces) else parser.flush():
+            content += text
+            for call in news:
+                assert (call.id is None) == (call.name is None)
+                if call.id is not None:
+                    assert call.index == opened
+                    opened += 1
+                assert call.index == opened - 1
+            assert len({call.index for call in news}) == len(news)
+            calls = join_calls(calls, news)
     return content, calls or []
 
 
@@ -141,7 +141,7 @@ def test_any_text_is_read_to_its_end_and_alike_however_cut(name: str, text: str,
 def test_arguments_stream_before_they_are_complete() -> None:
     parser = TOOL_PARSERS["hermes"](TOOLS)
     parser.push('<tool_call>\n{"name": "note", "arguments": {"text": "one')
-    _, news = parser.push(" two")
+    ((_, news),) = parser.push(" two")
     assert [(call.index, call.id, call.arguments) for call in news] == [(0, None, " two")]
 
 
@@ -206,5 +206,5 @@ def test_parsers_are_told_by_templates() -> None:
 def test_a_bare_value_is_a_string_where_the_schema_says_so(schema: Any, text: str, value: Any) -> None:
     parser = Qwen3CoderParser({"f": {"properties": {"a": schema}}})
     call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    calls = parser.push(call)[1]
+    ((_, calls),) = parser.push(call)
     assert json.loads("".join(call.arguments for call in calls)) == {"a": value}
