@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from random import Random
 from typing import Any
 
 import anthropic.types as anthropic_types
@@ -13,14 +14,18 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessageParam
 from openai.types.responses import ResponseInputItemParam
 
+from raylm.config import Config
 from raylm.errors import InvalidRequestError
+from raylm.frontend import AsyncLLM
+from raylm.ingress import build_asgi_app
 from raylm.ingress.anthropic.body import MessagesRequest
 from raylm.ingress.openai.chat import ChatCompletionRequest
 from raylm.ingress.responses.body import ResponsesRequest
 from tests.ingress.fake_llm import FakeAsyncLLM
-from tests.ingress.harness import CHAT
+from tests.ingress.harness import CHAT, client_of
 from tests.ingress.refused import CHAT_PATH, error_of, junk
 from tests.ingress.typed_values import values_of
+from tests.ingress.writing_engine import WritingEngine
 
 IGNORED = "x-raylm-ignored-fields"
 
@@ -152,3 +157,57 @@ async def test_wishes_that_change_nothing_are_accepted_and_named(
     assert answer.headers.get(IGNORED, "") == named
     said = [found.json().get("choices") or found.json()["output"][0]["content"] for found in (plain, answer)]
     assert said[0] == said[1]
+
+
+async def test_a_conversation_that_a_limit_cut_anywhere_goes_on() -> None:
+    """Also within the arguments of a call, which are then no complete JSON."""
+    config = Config.model_validate({"model": "embedded", "ingress": {"store": ":memory:"}})
+    llm, engine = AsyncLLM(config), WritingEngine("e", Random(0))
+    engine.first = 7  # thoughts, text and two calls
+    llm.add_engine(engine)
+    function, ask = {"name": "f", "parameters": {}}, [{"role": "user", "content": "Hi"}]
+    cut_calls = 0
+    async with client_of(build_asgi_app(llm, config)) as client:
+
+        async def post(path: str, body: dict[str, Any]) -> Any:
+            answer = await client.post(path, json={"model": "embedded"} | body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        for limit in range(1, 90, 3):
+            tools: Any = [{"type": "function", "function": function}]
+            body = {"messages": ask, "max_tokens": limit, "tools": tools}
+            message = (await post(CHAT_PATH, body))["choices"][0]["message"]
+            called = [call["id"] for call in message.get("tool_calls", ())]
+            results = [{"role": "tool", "tool_call_id": call, "content": "no"} for call in called]
+            await post(CHAT_PATH, body | {"messages": [*ask, message, *results, *ask]})
+
+            body = {"max_output_tokens": limit, "tools": [{"type": "function"} | function]}
+            response = await post("/v1/responses", body | {"input": "Hi"})
+            items = response["output"]
+            called = [item["call_id"] for item in items if item["type"] == "function_call"]
+            cut_calls += items[-1]["type"] == "function_call" and items[-1]["status"] == "incomplete"
+            outputs = [{"type": "function_call_output", "call_id": call, "output": "no"} for call in called]
+            await post("/v1/responses", body | {"previous_response_id": response["id"], "input": [*outputs, *ask]})
+            await post("/v1/responses", body | {"previous_response_id": response["id"], "input": "Go on."})
+            await post("/v1/responses", body | {"input": [*ask, *items, *outputs, *ask]})
+
+            body = {"max_tokens": limit, "tools": [{"name": "f", "input_schema": {}}]}
+            content = (await post("/v1/messages", body | {"messages": ask}))["content"]
+            called = [block["id"] for block in content if block["type"] == "tool_use"]
+            given = [{"type": "tool_result", "tool_use_id": call, "content": "no"} for call in called]
+            turns = [*ask, {"role": "assistant", "content": content}, {"role": "user", "content": given}]
+            if content and given:
+                await post("/v1/messages", body | {"messages": turns})
+    await llm.stop()
+    assert cut_calls > 10
+
+
+async def test_the_text_of_arguments_is_an_input_of_messages_too(client: httpx.AsyncClient, llm: FakeAsyncLLM) -> None:
+    block = {"type": "tool_use", "id": "t", "name": "f", "input": '{"city": "Kö'}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [block]}]
+    body = {"model": "org/fake-model", "max_tokens": 9, "messages": [*turns, {"role": "user", "content": "Go on."}]}
+    answer = await client.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    (call,) = llm.rendered[0].messages[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"city": "Kö"}

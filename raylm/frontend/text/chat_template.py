@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import orjson
 from jinja2 import TemplateError
+from pydantic_core import from_json
 from transformers.utils import chat_template_utils
 
 from raylm.errors import ConfigError, InvalidRequestError
@@ -280,15 +281,25 @@ def _prepare_call(where: str, call: Any) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} must hold a function.", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            where = f"{where}.function.arguments"
-            raise InvalidRequestError(f"'{where}' holds no valid JSON object.", param=where)
+        arguments = past_arguments(arguments)
     given = {name: value for name, value in call.items() if value is not None}
     return given | {"function": {**function, "arguments": arguments}}
+
+
+def past_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call that a model made earlier, as the object that templates expect.
+
+    A call that a limit of tokens cut has what is there of them: open strings, arrays and objects are closed, a key
+    without a value is left out. A text that is no JSON object is the value of the only key, ``arguments``.
+    """
+    try:
+        found = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        try:
+            found = from_json(text, allow_partial="trailing-strings")
+        except ValueError:
+            found = None
+    return found if isinstance(found, dict) else {"arguments": text}
 
 
 def check_templates(templates: Mapping[str, str]) -> None:

@@ -60,7 +60,7 @@ class ToolUseBlock(TypedDict):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str
     cache_control: NotRequired[Ignored]
     caller: NotRequired[Ignored]
 
@@ -290,7 +290,8 @@ def _turns(message: SystemMessage | UserMessage | AssistantMessage) -> list[JSON
 
 
 def _call(block: ToolUseBlock) -> JSONObject:
-    arguments = orjson.dumps(block["input"]).decode()
+    given = block["input"]  # some clients send the text of arguments that were cut
+    arguments = given if isinstance(given, str) else orjson.dumps(given).decode()
     return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -11,7 +12,13 @@ import pytest
 from raylm.checkpoint import EMBEDDED
 from raylm.errors import ConfigError, InvalidRequestError
 from raylm.frontend.text import bounded_template, chat_template
-from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, check_templates, prepare_messages
+from raylm.frontend.text.chat_template import (
+    ChatRequest,
+    ChatTemplate,
+    check_templates,
+    past_arguments,
+    prepare_messages,
+)
 from tests.frontend.cancelling import cancel_in_every_turn
 from tests.frontend.checkpoints import TEMPLATE
 
@@ -59,16 +66,39 @@ async def test_text_parts_are_joined() -> None:
     assert "one\ntwo" in await render(make(), [{"role": "user", "content": parts}])
 
 
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("", {}),
+        ('{"city": "Köln"}', {"city": "Köln"}),
+        ('{"city": "Kö', {"city": "Kö"}),
+        ('{"city": "K\\u00', {"city": "K"}),
+        ('{"a": 1, "b": [2, {"c": "d', {"a": 1, "b": [2, {"c": "d"}]}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1, "b": tr', {"a": 1}),
+        ("{", {}),
+        ("{a: 1}", {"arguments": "{a: 1}"}),
+        ("[1]", {"arguments": "[1]"}),
+        ("nul", {"arguments": "nul"}),
+        ('{"a": ' + "[" * 5000, {"arguments": '{"a": ' + "[" * 5000}),
+    ],
+)
+async def test_arguments_of_the_past_are_read_as_far_as_they_go(text: str, read: dict[str, Any]) -> None:
+    assert past_arguments(text) == read
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    given = "messages[-1].tool_calls[0].function.arguments"
+    dumped = await render(make(f"{{{{ {given} | tojson }}}}"), messages)
+    assert dumped == json.dumps(read, ensure_ascii=False)
+    names = await render(make(f"{{% for name, value in {given} | items %}}{{{{ name }}}},{{% endfor %}}"), messages)
+    assert names == "".join(f"{name}," for name in read)
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "must not be empty"),
     ({"messages": [{"role": "forbidden", "content": "x"}]}, "messages", "No such role: forbidden"),
     ({"messages": [{"content": "x"}]}, "messages[0]", "with a role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text parts only"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages[0].tool_calls[0].function.arguments",
-        "no valid JSON",
-    ),
     ({"messages": HI, "continue_final_message": True}, "continue_final_message", "cannot be combined"),
     (
         {"messages": [{"role": "user"}], "continue_final_message": True, "add_generation_prompt": False},
