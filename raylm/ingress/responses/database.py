@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ MEMORY = ":memory:"
 ENDED = "status NOT IN ('queued', 'in_progress')"
 END_OF_CONVERSATION = "later = 0"
 _CACHE_KIB = 16_384
+_CHECKPOINT_BYTES = 16 * 2**20  # of the log, some 500 puts: the first write after each waits for the disk
+_LARGEST_LOG_PAGES = 16_384
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS responses ("
@@ -113,6 +116,37 @@ def fault_of(path: Path) -> str | None:
     return None if found == "ok" else str(found)
 
 
+class Checkpoints:
+    """Copy what the log has into the database file, on a thread and a connection of their own.
+
+    SQLite's own checkpoints are part of the commit that makes the log long, which then waits for the disk several
+    times. Here these are left for a log that still grows, as where writes come without a pause.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._last: Future[None] | None = None
+
+    def begin_if_due(self) -> None:
+        """Call after a transaction; it waits for nothing."""
+        if self._path == MEMORY or (self._last is not None and not self._last.done()):
+            return
+        with suppress(OSError):
+            if os.stat(f"{self._path}-wal").st_size > _CHECKPOINT_BYTES:
+                self._last = self._thread.submit(self._run)
+
+    def wait(self) -> None:
+        """Until none is under way, as before the file is renamed."""
+        if self._last is not None:
+            self._last.result()
+
+    def _run(self) -> None:
+        with suppress(sqlite3.Error), closing(sqlite3.connect(self._path)) as database:  # the next one may succeed
+            database.execute("PRAGMA user_version").fetchone()  # so that it knows of the log
+            database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
+
 class _UnknownFormError(sqlite3.DatabaseError):
     """It has tables of these names in a form that no version of this one knows."""
 
@@ -123,6 +157,8 @@ def _opened(path: str) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        database.execute(f"PRAGMA wal_autocheckpoint = {_LARGEST_LOG_PAGES}").fetchone()
+        database.execute("PRAGMA journal_size_limit = 0").fetchone()  # the log's file is as long as the log
         with database:
             database.execute("BEGIN IMMEDIATE")
             _migrate(database, path)

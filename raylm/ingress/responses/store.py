@@ -20,6 +20,7 @@ from raylm.ingress.responses.database import (
     END_OF_CONVERSATION,
     ENDED,
     MEMORY,
+    Checkpoints,
     is_damaged,
     move_aside,
     open_database,
@@ -88,6 +89,7 @@ class ResponseStore:
         self._path = path
         self._fails = False
         self._database = open_database(path)
+        self._checkpoints = Checkpoints(path)
 
     async def put(
         self,
@@ -282,6 +284,7 @@ class ResponseStore:
                 return self._transaction(work)
             except sqlite3.Error as error:
                 if is_damaged(error) and self._path != MEMORY:
+                    self._checkpoints.wait()
                     self._database.close()
                     move_aside(self._path, error)
                     self._database = open_database(self._path)
@@ -298,6 +301,7 @@ class ResponseStore:
         with self._database:
             done = work()
         self._fails = False
+        self._checkpoints.begin_if_due()
         return done
 
     def _one(self, query: str, *values: object) -> Any:

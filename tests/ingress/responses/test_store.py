@@ -6,6 +6,7 @@ import asyncio
 import os
 import sqlite3
 import stat
+from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -310,6 +311,34 @@ async def test_a_job_is_not_dropped_to_make_room() -> None:
     assert await store.get("", "job") is not None
     await store.put("", "job", record("done"), None, None, "maker")
     assert await store.get("", "job") == record("done")
+
+
+async def test_a_put_writes_the_log_alone_and_another_thread_copies_it(tmp_path: Path) -> None:
+    path, log = tmp_path / "responses.sqlite", tmp_path / "responses.sqlite-wal"
+    store = ResponseStore(str(path))
+    before, puts = path.stat().st_size, 0
+    while store._checkpoints._last is None:
+        assert path.stat().st_size == before
+        await store.put("", str(puts), record("x" * 20_000))
+        puts += 1
+    assert log.stat().st_size > 16 * 2**20
+    await asyncio.to_thread(store._checkpoints.wait)
+    assert path.stat().st_size > puts * 20_000
+    await store.put("", "last", record())
+    assert log.stat().st_size < 2**20, "the log did not begin anew"
+    assert await ResponseStore(str(path)).get("", str(puts - 1)) == record("x" * 20_000)
+    assert fault_of(path) is None
+
+
+async def test_a_log_that_cannot_be_copied_beside_the_puts_is_copied_by_one(tmp_path: Path) -> None:
+    path, log = tmp_path / "responses.sqlite", tmp_path / "responses.sqlite-wal"
+    store = ResponseStore(str(path))
+    store._checkpoints._thread.shutdown()
+    store._checkpoints._last = Future()  # never done
+    for number in range(400):
+        await store.put("", str(number), record("x" * 250_000))
+    assert log.stat().st_size < 80 * 2**20
+    assert path.stat().st_size > 50 * 2**20
 
 
 @pytest.mark.parametrize("bound", [2**30, 2**18])
