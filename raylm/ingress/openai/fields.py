@@ -106,7 +106,7 @@ class OneOf:
     default: str | None = None
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = self._members(union)
+        members = self.members(union)
         tags = {tag: _TAG + tag for tag in members}
 
         def choose(value: object) -> str | None:
@@ -114,7 +114,7 @@ class OneOf:
                 return tags.get(json_name(value))
             if not isinstance(value, dict) or len(value) > MAX_FIELDS:
                 return None
-            tag = self._tag(value)
+            tag = self.tag_of(value)
             return tags.get(tag, tags.get("")) if isinstance(tag, str) else None
 
         return core_schema.tagged_union_schema(
@@ -125,15 +125,12 @@ class OneOf:
             custom_error_context={"refusal": self.refusal, "key": self.key, "served": self.served},
         )
 
-    def member(self, union: Any, value: Mapping[str, Any]) -> Any:
-        """Which one of ``union`` an object is by its ``key``; object if it is none."""
-        members, tag = self._members(union), self._tag(value)
-        return members.get(tag, members.get("", object)) if isinstance(tag, str) else object
-
-    def _tag(self, value: Mapping[str, Any]) -> Any:
+    def tag_of(self, value: Mapping[str, Any]) -> Any:
+        """What an object has as its ``key``; ``default`` where that is missing or null."""
         return self.default if value.get(self.key) is None else value[self.key]
 
-    def _members(self, union: Any) -> dict[str, Any]:
+    def members(self, union: Any) -> dict[str, Any]:
+        """The types of ``union`` by the tag that means them; "" means any string that means none of the others."""
         choices = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
         return {tag: member for member in choices for tag in self._tags(member)}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
@@ -100,7 +100,7 @@ class KnownFields(IncomingFields):
             if name in body.served_by or (value is None and name in body.unserved)
         }
         rest = {name: value for name, value in data.items() if name not in asked}
-        rest = _known_part(body, rest, "", left_out)
+        rest = _shape(body).known_part(rest, "", left_out)
         calls_tools, reasons = self._llm.calls_tools, self._llm.reasons
         for path in (() if calls_tools else body.of_tools) + (() if reasons else body.of_reasoning):
             rest = _without(rest, path, left_out)
@@ -124,54 +124,89 @@ def _without(data: JSONObject, path: str, left_out: dict[str, None]) -> JSONObje
     return data | {name: {key: item for key, item in value.items() if key != rest}}
 
 
-def _known_part(kind: Any, value: Any, path: str, left_out: dict[str, None]) -> Any:
-    """``value`` without the fields that its type does not have, at any depth; what is otherwise wrong stays as it is.
+class _Shape:
+    """What a type allows in arrays and objects. It is read from the type once: resolving type hints is slow."""
 
-    ``left_out`` gathers their paths, in order, without the places in arrays.
-    """
-    if isinstance(value, list):
-        item = next((get_args(member)[0] for member in _members(kind, value) if get_origin(member) is list), None)
-        return value if item is None else [_known_part(item, entry, f"{path}[]", left_out) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    members = (member for member in _members(kind, value) if isinstance(member, type))
-    known = next(filter(None, map(_fields, members)), None)
-    if known is None:
-        return value
-    kept = {}
-    for name, entry in value.items():
-        inner = f"{path}.{name}" if path else name
-        if name in known:
-            kept[name] = _known_part(known[name], entry, inner, left_out)
-        else:
-            left_out[inner] = None
-    return kept
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    @cached_property
+    def item(self) -> _Shape | None:
+        """The shape of an array's entries; None where the type has no array."""
+        return next((_Shape(get_args(kind)[0]) for kind, _ in _members(self._kind) if get_origin(kind) is list), None)
+
+    def fields(self, value: JSONObject) -> Mapping[str, _Shape] | None:
+        """The shapes of an object's fields by name; None where it may have any fields."""
+        return next((fields for find in self._objects if (fields := find(value))), None)
+
+    @cached_property
+    def _objects(self) -> tuple[Callable[[JSONObject], Mapping[str, _Shape] | None], ...]:
+        """For each type of an object, and each union with a key: its fields for a value."""
+        return tuple(_reader(kind, rule) for kind, rule in _members(self._kind, whole=True))
+
+    def known_part(self, value: Any, path: str, left_out: dict[str, None]) -> Any:
+        """``value`` without the fields that its type lacks, at any depth; what is otherwise wrong stays as it is.
+
+        ``left_out`` gathers their paths, in order, without the places in arrays.
+        """
+        if isinstance(value, list):
+            item = self.item
+            return value if item is None else [item.known_part(entry, f"{path}[]", left_out) for entry in value]
+        if not isinstance(value, dict) or (known := self.fields(value)) is None:
+            return value
+        kept = {}
+        for name, entry in value.items():
+            inner = f"{path}.{name}" if path else name
+            if name in known:
+                kept[name] = known[name].known_part(entry, inner, left_out)
+            else:
+                left_out[inner] = None
+        return kept
 
 
-def _members(kind: Any, value: Any) -> Iterator[Any]:
-    """The types that ``value`` may have, of those that ``kind`` is made of; of a OneOf with a key the one it names."""
+_shape = cache(_Shape)  # of a class
+
+
+def _members(kind: Any, *, whole: bool = False) -> Iterator[tuple[Any, OneOf | None]]:
+    """The types that ``kind`` is made of; ``whole`` leaves a union with a key together, beside that key's rule."""
     origin = get_origin(kind)
     if origin is Annotated:
         kind, *rules = get_args(kind)
-        key = next((rule for rule in rules if isinstance(rule, OneOf) and rule.key), None)
-        if key is not None and isinstance(value, dict):
-            kind = key.member(kind, value)
-        yield from _members(kind, value)
+        rule = next((rule for rule in rules if isinstance(rule, OneOf) and rule.key), None) if whole else None
+        if rule is not None:
+            yield kind, rule
+        else:
+            yield from _members(kind, whole=whole)
     elif origin in (Union, UnionType):
         for member in get_args(kind):
-            yield from _members(member, value)
+            yield from _members(member, whole=whole)
     elif origin in (NotRequired, Required):
-        yield from _members(get_args(kind)[0], value)
+        yield from _members(get_args(kind)[0], whole=whole)
     else:
-        yield kind
+        yield kind, None
+
+
+def _reader(kind: Any, rule: OneOf | None) -> Callable[[JSONObject], Mapping[str, _Shape] | None]:
+    if rule is None:
+        fields = _fields(kind) if isinstance(kind, type) else None
+        return lambda value: fields
+    shapes = {tag: _Shape(member) for tag, member in rule.members(kind).items()}
+    other = shapes.get("")
+
+    def read(value: JSONObject) -> Mapping[str, _Shape] | None:
+        tag = rule.tag_of(value)
+        shape = shapes.get(tag, other) if isinstance(tag, str) else None
+        return None if shape is None else shape.fields(value)
+
+    return read
 
 
 @cache
-def _fields(kind: type) -> Mapping[str, Any] | None:
-    """The types of an object's fields by name; None for what is no object, or one that may have any fields."""
+def _fields(kind: type) -> Mapping[str, _Shape] | None:
+    """The shapes of an object's fields by name; None for what is no object, or one that may have any fields."""
     if is_typeddict(kind):
-        return get_type_hints(kind, include_extras=True)
+        return {name: _Shape(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
     if issubclass(kind, BaseModel):
         hints = get_type_hints(kind, include_extras=True)
-        return {info.alias or name: hints[name] for name, info in kind.model_fields.items()}
+        return {info.alias or name: _Shape(hints[name]) for name, info in kind.model_fields.items()}
     return None

@@ -90,9 +90,9 @@ class ItemReference(TypedDict):
 class _OneItem(OneOf):
     """Without a type it is a message, or a reference where it has no role."""
 
-    def _tag(self, value: Mapping[str, Any]) -> Any:
+    def tag_of(self, value: Mapping[str, Any]) -> Any:
         is_bare = value.get("type") is None and "role" not in value and "id" in value
-        return _REFERENCE if is_bare else super()._tag(value)
+        return _REFERENCE if is_bare else super().tag_of(value)
 
 
 _UNKNOWN_ITEM = f"items of type {{got}} are not supported; {', '.join(_PREFIXES)}, {_REFERENCE} are."

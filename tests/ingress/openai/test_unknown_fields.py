@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from raylm.config import Config
 from raylm.ingress import build_asgi_app
 from raylm.ingress.http.middleware import MAX_SHOWN
+from raylm.ingress.openai import fields, unknown_fields
 from raylm.ingress.openai.unknown_fields import AGENTS_CONTEXT, MAX_TOLD
 from raylm.messages import LoRAAdapter
 from tests.ingress.bad_inputs import ENDPOINTS
@@ -177,3 +178,22 @@ async def test_an_agent_that_meets_a_small_context_is_warned_of_once(
         assert len(caplog.records) == lines, agent
     assert "opencode" in caplog.records[1].getMessage()
     assert "4096" in caplog.records[1].getMessage()
+
+
+async def test_type_hints_are_read_once(warning: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resolving them for each message would make a long history slow."""
+    text: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}
+    body = CHAT | {"messages": [text], "tools": TOOLS, "tool_choice": "none"}
+    first = await warning.post(CHAT_PATH, json=body)
+    read: list[object] = []
+
+    def counted(kind: object, **options: Any) -> dict[str, Any]:
+        read.append(kind)
+        return get_type_hints(kind, **options)
+
+    monkeypatch.setattr(fields, "get_type_hints", counted)
+    monkeypatch.setattr(unknown_fields, "get_type_hints", counted)
+    second = await warning.post(CHAT_PATH, json=body | {"messages": [text] * 20})
+    assert first.status_code == second.status_code == 200, second.text
+    assert first.headers[IGNORED] == second.headers[IGNORED]
+    assert not read
