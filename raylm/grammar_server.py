@@ -8,33 +8,28 @@ stack that overflows, or when the other side closes the connection.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
-import resource
-import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
+from raylm.fork_server import die_with, outlive, read_frame, serve, take_signals
 from raylm.params import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-LENGTH = struct.Struct("<Q")
 STACK_BYTES = 1 << 20
 """Of the thread that proves a grammar: half of the least that a worker's threads have."""
-MEMORY_BYTES = 1 << 30
-"""Address space that a child may take beyond what the server holds."""
 WALL_S = 30.0
 MAX_BUILD_S = 0.4
 """Seconds of a core for what the worker repeats: making the matcher."""
@@ -118,53 +113,24 @@ def _clipped(fault: str) -> str:
 def main(descriptor: int, path: Path, eos_token_ids: tuple[int, ...]) -> None:
     from raylm.grammar import load_tokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent, which may want to finish something
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    for deadly in (signal.SIGALRM, signal.SIGPROF, signal.SIGIO):
-        signal.signal(deadly, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the thread had blocked that started this
-    tokenizer = load_tokenizer(path, eos_token_ids)
-    with open(os.devnull, "w") as silence:
-        os.dup2(silence.fileno(), sys.stderr.fileno())  # what a dying child says
-    _set_limits()
-    with socket.socket(fileno=descriptor) as control:
-        while descriptors := socket.recv_fds(control, 1, 1)[1]:
-            with socket.socket(fileno=descriptors[0]) as connection:
-                if _fork() == 0:
-                    control.close()
-                    _live(connection, tokenizer)
+    take_signals()
+    serve(descriptor, partial(_live, load_tokenizer(path, eos_token_ids)))
 
 
-def _set_limits() -> None:
-    """For the children; the server itself is done with what takes memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _fork() -> int:
-    """0 in the child; -1 if there is none, which closes the connection without a word."""
-    try:
-        return os.fork()
-    except OSError:
-        return -1
-
-
-def _live(connection: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
-    """The life of a child, which never goes on with the server's."""
-    try:
-        signal.setitimer(signal.ITIMER_REAL, WALL_S)
-        job = read_frame(connection)
-        connection.sendall(b"\0")
-        _die_with(connection)
-        signal.setitimer(signal.ITIMER_PROF, job["cpu_s"])
-        os.nice(job["nice"])
-        verdict = _on_small_stack(lambda: judge(tokenizer, StructuredOutputs(**job["form"])))
-        fcntl.fcntl(connection, fcntl.F_SETFL, 0)
-        connection.sendall(json.dumps(verdict).encode())
-    finally:
-        os._exit(0)
+def _live(tokenizer: LLTokenizer, connection: socket.socket) -> None:
+    """The life of a child."""
+    signal.setitimer(signal.ITIMER_REAL, WALL_S)
+    body = read_frame(connection)
+    if body is None:
+        return
+    connection.sendall(b"\0")
+    die_with(connection)
+    job = json.loads(body)
+    signal.setitimer(signal.ITIMER_PROF, job["cpu_s"])
+    os.nice(job["nice"])
+    verdict = _on_small_stack(lambda: judge(tokenizer, StructuredOutputs(**job["form"])))
+    outlive(connection)
+    connection.sendall(json.dumps(verdict).encode())
 
 
 def _on_small_stack(work: Callable[[], Verdict]) -> Verdict:
@@ -175,26 +141,6 @@ def _on_small_stack(work: Callable[[], Verdict]) -> Verdict:
     thread.start()
     thread.join()
     return results[0]
-
-
-def _die_with(connection: socket.socket) -> None:
-    """Let the kernel end this process, whatever it does, when the other side is closed."""
-    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC)
-    closed, _, _ = select.select([connection], [], [], 0)
-    if closed:  # before the kernel was asked
-        os._exit(1)
-
-
-def frame(job: dict[str, Any]) -> bytes:
-    body = json.dumps(job).encode()
-    return LENGTH.pack(len(body)) + body
-
-
-def read_frame(connection: socket.socket) -> Any:
-    with connection.makefile("rb") as stream:
-        (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-        return json.loads(stream.read(length))
 
 
 if __name__ == "__main__":

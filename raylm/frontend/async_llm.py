@@ -21,7 +21,8 @@ from raylm.frontend.output_processor import OpenRequest, OutputProcessor
 from raylm.frontend.outputs import RequestOutput
 from raylm.frontend.place import Place
 from raylm.frontend.telemetry import Telemetry
-from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, check_templates, content_chars
+from raylm.frontend.text.chat_template import ChatRequest, ChatTemplate, content_chars
+from raylm.frontend.text.template_process import check_templates
 from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.frontend.timelines.record import Part
 from raylm.frontend.timelines.ring import Timelines
@@ -32,7 +33,7 @@ Prompt = str | list[int]
 
 
 class AsyncLLM:
-    """Text in, deltas of text out; everything runs on one event loop, long tokenizing and templates on threads.
+    """Text in, deltas of text out, on one event loop; long tokenizing runs on threads, templates in a process.
 
     ``adapters`` are the LoRA adapters that requests may name; ``admission`` bounds what waits for a first token.
     Requests whose engine is lost go on on another one, for which they wait at most ``recovery_timeout_s``; so do new

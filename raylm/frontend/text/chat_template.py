@@ -1,31 +1,23 @@
-"""ChatTemplate: renders conversations with the checkpoint's Jinja template, sandboxed and bounded in time."""
+"""ChatTemplate: has conversations rendered with the checkpoint's Jinja template, in a process that can be ended."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal
 
 import orjson
-from jinja2 import TemplateError
 from pydantic_core import from_json
-from transformers.utils import chat_template_utils
 
-from raylm.errors import ConfigError, InvalidRequestError
-from raylm.frontend.text.bounded_template import BoundedEnvironment, begin
+from raylm.errors import InvalidRequestError
+from raylm.frontend.text.template_process import Renderer, job
 from raylm.frontend.text.tokenizer import check_chars
-from raylm.frontend.threads import LARGE, Lanes
-
-# transformers makes its environment of the class that this name has, and takes no other one.
-chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+from raylm.frontend.threads import LARGE
 
 RENDER_LIMIT_S = 5.0
 _CHARS_A_THING = 32
-_SHOWN_CHARS = 300
 _MAX_CUSTOM_ROLES = 64
 _PROBE = "31415926535"  # a text that no template holds
 ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
@@ -86,12 +78,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._model = model
         self._custom_roles: dict[tuple[str, str], bool] = {}
-        self._lanes = Lanes("raylm-template")
+        self._small, self._large = Renderer(), Renderer()  # so that no short conversation waits for a long one
 
     async def render(self, request: ChatRequest) -> str:
         """The prompt text of a conversation; of the request only what a template sees counts.
 
-        It may take RENDER_LIMIT_S from when a thread begins with it; short ones do not wait for long ones.
+        It may take RENDER_LIMIT_S from when a process begins with it; short ones do not wait for long ones.
         """
         kwargs = request.template_kwargs or {}
         for name in kwargs:
@@ -99,53 +91,46 @@ class ChatTemplate:
                 message = f"chat_template_kwargs must not set {name[:40]!r}."
                 raise InvalidRequestError(message, param="chat_template_kwargs")
         template = self._select(request.tools)
+        large = _is_large((request.messages, request.tools, kwargs))
 
-        def work() -> str:
+        def prepare() -> tuple[list[str], bytes]:
             check_chars(content_chars(request.messages), "messages")
             messages = prepare_messages(request.messages, continue_final_message=request.continue_final_message)
-            text = _render(
-                template,
-                messages,
-                tools=request.tools,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                **{**self._special_tokens, **kwargs},
-            )
-            self._check_roles(messages, template)
-            return text
+            fields = {
+                "tools": request.tools,
+                "add_generation_prompt": request.add_generation_prompt,
+                "continue_final_message": request.continue_final_message,
+                **self._special_tokens,
+                **kwargs,
+            }
+            return [message["role"] for message in messages], _job(template, messages, fields)
 
-        large = _is_large((request.messages, request.tools, kwargs))
-        loop = asyncio.get_running_loop()
-        job = _Job(work)
-        try:
-            async with asyncio.timeout(None) as clock:
-                job.on_begin = lambda: clock.reschedule(loop.time() + RENDER_LIMIT_S)
-                return await self._lanes.run(job.run, large=large)
-        except TimeoutError:
-            message = f"The chat template did not render the messages within {RENDER_LIMIT_S:g} s."
-            raise InvalidRequestError(message, param="messages") from None
-        finally:
-            job.interrupt()
+        roles, asked = await asyncio.to_thread(prepare) if large else prepare()
+        renderer = self._large if large else self._small
+        text = await _render(renderer, asked)
+        await self._check_roles(roles, template, renderer)
+        return text
 
     def close(self) -> None:
-        self._lanes.close()
+        self._small.close()
+        self._large.close()
 
-    def _check_roles(self, messages: list[dict[str, Any]], template: str) -> None:
+    async def _check_roles(self, roles: list[str], template: str, renderer: Renderer) -> None:
         """Refuse roles of which a template makes nothing, or only another one."""
-        for place, message in enumerate(messages):
-            role = message["role"]
-            if role in ROLES or self._takes(role, template):
+        for place, role in enumerate(roles):
+            if role in ROLES or await self._takes(role, template, renderer):
                 continue
             where = f"messages[{place}].role"
             raise InvalidRequestError(f"'{where}': the chat template knows no role {role[:40]!r}.", param=where)
 
-    def _takes(self, role: str, template: str) -> bool:
+    async def _takes(self, role: str, template: str, renderer: Renderer) -> bool:
         """Whether a message of this role is shown with its role; of the last ones it is remembered."""
         taken = self._custom_roles.get((role, template))
         if taken is None:
             conversation = [{"role": "user", "content": "Hi"}, {"role": role, "content": _PROBE}]
+            fields = {"add_generation_prompt": False, **self._special_tokens}
             try:
-                text = _render(template, conversation, add_generation_prompt=False, **self._special_tokens)
+                text = await _render(renderer, _job(template, conversation, fields))
             except InvalidRequestError:
                 text = ""
             taken = _PROBE in text and role in text
@@ -163,63 +148,23 @@ class ChatTemplate:
         return self._templates[name]
 
 
-class _Interrupted(BaseException):
-    """Raised inside a rendering thread that has run out of time; no Exception, so that nothing in it catches this."""
-
-
-class _Job:
-    """One call on a thread that another thread can break off; pure-Python loops end within a few bytecodes.
-
-    Made on an event loop, which runs ``on_begin`` soon after the call has begun, unless it is over by then.
-    """
-
-    def __init__(self, work: Callable[[], str]) -> None:
-        self.on_begin: Callable[[], None] = lambda: None
-        self._loop = asyncio.get_running_loop()
-        self._work = work
-        self._lock = threading.Lock()
-        self._thread: int | None = None
-        self._over = False
-
-    def run(self) -> str:
-        with self._lock:
-            if self._over:
-                raise TimeoutError
-            self._thread = threading.get_ident()
-        try:
-            self._loop.call_soon_threadsafe(self._begun)
-            return self._work()
-        except _Interrupted:
-            raise TimeoutError from None
-        finally:
-            # The lock decides: after this line nothing interrupts, so the thread is fit for its next job.
-            with self._lock:
-                self._thread = None
-
-    def _begun(self) -> None:
-        if not self._over:
-            self.on_begin()
-
-    def interrupt(self) -> None:
-        """Break the call off if it runs, and keep it from starting if it does not yet."""
-        with self._lock:
-            self._over = True
-            if self._thread is not None:
-                target, error = ctypes.c_ulong(self._thread), ctypes.py_object(_Interrupted)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(target, error)
-
-
-def _render(template: str, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
-    begin()
+def _job(template: str, conversation: list[dict[str, Any]], fields: dict[str, Any]) -> bytes:
     try:
-        rendered, _ = chat_template_utils.render_jinja_template([conversation], chat_template=template, **kwargs)
-    except TemplateError as error:
-        shown = str(error.message or type(error).__name__)[:_SHOWN_CHARS]
-        raise InvalidRequestError(f"The chat template refused the messages: {shown}", param="messages") from error
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MemoryError) as error:
-        message = f"The chat template could not render the messages ({type(error).__name__})."
-        raise InvalidRequestError(message, param="messages") from error
-    return str(rendered[0])
+        return job("render", template, conversation, fields)
+    except ValueError:
+        message = "messages, tools and chat_template_kwargs may hold what JSON can hold only."
+        raise InvalidRequestError(message, param="messages") from None
+
+
+async def _render(renderer: Renderer, asked: bytes) -> str:
+    try:
+        text, fault = await renderer.ask(asked, RENDER_LIMIT_S)
+    except TimeoutError:
+        fault = f"The chat template did not render the messages within {RENDER_LIMIT_S:g} s."
+        raise InvalidRequestError(fault, param="messages") from None
+    if text is None:
+        raise InvalidRequestError(fault or "The chat template could not render the messages.", param="messages")
+    return text
 
 
 def _is_large(value: Any) -> bool:
@@ -300,13 +245,3 @@ def past_arguments(text: str) -> dict[str, Any]:
         except ValueError:
             found = None
     return found if isinstance(found, dict) else {"arguments": text}
-
-
-def check_templates(templates: Mapping[str, str]) -> None:
-    """Compile every template; ConfigError names the one that is no valid Jinja."""
-    for name, template in templates.items():
-        begin()
-        try:
-            chat_template_utils._compile_jinja_template(template)
-        except (TemplateError, RecursionError) as error:
-            raise ConfigError(f"model: the chat template {name!r} is not valid: {error}") from error

@@ -127,8 +127,8 @@ def test_an_allocation_that_fails_ends_the_whole_process() -> None:
     """Why forms are compiled in processes: llguidance asks for 1.5 GiB at once, and Rust aborts without them."""
     program = (
         "from raylm.checkpoint import EMBEDDED\nfrom raylm.grammar import load_tokenizer\n"
-        "from raylm import grammar_server\nfrom raylm.params import StructuredOutputs\n"
-        "tokenizer = load_tokenizer(EMBEDDED, (2, 0))\ngrammar_server._set_limits()\n"
+        "from raylm import fork_server, grammar_server\nfrom raylm.params import StructuredOutputs\n"
+        "tokenizer = load_tokenizer(EMBEDDED, (2, 0))\nfork_server.set_limits()\n"
         f"grammar_server.judge(tokenizer, StructuredOutputs(grammar={GREEDY_FOR_MEMORY!r}))\n"
     )
     env = os.environ | {"RUST_BACKTRACE": "0"}

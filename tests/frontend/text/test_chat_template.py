@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raylm.checkpoint import EMBEDDED
 from raylm.errors import ConfigError, InvalidRequestError
-from raylm.frontend.text import bounded_template, chat_template
+from raylm.frontend.text import chat_template, template_process
 from raylm.frontend.text.chat_template import (
     ChatRequest,
     ChatTemplate,
-    check_templates,
     past_arguments,
     prepare_messages,
 )
-from tests.frontend.cancelling import cancel_in_every_turn
+from raylm.frontend.text.template_process import check_templates
 from tests.frontend.checkpoints import TEMPLATE
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -150,49 +152,97 @@ async def test_endless_templates_are_broken_off(monkeypatch: pytest.MonkeyPatch)
     assert await render(template, HI) == "fine"
 
 
+DOUBLED = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 BOMBS = {
+    "nested lists compared": DOUBLED + DOUBLED.replace("n.", "m.").replace("set n =", "set m =") + "{{ n.x == m.x }}",
+    "text of nested lists": DOUBLED + "{{ n.x }}",
+    "nested lists as JSON": DOUBLED + "{{ n.x | tojson }}",
+    "nested tuples hashed": DOUBLED.replace("[n.x, n.x]", "(n.x, n.x)") + "{{ {n.x: 1} }}",
+    "texts compared": "{% set a = 'x' * 9000000 %}{{ ([a + 'y', a + 'z'] * 1000000) | sort | length }}",
+    "power": "{{ (messages | length + 8) ** (10 ** 9) }}",
+    "endless": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+}
+GREEDY = {
     "times": "{{ 'x' * (messages | length * 10 ** 10) }}",
     "list times": "{{ ([1] * (messages | length * 10 ** 10)) | length }}",
-    "power": "{{ (messages | length + 8) ** (10 ** 9) }}",
     "plus": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "tilde": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "output": "{% set x = 'x' * 1000000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
-    "macro": "{% macro m() %}{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}{% endmacro %}{{ m() }}",
-    "block": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
-    "{% set n.x = y %}{% endfor %}",
-    "percent": "{{ '%9999999999d' % (messages | length) }}",
-    "percent of a value": "{{ '%*d' % (10 ** 10, messages | length) }}",
     "format": "{{ '{:>9999999999}'.format(messages | length) }}",
-    "format of a value": "{{ '{:>{}}'.format(1, 10 ** 10) }}",
-    "format filter": "{{ '%9999999999d' | format(messages | length) }}",
     "center": "{{ messages[0].role | center(10 ** 10) }}",
-    "indent": "{{ 'a\nb' | indent(10 ** 10) }}",
-    "batch": "{{ messages | batch(10 ** 10, 'x') | list }}",
     "tojson": "{{ messages | tojson(indent=10 ** 10) }}",
-    "ljust": "{{ messages[0].role.ljust(10 ** 10) }}",
-    "zfill": "{{ messages[0].role.zfill(10 ** 10) }}",
-    "expandtabs": "{{ '\t'.expandtabs(10 ** 9) }}",
     "join": "{{ ('x' * 1000000).join('y' * 1000000) }}",
-    "join filter": "{{ ('y' * 1000000) | join('x' * 1000000) }}",
-    "replace": "{{ ('y' * 1000000).replace('y', 'x' * 1000000) }}",
-    "replace filter": "{{ ('y' * 1000000) | replace('y', 'x' * 1000000) }}",
-    "time": "{{ strftime_now('%9999999999d') }}",
-    "lorem ipsum": "{{ lipsum(n=10 ** 9) }}",
+    "a long text": "{{ 'x' * 20000000 }}",
 }
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-async def test_no_template_builds_more_than_its_budget(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
-    with pytest.raises(InvalidRequestError, match="refused the messages: it "):
-        await render(make(bomb), HI)
+async def test_a_template_is_ended_while_others_render(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a call in C does: it holds no thread of this process, and its own process ends."""
+    template = make("{% if bomb %}" + bomb + "{% endif %}fine")
+    assert await render(template, HI) == "fine"
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.5)
+    with pytest.raises(InvalidRequestError, match=r"did not render|could not render"):
+        await render(template, HI, template_kwargs={"bomb": True})
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 300)
+    assert await render(template, HI) == "fine"
+    template.close()
 
 
-async def test_each_rendering_has_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_template, "BUDGET", 5_000)
-    template = make("{% for m in messages %}{{ m.role ~ m.content + ('-' * 1000) }}{% endfor %}")
-    for _ in range(5):
-        assert await render(template, HI) == "userHi" + "-" * 1000
+@pytest.mark.parametrize("bomb", GREEDY.values(), ids=GREEDY)
+async def test_a_template_takes_no_more_memory_than_its_process_may(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 300)
+    template = make("{% if bomb %}" + bomb + "{% endif %}fine")
+    with pytest.raises(
+        InvalidRequestError, match=r"MemoryError|OverflowError|ValueError|more than \d+ characters|ended"
+    ):
+        await render(template, HI, template_kwargs={"bomb": True})
+    assert await render(template, HI) == "fine"
+    template.close()
+
+
+async def test_the_process_of_a_cancelled_rendering_ends() -> None:
+    template = make("{% if bomb %}" + BOMBS["text of nested lists"] + "{% endif %}{{ messages[0].content }}")
+    bomb = asyncio.create_task(render(template, HI, template_kwargs={"bomb": True}))
+    await asyncio.sleep(0.05)
+    bomb.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await bomb
+    assert await render(template, HI) == "Hi"
+    template.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_a_child_and_a_server_that_were_lost_are_replaced() -> None:
+    template = make("{{ messages[0].content }}")
+    assert await render(template, HI) == "Hi"
+    server = template_process._SERVER._server
+    assert server is not None
+    for child in children_of(server.pid):
+        os.kill(child, signal.SIGKILL)
+    server.kill()
+    server.wait()
+    assert await render(template, HI) == "Hi"
+    template.close()
+
+
+async def test_a_template_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def exchange(*_: object) -> None:
+        return None
+
+    template = make("fine")
+    monkeypatch.setattr(template_process, "_exchange", exchange)
+    with pytest.raises(InvalidRequestError, match="ended the process"):
+        await render(template, HI)
+    template.close()
+
+
+async def test_what_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="what JSON can hold"):
+        await render(make(), HI, template_kwargs={"thing": object()})
 
 
 LONG = [
@@ -205,36 +255,44 @@ LONG = [
 @pytest.mark.parametrize("long", LONG)
 async def test_waiting_is_not_the_templates_time(long: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Short conversations pass long ones, and a long one has its whole time from when its turn has come."""
-    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.2)
-    real, held, go_on = chat_template.prepare_messages, threading.Event(), threading.Event()
+    begun = []
 
-    def prepare(messages: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-        if messages is long:
-            held.set()
-            go_on.wait(300)
-        return real(messages, **fields)
+    def timeout(limit_s: float) -> asyncio.Timeout:
+        begun.append(limit_s)
+        return asyncio.timeout(limit_s)
 
-    monkeypatch.setattr(chat_template, "prepare_messages", prepare)
+    monkeypatch.setattr(template_process, "timeout", timeout)
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 299)
+    template = make("{% if bomb %}" + BOMBS["endless"] + "{% endif %}" + TEMPLATE)
+    first = asyncio.create_task(render(template, long, template_kwargs={"bomb": True}))
+    waiting = [asyncio.create_task(render(template, long)) for _ in range(2)]
+    async with asyncio.timeout(300):
+        while 299 not in begun:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+        assert "Hi" in await render(template, HI)
+        assert begun.count(299) == 2, "the first long one, and the short one"
+        first.cancel()
+        for rendered in await asyncio.gather(*waiting):
+            assert rendered.endswith("<|im_start|>assistant\n")
+    assert begun.count(299) == 4
+    template.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancellation_is_never_lost(turns: int) -> None:
+    """Cancelled when the answer is there, but the loop has not yet come to it."""
     template = make()
-    try:
-        first, *waiting = [asyncio.create_task(render(template, long)) for _ in range(3)]
-        async with asyncio.timeout(300):
-            while not held.is_set():  # noqa: ASYNC110 - a thread has no event of this loop
-                await asyncio.sleep(0.005)
-            assert "Hi" in await render(template, HI)
-            with pytest.raises(InvalidRequestError, match="did not render"):
-                await first
-        await asyncio.sleep(0.3)
-        monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 60)
-    finally:
-        go_on.set()
-    for rendered in await asyncio.gather(*waiting):
-        assert rendered.endswith("<|im_start|>assistant\n")
-
-
-async def test_a_cancellation_is_never_lost() -> None:
-    template = make()
-    await cancel_in_every_turn(lambda: render(template, HI))
+    await render(template, HI)
+    task = asyncio.create_task(render(template, HI))
+    await asyncio.sleep(0)
+    time.sleep(0.03)  # noqa: ASYNC251 - the child is to be done before the loop goes on
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if task.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert "Hi" in await render(template, HI)
+    template.close()
 
 
 def test_broken_templates_are_found_at_start() -> None:

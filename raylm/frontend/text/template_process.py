@@ -1,0 +1,122 @@
+"""Renderer: the front end's side of the template server, of which a process has one."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import marshal
+import socket
+from asyncio import timeout
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from raylm.errors import ConfigError
+from raylm.fork_server import LENGTH, frame, frame_end, read_frame
+from raylm.frontend.fork_server_process import TRIES, ForkServerProcess
+from raylm.template_server import Answer
+
+START_LIMIT_S = 120.0
+"""For the server and a child of it to be ready: the server imports for about half a second."""
+_PIECE = 2**16
+
+_SERVER = ForkServerProcess("raylm.template_server")
+atexit.register(_SERVER.close)
+
+
+def job(name: str, *arguments: Any) -> bytes:
+    """A frame that asks for ``name`` of template_server.JOBS; ValueError if the arguments hold more than plain data."""
+    return frame(marshal.dumps((name, arguments)))
+
+
+class Renderer:
+    """Has jobs done one after the other in a child of the template server; a child that ended is replaced."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._idle: socket.socket | None = None
+        self._closed = False
+
+    async def ask(self, job: bytes, limit_s: float) -> Answer:
+        """The answer to ``job``, which may take ``limit_s`` from when it is sent; to cancel this ends the child.
+
+        Raises:
+            TimeoutError: it took longer, and the child was ended.
+            EngineUnavailableError: no process could be had.
+        """
+        async with self._turn:
+            while True:
+                idle, self._idle = self._idle, None
+                connection = idle or await _open()
+                answer = None
+                try:
+                    async with timeout(limit_s):
+                        answer = await _exchange(connection, job)
+                finally:
+                    if answer is None or self._closed:
+                        connection.close()
+                    else:
+                        self._idle = connection
+                if answer is not None:
+                    return answer
+                if idle is None:
+                    return None, "The chat template ended the process that renders it."
+
+    def close(self) -> None:
+        self._closed = True
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+
+    def __del__(self) -> None:
+        self.close()  # a child must not outlive its Renderer
+
+
+def check_templates(templates: Mapping[str, str]) -> None:
+    """Compile every template in a process that may die of it; ConfigError names the one that is no valid Jinja."""
+    for name, template in templates.items():
+        connection, _ = _SERVER.connect()
+        with connection:
+            connection.settimeout(START_LIMIT_S)
+            fault: str | None = "its compilation ended the process"
+            with suppress(OSError):
+                connection.recv(1)
+                connection.sendall(job("check", template))
+                if (body := read_frame(connection)) is not None:
+                    _, fault = marshal.loads(body)
+        if fault is not None:
+            raise ConfigError(f"model: the chat template {name!r} is not valid: {fault}")
+
+
+async def _open() -> socket.socket:
+    """A connection to a child that is ready."""
+    loop = asyncio.get_running_loop()
+    for _ in range(TRIES):
+        connection, control = _SERVER.connect()
+        ready = b""
+        try:
+            with suppress(ConnectionError, TimeoutError):
+                async with timeout(START_LIMIT_S):
+                    ready = await loop.sock_recv(connection, 1)
+        finally:
+            if not ready:
+                connection.close()
+        if ready:
+            return connection
+        _SERVER.lost(control)
+    raise _SERVER.unavailable()
+
+
+async def _exchange(connection: socket.socket, job: bytes) -> Answer | None:
+    """What is answered; None if the child ended before it had."""
+    loop, received = asyncio.get_running_loop(), bytearray()
+    with suppress(ConnectionError):
+        await loop.sock_sendall(connection, job)
+        while (end := frame_end(received)) is None or len(received) < end:
+            piece = await loop.sock_recv(connection, _PIECE)
+            if not piece:
+                return None
+            received += piece
+        text, fault = marshal.loads(memoryview(received)[LENGTH.size :])
+        return text, fault
+    return None
