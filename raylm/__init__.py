@@ -1,4 +1,4 @@
-"""RayLM: LLM serving in the actor model on Ray Serve. Public names only, imported when first used."""
+"""RayLM: LLM serving in the actor model on Ray Serve. Public names, imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""build_app: the only place where the deployments of a served model are wired together."""
+"""build_app: connects the deployments of a served model. No other module does."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from raylm.ingress import SHARED_ACTORS, Ingress, read_keys
 INGRESS_CPUS = 0.1
 STOP_POLL_S = 0.1
 DRAIN_MARGIN_S = 3.0
-HEALTH_PERIOD_S = 0.25  # a replica that was killed is replaced after so long
-NEW_BEFORE_OLD = 100  # percent: an update starts as many new replicas as there are before it ends old ones
-_LOAD_PERIOD_S = 1.0  # in which engines tell Serve what they have to do
-_WAITING_PERIOD_S = 0.2  # the same where there may be none: then ingresses tell that somebody waits for one
-_UPSCALE_DELAY_S = 3.0  # for which the load has to ask for more engines
-_SHARED_ACTOR_REQUESTS = 16_384  # each response that is made in the background waits in one
+HEALTH_PERIOD_S = 0.25  # time after which a killed replica is replaced
+NEW_BEFORE_OLD = 100  # percent: an update starts all new replicas before it stops an old one
+_LOAD_PERIOD_S = 1.0  # interval at which engines report their load to Serve
+_WAITING_PERIOD_S = 0.2  # the same if engines scale to zero: ingress replicas then report waiting requests
+_UPSCALE_DELAY_S = 3.0  # time for which the load must require more engines
+_SHARED_ACTOR_REQUESTS = 16_384  # each background response occupies one request
 
 
 def build_app(config: Config | dict[str, Any]) -> Application:
-    """The Serve application of one model, to be served or bound to another deployment.
+    """Build the Serve application of one model, to be served or bound to another deployment.
 
     Raises:
-        ConfigError: a knob is unknown or wrong, or model, API keys or device are not there.
+        ConfigError: a knob is unknown or invalid, or the model, the API keys or the device do not exist.
     """
     config = _checked(config)
     checkpoint.resolve(config.model, config.revision)
@@ -75,7 +75,7 @@ def build_app(config: Config | dict[str, Any]) -> Application:
 
 
 def _number(engine: EngineConfig) -> dict[str, Any]:
-    """Serve's options that say how many engines there are."""
+    """Serve's deployment options for the number of engines."""
     if not isinstance(engine.replicas, ReplicaRange):
         return {"num_replicas": engine.replicas}
     least, most, itl_ms = engine.replicas.min, engine.replicas.max, engine.replicas.target_itl_ms
@@ -95,7 +95,7 @@ def _number(engine: EngineConfig) -> dict[str, Any]:
 
 
 def _checked(config: Config | dict[str, Any]) -> Config:
-    """Serve hands over the ``args`` of an application as they are."""
+    """Validate a configuration. Serve passes the ``args`` of an application as an unchecked dict."""
     try:
         return Config.model_validate(config)
     except ValidationError as error:
@@ -103,7 +103,7 @@ def _checked(config: Config | dict[str, Any]) -> Config:
 
 
 def _gpus(config: Config) -> int:
-    """GPUs that each worker gets, 0 or 1."""
+    """Number of GPUs of each worker, 0 or 1."""
     most = max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
     if config.device == "cpu" or (config.device == "auto" and not most):
         return 0

@@ -1,4 +1,4 @@
-"""Checkpoint: where a model's files lie and what its JSON files say; imports no torch."""
+"""Checkpoint: the directory of a model's files and the content of its JSON files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any
 from raylm.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "models" / "embedded"
-MOST = 2**31 - 1  # of a size or a token id
+MOST = 2**31 - 1  # largest size or token id
 _SHOWN = 80
 _WANTED = ("*.json", "1_Pooling/config.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A Hugging Face checkpoint in the directory ``path``. Its properties raise ConfigError for invalid files."""
+
     path: Path
 
     @cached_property
@@ -32,7 +34,7 @@ class Checkpoint:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """generation_config's, else config's."""
+        """The ``eos_token_id`` of generation_config.json, else of config.json; empty if neither has one."""
         found = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         listed = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(one) is int and 0 <= one <= MOST for one in listed):
@@ -42,10 +44,10 @@ class Checkpoint:
 
     @cached_property
     def max_position_embeddings(self) -> int | None:
-        """Longest context in tokens the model was made for.
+        """Longest context of the model in tokens, None if unknown.
 
-        Rotary embeddings of the longrope kind have other frequencies beyond the length that they were trained at first,
-        also for the tokens before it, whose keys are in the cache by then: it is the longest for them.
+        For rotary embeddings of type longrope it is ``original_max_position_embeddings``: beyond that length all tokens
+        use other frequencies, also earlier tokens whose keys are in the cache already.
         """
         name = "max_position_embeddings" if "max_position_embeddings" in self.config else "n_positions"
         found = [self._size(name, self.config.get(name))]
@@ -84,7 +86,11 @@ class Checkpoint:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file; ConfigError names what is wrong with it."""
+    """Read a JSON object from a file of a checkpoint.
+
+    Raises:
+        ConfigError: the file does not exist, is not valid JSON, or holds no object.
+    """
     if not file.is_file():
         raise ConfigError(f"model: {file} is no file.")
     try:
@@ -97,7 +103,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value of a checkpoint's file for an error message."""
+    """Format a value from a checkpoint's file for an error message, at most 80 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of more digits than Python writes
@@ -106,7 +112,11 @@ def shown(value: object) -> str:
 
 
 def resolve(model: str, revision: str | None = None) -> Checkpoint:
-    """Find the files of ``model``: 'embedded', a directory, or a hub id (downloaded once); ConfigError without any."""
+    """Find the files of ``model``: 'embedded', a directory, or a hub id, which is downloaded once.
+
+    Raises:
+        ConfigError: the model does not exist or cannot be downloaded.
+    """
     if model == "embedded":
         return Checkpoint(EMBEDDED)
     path = Path(model).expanduser()
@@ -118,7 +128,7 @@ def resolve(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def find_local(model: str, revision: str | None = None) -> Checkpoint | None:
-    """As ``resolve``, without a download: None for a hub id that needs one."""
+    """Like ``resolve``, without a download: None for a hub id that is not on this machine."""
     if model == "embedded" or Path(model).expanduser().is_dir() or model.startswith(("/", ".", "~")):
         return resolve(model, revision)
     from huggingface_hub import snapshot_download
@@ -145,7 +155,7 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 def _why_not(error: Exception, model: str, revision: str | None, hub: str) -> str:
-    """What the hub's refusal means for the user."""
+    """Explain to the user why the hub did not provide the model."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     no_access = f"log in (`hf auth login`, or set HF_TOKEN), and ask for access at {hub}/{model}"

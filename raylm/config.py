@@ -1,4 +1,4 @@
-"""Every knob of RayLM in one frozen tree; importable without torch, validated by Serve before anything starts."""
+"""All knobs of RayLM in one immutable tree. Imports no torch; Serve validates it before it starts anything."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from raylm.errors import ConfigError
 
-# The environment of Serve's controller, proxies and replicas; without it limits and answers are Serve's, not RayLM's.
-# A Serve file has them under controller_options; configs/llama.yaml says why.
+# Environment of Serve's controller, proxies and replicas. Without these variables Serve's limits and error answers
+# apply instead of RayLM's. A Serve file sets them under controller_options; configs/llama.yaml says why.
 SERVE_VARIABLES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
@@ -25,7 +25,7 @@ SERVE_VARIABLES = {
 
 
 class Frozen(BaseModel):
-    """A node of the tree: immutable, and unknown keys are refused by name with the nearest known one."""
+    """A node of the tree. It is immutable and rejects unknown keys; the error suggests the nearest known key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -41,23 +41,24 @@ class Frozen(BaseModel):
 
 
 class CacheConfig(Frozen):
-    """The KV cache: a pool of fixed blocks."""
+    """The KV cache: a pool of blocks of fixed size."""
 
     block_size: Literal[16, 32, 64] | None = None
-    """Tokens per KV block; by default 16 on CPUs and 64, a tile of the attention kernel, on GPUs."""
+    """Tokens per KV block; by default 16 on CPUs, and 64 on GPUs (a tile of the attention kernel)."""
     memory_gib: float | None = Field(None, gt=0)
-    """GiB of each worker for the KV pool; by default what `max_num_seqs` of the longest sequences and 16 in the prefix
-    cache can use, at most a share of what is free after a profile run."""
+    """Size of the KV pool of each worker in GiB. By default it holds `max_num_seqs` sequences of full length and 16
+    more in the prefix cache, but takes at most a share of the memory that is free after a profile run."""
     num_blocks: int | None = Field(None, ge=2)
-    """Number of KV blocks, instead of sizing the pool by memory; for tests and experiments."""
+    """Number of KV blocks, instead of a size in GiB; for tests and experiments."""
     dtype: Literal["auto", "fp8"] = "auto"
-    """Of keys and values; auto: the model's. fp8 (e4m3): half the bytes of bfloat16, so twice the tokens; on GPUs of
-    compute capability 8.9 and up."""
+    """Data type of keys and values. auto: that of the model. fp8 (e4m3): half the bytes of bfloat16, so twice the
+    tokens; needs a GPU of compute capability 8.9 or higher."""
     prefix_caching: bool = True
-    """Reuse the KV blocks of equal prompt beginnings."""
+    """Reuse the KV blocks of equal prefixes."""
     share_prefixes: bool = False
-    """With several API keys, reuse them between the keys too. A key can then find out, by `cached_tokens` and by the
-    time to the first token, whether another key has sent the same beginning. One key, or none, shares always."""
+    """With several API keys, reuse KV blocks across keys too. A key can then find out, from `cached_tokens` and the
+    time to the first token, whether another key has sent the same prefix. With one key or none, prefixes are always
+    shared."""
 
 
 class SchedulerConfig(Frozen):
@@ -66,18 +67,19 @@ class SchedulerConfig(Frozen):
     max_num_seqs: int = Field(64, ge=1, le=4096)
     """Most sequences in one step."""
     max_num_batched_tokens: int = Field(2048, ge=16, le=1_048_576)
-    """Most tokens in one forward pass; longer prompts are computed in chunks."""
+    """Most tokens in one step; longer prompts are computed in chunks."""
     target_itl_ms: float | None = Field(None, gt=0, le=60_000)
-    """Time between two tokens of a sequence to aim at: prompts are computed in chunks that keep to it."""
+    """Target for the time between two tokens of a sequence, in ms. Prompts are computed in chunks that keep to it."""
     policy: Literal["fair", "fcfs", "priority"] = "fair"
-    """Order of the waiting queue. fair: API keys share an engine by the tokens that they are served; one key or none
-    is served first come, first served, but for short prompts that fit where the first one does not."""
+    """Order of the waiting queue. fair: API keys share an engine by the tokens that they are served. Requests of one
+    key, or without keys, are served first come, first served, except that a shorter prompt may start if the first one
+    does not fit."""
     steps_in_flight: Literal[1, 2] = 2
-    """Steps handed to the worker before the first one returns."""
+    """Number of steps submitted to the worker before the first one returns."""
     speculative_tokens: int = Field(0, ge=0, le=64)
-    """Most tokens drafted for a sequence in a step from what it repeats, and then verified; 0 is off."""
+    """Most draft tokens of a sequence in a step, found by repetition and then verified; 0 turns drafts off."""
     share_drafts: bool = False
-    """Whether answers to one API key may be drafts for another; how fast an answer comes then tells what was said."""
+    """Use answers to one API key as drafts for other keys. The speed of an answer then reveals earlier answers."""
 
     @model_validator(mode="after")
     def _a_token_for_each_sequence(self) -> SchedulerConfig:
@@ -96,7 +98,7 @@ class SchedulerConfig(Frozen):
 
 
 class ReplicaRange(Frozen):
-    """Engines that are started and ended as the load asks for."""
+    """Limits and targets of autoscaling: engines are started and stopped with the load."""
 
     min: int = Field(ge=0, le=256)
     max: int = Field(ge=1, le=256)
@@ -122,24 +124,25 @@ class EngineConfig(Frozen):
         Annotated[int, Field(ge=1, le=256), Tag("number")] | Annotated[ReplicaRange, Tag("range")],
         Discriminator(_kind_of_replicas),
     ] = 1
-    """Engines; each has its own EngineCore and workers. A number, or `{min, max}` with `target_ttft_s` (2),
-    `target_itl_ms` and `downscale_delay_s` (300): as many as the load asks for."""
+    """Number of engines, each with its own EngineCore and workers. `{min, max}` instead of a number scales them with
+    the load, by `target_ttft_s` (2), `target_itl_ms` and `downscale_delay_s` (300)."""
     executor: Literal["ray", "local"] = "ray"
-    """ray: workers are actors of their own; local: the worker is a thread of the EngineCore."""
+    """ray: each worker is an actor. local: the worker is a thread of the EngineCore."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """Workers (ranks) of an engine, on one node, that share every layer; on GPUs each has its own."""
+    """Number of workers (ranks) that share every layer of an engine, on one node; each needs a GPU of its own if
+    the engine runs on GPUs."""
     threads: int | None = Field(None, ge=1, le=1024)
-    """CPU threads of a worker; by default its share of the cores, fewer for a small model."""
+    """CPU threads of a worker. By default its share of the cores, and fewer for a small model."""
     cuda_graphs: bool = True
-    """On a GPU, with one rank, replay steps that only decode as CUDA graphs, captured at start."""
+    """On a GPU with one rank, run steps that only decode as CUDA graphs, captured at start."""
     num_cpus: float = Field(0.1, ge=0)
-    """CPUs that Ray reserves for each worker on CPU; a scheduling weight, not a limit."""
+    """CPUs that Ray reserves for each worker on CPUs; used for placement, not a limit."""
     step_timeout_s: float = Field(300, gt=0)
-    """A worker that takes longer for one step, or 20 times as long as for steps of its size (at least 10 s), is given
-    up; a served engine is then replaced."""
+    """Time limit of one step in seconds. The limit is shorter, 20 times the usual time of steps of the same size but at
+    least 10 s, once such steps were measured. A served engine whose worker exceeds it is replaced."""
     record_dir: str | None = Field(None, min_length=1)
-    """Directory in which each engine writes a file of its requests and steps, for `raylm simulate`; prompts and answers
-    as hashes of their blocks alone."""
+    """Directory in which each engine records its requests and steps for `raylm simulate`. Prompts and answers are
+    recorded only as hashes of their blocks."""
 
     @property
     def min_replicas(self) -> int:
@@ -164,60 +167,61 @@ class LoRAConfig(Frozen):
     """LoRA adapters, loaded and unloaded over the API."""
 
     root: str | None = Field(None, min_length=1)
-    """Directory below which adapters may be loaded from; without it there are none."""
+    """Directory that contains the adapters; without it no adapter can be loaded."""
     max_adapters: int = Field(8, ge=1, le=256)
-    """Most adapters of each engine at once."""
+    """Most adapters loaded in an engine at once."""
     max_rank: int = Field(64, ge=1, le=64)
     """Highest rank of an adapter."""
 
 
 class IngressConfig(Frozen):
-    """The HTTP side."""
+    """The HTTP servers."""
 
     replicas: int = Field(1, ge=1, le=256)
     """Ingress replicas, each with its own AsyncLLM."""
     max_ongoing_requests: int = Field(4096, ge=1)
-    """Requests one replica holds at once; beyond it 429 with Retry-After."""
+    """Most open requests of a replica; further requests get 429 with Retry-After."""
     max_queued_requests: int = Field(1024, ge=1)
-    """Sequences of one replica that wait for their first token; beyond it 429."""
+    """Most sequences of a replica that wait for their first token; further requests get 429."""
     max_queued_tokens: int = Field(1_048_576, ge=1)
-    """Prompt tokens of one replica that wait to be computed; beyond it 429."""
+    """Most prompt tokens of a replica that wait to be computed; further requests get 429."""
     max_body_mib: float = Field(32, gt=0, le=1024)
-    """Longest request body in MiB; all that are being received together may have 8 times as much."""
+    """Largest request body in MiB. All bodies being received together may have 8 times as much."""
     body_timeout_s: float = Field(60, gt=0, le=3600)
-    """Seconds in which a request's body must have arrived; beyond it 408."""
+    """Seconds in which the body of a request must arrive; later it gets 408."""
     api_keys_file: str | None = Field(None, min_length=1)
-    """File with an API key a line, as `name: key` and its limits; without keys everybody is let in. Read again when it
-    changes."""
+    """File with one API key per line, as `name: key` and its limits. It is read again when it changes. Without keys,
+    every request is admitted."""
     api_keys_env: str | None = Field(None, min_length=1)
-    """Environment variable that holds API keys, as the file does."""
+    """Environment variable with API keys, in the format of the file."""
     open_paths: tuple[str, ...] = ("/health", "/ready", "/ping", "/docs", "/console")
-    """Paths that need no API key; [] closes these too. `/metrics` has the names of the keys."""
+    """Paths that need no API key; with [] every path needs one. `/metrics` shows the names of the keys."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
-    """refuse: an unknown or unserved field is a 400; warn: it is left out, and told in the log and a header."""
+    """refuse: a request with an unknown or unsupported field gets 400. warn: the field is ignored, and the log and a
+    header name it."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may call this server from a browser; '*' is any."""
+    """Origins of web pages that may call this server from a browser; '*' allows any."""
     allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[^\s/:]+$")], ...] = ()
-    """Names in the Host header that are answered besides addresses, localhost and the machine's; '*' is any. Others get
-    403 where this is set, and where a server without keys listens on loopback."""
+    """Names accepted in the Host header besides addresses, localhost and the names of the machine; '*' allows any.
+    Other names get 403 if this is set, or if a server without keys listens on loopback."""
     access_log: bool = False
-    """Write a line for each answer: client, method, path, status, seconds, request id; none for probes."""
+    """Log a line for each answer: client, method, path, status, seconds, request id. Probes are not logged."""
     slow_request_s: float | None = Field(None, ge=0)
-    """Write a line with its phases for each request that took longer, in seconds."""
+    """Log the phases of each request that took longer than this many seconds."""
     otlp_endpoint: str | None = None
-    """URL of an OpenTelemetry collector, such as http://localhost:4318, to which spans of each request are sent by OTLP
-    over HTTP; needs `raylm[otel]`."""
+    """URL of an OpenTelemetry collector, such as http://localhost:4318. The spans of each request are sent there by
+    OTLP over HTTP; needs `raylm[otel]`."""
     otlp_content: bool = False
-    """Spans have prompts and answers too."""
+    """Include prompts and answers in spans."""
     store: str | None = Field(None, min_length=1)
-    """File (SQLite) of stored and background responses, ':memory:' for none; by default one by the application's name
-    in ~/.local/state/raylm (or XDG_STATE_HOME)."""
+    """SQLite file of stored and background responses; ':memory:' keeps them in memory. By default a file with the name
+    of the application in ~/.local/state/raylm (or XDG_STATE_HOME)."""
     recovery_timeout_s: float = Field(60, ge=0, le=3600)
-    """Seconds that requests wait for another engine where the last one was lost; longer than an engine's start.
+    """Seconds that requests wait for a new engine when the last one was lost; should exceed the start of an engine.
 
-    So long engines also keep the tokens of streams whose ingress was lost."""
+    Engines also keep the tokens of streams whose ingress replica was lost for this long."""
     shutdown_grace_s: float = Field(5, ge=0, le=600)
-    """Seconds that running streams get to end at shutdown."""
+    """Seconds that running streams have to finish at shutdown."""
 
     @model_validator(mode="after")
     def _spans_can_be_sent(self) -> IngressConfig:
@@ -238,24 +242,24 @@ class Config(Frozen):
     model: str = Field("embedded", min_length=1)
     """'embedded', a checkpoint directory, or a Hugging Face hub id."""
     served_model_name: str | None = None
-    """Name clients use in `model`; by default `model` itself."""
+    """Name that clients use in `model`; by default the value of `model`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and, unless `cache.dtype` says otherwise, KV cache; auto takes the checkpoint's."""
+    """Data type of the weights and, unless `cache.dtype` is set, of the KV cache; auto: that of the checkpoint."""
     quantization: Literal["int8", "int4"] | None = None
-    """Round the weights of linear layers to 8 bits (activations too, row by row) or to 4; CPU only. Quantized
-    checkpoints are served as they are, without it."""
+    """Quantize the weights of linear layers to 8 bits (activations too, row by row) or to 4 bits; only on CPUs.
+    Quantized checkpoints are served as they are and do not need it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if the node has one."""
     max_model_len: int | None = Field(None, ge=1)
-    """Longest sequence in tokens; by default what model and KV pool allow."""
+    """Longest sequence in tokens; by default the longest that the model and the KV pool allow."""
     tool_parser: str = "auto"
-    """Form of tool calls: auto (by the chat template), none, or a parser's name."""
+    """Parser of tool calls: auto (chosen by the chat template), none, or the name of a parser."""
     reasoning_parser: str = "auto"
-    """Form of reasoning before an answer: auto (by the chat template), none, or a parser's name."""
+    """Parser of the reasoning before an answer: auto (chosen by the chat template), none, or the name of a parser."""
     log_format: Literal["text", "json"] = "text"
-    """json: every line that RayLM's processes and `raylm serve` write is a JSON object."""
+    """json: RayLM's processes and `raylm serve` write every line as a JSON object."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
@@ -274,7 +278,7 @@ class Config(Frozen):
 
 
 def knobs(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(dotted name, description, default) of every knob."""
+    """Yield (dotted name, description, default) of every knob."""
     for name, info in node.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from knobs(info.annotation, f"{prefix}{name}.")
@@ -283,13 +287,13 @@ def knobs(node: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
 
 
 def flat_knobs() -> dict[str, str]:
-    """Dotted names of the knobs whose last part is unique, or all of the name, by that part."""
+    """Dotted names of knobs by the last part of the name, if it is unique or is the whole name."""
     names = [name for name, *_ in knobs()]
     counts = Counter(name.rpartition(".")[2] for name in names)
     return {last: name for name in names if counts[last := name.rpartition(".")[2]] == 1 or name == last}
 
 
-# What vLLM calls by another name, and what it has where there is something else here.
+# Knobs that vLLM calls by another name; then knobs of vLLM that RayLM replaces by something else.
 VLLM_KNOBS = {
     "enable_prefix_caching": "cache.prefix_caching",
     "num_gpu_blocks_override": "cache.num_blocks",
@@ -312,10 +316,10 @@ _ELSEWHERE = {
 
 
 def knob_named(name: str) -> str:
-    """The dotted name of a knob called by it, by its last part, or as vLLM does.
+    """The dotted name of a knob, given by this name, its last part, or vLLM's name.
 
     Raises:
-        ConfigError: there is none; the message has the nearest name, or what serves instead.
+        ConfigError: the name is unknown. The message suggests the nearest name, or the replacement.
     """
     known = {dotted: dotted for dotted, *_ in knobs()} | VLLM_KNOBS | flat_knobs()
     if name in known:
@@ -326,7 +330,7 @@ def knob_named(name: str) -> str:
 
 
 def faults(error: ValidationError) -> str:
-    """What is wrong, in one line: each fault behind the dotted name of its knob."""
+    """Format a validation error in one line: each fault after the dotted name of its knob."""
     return "; ".join(
         f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".lstrip(": ")
         for fault in error.errors()

@@ -1,6 +1,6 @@
-"""The exception tree of RayLM; every class carries its HTTP status and its OpenAI type and code.
+"""The exceptions of RayLM. Each class has an HTTP status and an OpenAI error type and code.
 
-Ingress maps them once, along the class's MRO; everything else becomes a neutral 500.
+The ingress maps an exception to an HTTP answer by its class. Any other exception becomes a 500 without details.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from typing import ClassVar
 
 
 class RayLMError(Exception):
-    """Base of all errors that RayLM raises on purpose; its message is safe to show to a client."""
+    """Base of all errors that RayLM raises on purpose. The message may be shown to a client.
+
+    ``param`` names the field of the request, ``retry_after_s`` the seconds after which a retry makes sense.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -28,24 +31,24 @@ class RayLMError(Exception):
 
 
 class ConfigError(RayLMError):
-    """The configuration or the checkpoint cannot be served; raised at start only."""
+    """The configuration or the checkpoint cannot be served. Raised only at start."""
 
 
 class InvalidRequestError(RayLMError):
-    """``param`` names the field."""
+    """The request is invalid; ``param`` names the field."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and requested tokens do not fit."""
+    """The prompt and the requested tokens exceed the longest sequence of the model."""
 
     code = "context_length_exceeded"
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """A field that this server does not serve; it is never dropped silently."""
+    """The request has a field that this server does not support. Such a field is never ignored silently."""
 
     code = "unsupported_field"
 
@@ -56,7 +59,7 @@ class AuthenticationError(InvalidRequestError):
 
 
 class PermissionDeniedError(InvalidRequestError):
-    """The API key is valid, and not for this."""
+    """The API key is valid, but does not permit this request."""
 
     status = 403
     code = "permission_denied"
@@ -81,14 +84,14 @@ class MethodNotAllowedError(InvalidRequestError):
 
 
 class BodyTimeoutError(InvalidRequestError):
-    """The body did not arrive in time."""
+    """The request body did not arrive in time."""
 
     status = 408
     code = "body_timeout"
 
 
 class ConflictError(InvalidRequestError):
-    """It contradicts what it refers to."""
+    """The request conflicts with the state of the object that it refers to."""
 
     status = 409
     code = "conflict"
@@ -125,7 +128,7 @@ class RateLimitError(OverloadedError):
 
 
 class DeadlineExceededError(RayLMError):
-    """It waited longer than the client does, and is dropped unanswered."""
+    """The request waited until its client's time limit, and is dropped."""
 
     status = 504
     type = "timeout_error"
@@ -133,7 +136,7 @@ class DeadlineExceededError(RayLMError):
 
 
 class EngineUnavailableError(RayLMError):
-    """No engine is ready; one is being started."""
+    """No engine is ready. An engine is being started."""
 
     status = 503
     type = "service_unavailable"
@@ -142,27 +145,27 @@ class EngineUnavailableError(RayLMError):
 
 
 class StoreLostError(EngineUnavailableError):
-    """The store of responses was lost; it is being started again."""
+    """The store of responses was lost and is being restarted."""
 
     code = "store_lost"
 
 
 class EngineDiedError(EngineUnavailableError):
-    """The engine was lost while it served this request; sending it again is safe."""
+    """The engine was lost while it served this request. Retrying the request is safe."""
 
     code = "engine_died"
 
 
 class EngineCrashedError(EngineDiedError):
-    """The engine failed at what it computed, so that one of its requests may be the cause; it was not killed."""
+    """The engine failed while computing, so one of its requests may be the cause. It was not killed from outside."""
 
 
 class PeerLostError(EngineDiedError):
-    """A rank waited in vain for another one, whose end is the cause to report instead."""
+    """A rank lost the connection to another rank. The loss of that rank is the cause to report instead."""
 
 
 class CancelledRequestError(RayLMError):
-    """Somebody ended it by DELETE /v1/requests/{id}."""
+    """The request was cancelled by DELETE /v1/requests/{id}."""
 
     status = 499
     type = "cancelled"
@@ -170,6 +173,6 @@ class CancelledRequestError(RayLMError):
 
 
 class ShuttingDownError(EngineUnavailableError):
-    """This replica is about to end; another one may serve the request."""
+    """This replica is shutting down. Another replica may serve the request."""
 
     code = "shutting_down"

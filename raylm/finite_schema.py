@@ -1,4 +1,4 @@
-"""has_finite_value: whether a JSON schema that refers to itself can be satisfied by a value that ends."""
+"""has_finite_value: whether a finite JSON value can satisfy a recursive JSON schema."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from urllib.parse import unquote
 
 
 def has_finite_value(schema: Any) -> bool:
-    """False only if every value that fits ``schema`` would contain itself; what is not understood is taken as finite.
+    """Whether a finite value can satisfy ``schema``. Keywords that this function does not know count as satisfiable.
 
-    The references that have finite values are found as a least fixed point, from those that need no other one.
+    Algorithm: the least fixed point of the references with finite values, beginning with references that depend on no
+    other reference.
     """
     left = {"#": schema} | {ref: _resolved(schema, ref) for ref in _references(schema)}
     known: set[str] = set()
@@ -34,7 +35,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _resolved(schema: Any, ref: str) -> Any:
-    """The place in ``schema`` that a local reference names; True, which anything fits, for any other one."""
+    """The part of ``schema`` that a local reference names. True, which any value satisfies, for other references."""
     if not ref.startswith("#/"):
         return schema if ref == "#" else True
     node = schema
@@ -47,7 +48,7 @@ def _resolved(schema: Any, ref: str) -> Any:
 
 
 def _ends(schema: Any, known: set[str]) -> bool:
-    """Whether ``schema`` has a finite value, if the references ``known`` have one and the others have none."""
+    """Whether ``schema`` has a finite value if only the references in ``known`` have one."""
     if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
         return True
     if isinstance(ref := schema.get("$ref"), str) and ref not in known:
@@ -60,7 +61,7 @@ def _ends(schema: Any, known: set[str]) -> bool:
 
 
 def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:
-    """What an object or an array of this schema cannot do without; nothing where it may be anything else."""
+    """The schemas of required properties and items. Nothing if the schema also allows values of other types."""
     kind = schema.get("type")
     properties, names = schema.get("properties"), schema.get("required")
     if kind in ("object", ["object"]) and isinstance(properties, dict) and isinstance(names, list):

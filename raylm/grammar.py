@@ -1,4 +1,4 @@
-"""What the grammar server and the worker share of structured outputs: llguidance's grammars, limits and tokens."""
+"""llguidance's grammars, limits and tokenizer, for the grammar server and the worker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-"""No insignificant white space, unless a schema says otherwise."""
+"""JSON without insignificant white space, unless a schema says otherwise."""
 
 
 @cache
 def limits() -> LLParserLimits:
-    """Far beyond what schemas in use need; a larger step fails its sequence."""
+    """Limits of a grammar and of each step, far above the needs of usual schemas. A larger step fails its sequence."""
     return LLParserLimits(
         max_grammar_size=100_000,
         initial_lexer_fuel=500_000,
@@ -34,12 +34,19 @@ def limits() -> LLParserLimits:
 
 
 def load_tokenizer(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int | None = None) -> LLTokenizer:
-    """150,000 tokens take 0.3 s and 100 MB; ``vocab_size`` is the number of logits, by default that of tokens."""
+    """Load llguidance's tokenizer. 150,000 tokens take 0.3 s and 100 MB.
+
+    ``vocab_size`` is the number of logits; by default the number of tokens.
+    """
     return LLTokenizer(str(path / "tokenizer.json"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
 def grammar_of(spec: StructuredOutputs) -> str:
-    """What a caller asked for as llguidance's grammar; ValueError if it is no JSON, or no grammar of a known kind."""
+    """Convert a structured output specification to llguidance's grammar.
+
+    Raises:
+        ValueError: the schema is not valid JSON or has no finite value, or the grammar is neither Lark nor GBNF.
+    """
     if spec.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=COMPACT)
     if spec.json is not None:
@@ -65,10 +72,10 @@ def _as_lark(text: str) -> str:
         raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
     except RecursionError:
         raise ValueError("it is nested too deeply.") from None
-    except Exception as error:  # llguidance has no class for rules that are missing or not closed
+    except Exception as error:  # llguidance has no exception class for missing or unclosed rules
         raise ValueError(f"it is no GBNF: {error}") from error
 
 
 def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher before its first token; one that cannot be used says so by ``is_error``."""
+    """A matcher before its first token. ``is_error`` is true if the grammar cannot be used."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())

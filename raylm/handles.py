@@ -1,4 +1,4 @@
-"""handle: a served model as Python sees it on the same Ray; what its caller lets go of is ended in the engine."""
+"""handle: calls a served model from Python on the same Ray cluster. A dropped call is aborted in the engine."""
 
 from __future__ import annotations
 
@@ -21,60 +21,63 @@ T = TypeVar("T")
 
 
 def handle(app: str | DeploymentHandle = "default") -> Handle:
-    """The model of a Serve application, by its name, or by the DeploymentHandle that ``build_app`` was bound to."""
+    """A handle to the model of a Serve application.
+
+    ``app`` is the name of the application, or the DeploymentHandle of an application made by ``build_app``.
+    """
     return Handle(serve.get_app_handle(app) if isinstance(app, str) else app)
 
 
 class Handle:
-    """Calls of a served model. They begin at once, and end when what they return is closed or let go of, or when this
-    process ends.
+    """Calls a served model. A call begins at once. It is aborted when its returned object is closed or garbage
+    collected, or when this process ends.
 
-    ``fields`` are those of the HTTP route of the same purpose, with its defaults; sampling may be said by ``params``
-    instead. ``model`` names a LoRA adapter.
+    ``fields`` are the fields of the HTTP route for the same purpose, with the same defaults. Sampling may be given by
+    ``params`` instead. The field ``model`` names a LoRA adapter.
 
     Raises:
-        RayLMError: from reading what a call returns: what a client of HTTP would get as an error.
+        RayLMError: reading a result raises the error that an HTTP client would get.
     """
 
     def __init__(self, ingress: DeploymentHandle) -> None:
         self._ingress = ingress
-        self._presence = ray.put(None)  # replicas ask its owner, this process, whether it is alive
+        self._presence = ray.put(None)  # replicas ask Ray whether the owner of this object, this process, is alive
 
     def __reduce__(self) -> tuple[object, ...]:
         return Handle, (self._ingress,)
 
     def generate(self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any) -> Outputs:
-        """Continue one prompt, text or token ids; ``fields`` of POST /v1/completions."""
+        """Continue one prompt, given as text or token ids; ``fields`` as in POST /v1/completions."""
         return self._stream("generate", prompt, params, **fields)
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None, **fields: Any) -> Outputs:
-        """The next turn of a conversation; ``fields`` of POST /v1/chat/completions."""
+        """Generate the next turn of a conversation; ``fields`` as in POST /v1/chat/completions."""
         return self._stream("chat", messages, params, **fields)
 
     def complete(
         self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any
     ) -> Result[RequestOutput]:
-        """As ``generate``, whole."""
+        """Like ``generate``, but returns the whole output at once."""
         return self._result("complete", prompt, params, **fields)
 
     def reply(
         self, messages: list[dict[str, Any]], params: SamplingParams | None = None, **fields: Any
     ) -> Result[RequestOutput]:
-        """As ``chat``, whole."""
+        """Like ``chat``, but returns the whole output at once."""
         return self._result("reply", messages, params, **fields)
 
     def embed(
         self, prompt: str | list[int], params: PoolingParams | None = None, **fields: Any
     ) -> Result[RequestOutput]:
-        """The vector of one prompt, float32 bytes in ``vector``; ``fields`` of POST /v1/embeddings."""
+        """Embed one prompt: float32 bytes in ``vector`` of the output; ``fields`` as in POST /v1/embeddings."""
         return self._result("embed", prompt, params, **fields)
 
     def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> Result[dict[str, Any]]:
-        """What POST /score answers."""
+        """Score pairs of texts. Returns the answer of POST /score."""
         return self._result("score", text_1, text_2, **fields)
 
     def rerank(self, query: str, documents: list[str], **fields: Any) -> Result[dict[str, Any]]:
-        """What POST /rerank answers."""
+        """Rank documents for a query. Returns the answer of POST /rerank."""
         return self._result("rerank", query, documents, **fields)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Result[list[int]]:
@@ -91,21 +94,21 @@ class Handle:
 
 
 class _Call:
-    """A call that is cancelled, unless it has ended, when ``close`` is called or nobody refers to it any more."""
+    """A call that is cancelled by ``close``, or when it is garbage collected before its end."""
 
     def __init__(self, response: DeploymentResponse | DeploymentResponseGenerator) -> None:
         self._cancel = weakref.finalize(self, response.cancel)
-        self._cancel.atexit = False  # Ray may be gone by then, and the replica sees the end of this process
+        self._cancel.atexit = False  # Ray may be shut down by then; the replica notices the end of this process
 
     def close(self) -> None:
-        """Give the call up; safe to repeat, and after its end."""
+        """Cancel the call. Safe to repeat, and after the end of the call."""
         self._cancel()
 
     async def aclose(self) -> None:
         self.close()
 
     def _failed(self, error: BaseException) -> BaseException:
-        """What to raise for ``error``, which ended the call."""
+        """Close the call, and convert the error that ended it to the exception to raise."""
         self.close()
         if isinstance(error, RayActorError):
             return EngineDiedError("The ingress replica was lost while it served this call; sending it again is safe.")
@@ -114,7 +117,7 @@ class _Call:
 
 
 class Outputs(_Call):
-    """The outputs of one call, as deltas, for ``for`` or (on an event loop) ``async for``; the last is ``finished``."""
+    """Iterates over the outputs of one call, as deltas, by ``for`` or ``async for``. The last one is ``finished``."""
 
     def __init__(self, response: DeploymentResponseGenerator) -> None:
         super().__init__(response)
@@ -150,7 +153,7 @@ class Outputs(_Call):
 
 
 class Result(_Call, Generic[T]):
-    """The answer of one call, by ``await`` or, outside of event loops, by ``result``."""
+    """The answer of one call. Use ``await`` on an event loop, and ``result`` elsewhere."""
 
     def __init__(self, response: DeploymentResponse) -> None:
         super().__init__(response)
@@ -165,7 +168,7 @@ class Result(_Call, Generic[T]):
         return found
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for it; TimeoutError gives the call up."""
+        """Wait for the answer, at most ``timeout_s`` seconds. A TimeoutError cancels the call."""
         try:
             found: T = self._response.result(timeout_s=timeout_s)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Names that are imported when they are first asked for: front doors of packages, and members of families."""
+"""Imports on first use: for the public names of packages, and for the members of registries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 def front_door(package: str, modules: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``package``, whose public names are those of ``modules`` (paths relative to it)."""
+    """A ``__getattr__`` for ``package`` that imports its public names on first use.
+
+    ``modules`` maps the path of a module, relative to the package, to its public names.
+    """
     homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
 
     def find(name: str) -> Any:
@@ -22,7 +25,7 @@ def front_door(package: str, modules: Mapping[str, Iterable[str]]) -> Callable[[
 
 
 class Family(Mapping[str, T]):
-    """The members of a family in the order in which they are considered; each is imported when it is used."""
+    """A registry of alternatives in the order in which they are tried. A member is imported when it is looked up."""
 
     def __init__(self, homes: Mapping[str, str]) -> None:
         self._homes = dict(homes)
@@ -31,7 +34,7 @@ class Family(Mapping[str, T]):
         return member(self._homes[name])  # type: ignore[no-any-return]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._homes  # without an import, which may fail
+        return name in self._homes  # avoids an import, which may fail
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
@@ -41,6 +44,6 @@ class Family(Mapping[str, T]):
 
 
 def member(place: str) -> Any:
-    """The object at ``place``, which a registry writes as ``module:name``."""
+    """Import the object at ``place``, written as ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""LLM: the engine offline, in one process; owns an event-loop thread on which front end, core and executor live."""
+"""LLM: offline inference in one process. Owns the event-loop thread of the front end, the core and the executor."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model in this process, for scripts and notebooks.
+    """Runs a model in this process, for scripts and notebooks.
 
     Args:
         model: 'embedded', a checkpoint directory, or a hub id.
-        config: knobs by the last part of their names (``max_num_seqs=4``), or as the sections of ``Config``
-            (``scheduler={"max_num_seqs": 4}``); ``engine.executor`` is always ``local`` here.
+        config: knobs by the last part of their names (``max_num_seqs=4``), or by the sections of ``Config``
+            (``scheduler={"max_num_seqs": 4}``). ``engine.executor`` is always ``local``.
 
     Raises:
-        ConfigError: at the start, the model cannot be served as configured.
-        InvalidRequestError: a prompt, parameter or adapter is wrong; nothing of the call is returned then.
+        ConfigError: at construction, the model cannot be served with this configuration.
+        InvalidRequestError: a prompt, parameter or adapter of a call is invalid. The call then returns no result.
         EngineDiedError: the engine failed.
     """
 
@@ -71,11 +71,11 @@ class LLM:
         progress: bool = True,
         **sampling: Any,
     ) -> list[GenerationResult]:
-        """Generate for one prompt or many, texts or token ids; results are in the prompts' order.
+        """Generate for one or several prompts, given as texts or token ids. Results are in the order of the prompts.
 
-        ``params`` is one for all or one each. Without it ``sampling`` has fields of SamplingParams (``max_tokens=5``),
-        and what they leave open is as the checkpoint wishes. ``adapters`` are names of LoRA adapters that were loaded,
-        one for all or one each. ``progress`` shows a bar where there are several prompts.
+        ``params`` holds for all prompts, or is a list with one for each. Without it, ``sampling`` has fields of
+        SamplingParams (``max_tokens=5``); other fields take the defaults of the checkpoint. ``adapters`` are names of
+        loaded LoRA adapters, one for all or a list with one for each. ``progress`` shows a bar for several prompts.
         """
         params = self._sampling(params, sampling)
         listed = as_prompts(prompts)
@@ -94,9 +94,9 @@ class LLM:
         progress: bool = True,
         **sampling: Any,
     ) -> list[GenerationResult]:
-        """Answer one conversation or many, by the checkpoint's chat template; otherwise as ``generate``.
+        """Answer one or several conversations by the checkpoint's chat template. Otherwise like ``generate``.
 
-        A str is a conversation of one message, the user's.
+        A str is a conversation with one message of the user.
         """
         params = self._sampling(params, sampling)
         check_template_fields(tools, template_kwargs)
@@ -119,10 +119,10 @@ class LLM:
         progress: bool = True,
         **pooling: Any,
     ) -> list[NDArray[np.float32]]:
-        """The vector of each prompt.
+        """Embed one or several prompts: one float32 vector for each, in their order.
 
-        Without ``params``, ``pooling`` has fields of PoolingParams (``dimensions=64``); by default prompts are pooled
-        as the checkpoint wishes, to length 1.
+        Without ``params``, ``pooling`` has fields of PoolingParams (``dimensions=64``). By default the pooling is that
+        of the checkpoint, and vectors are normalized to length 1.
         """
         defaults = {"pooling": self._engine.async_llm.pooling_defaults.pooling}
         params = params_of(PoolingParams, params, pooling, defaults)
@@ -136,15 +136,19 @@ class LLM:
         return self._call(self._engine.async_llm.tokenize(text, add_special_tokens=add_special_tokens))
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in PEFT's format from a directory below ``lora.root``; ``adapters`` may then name it."""
+        """Load a LoRA adapter in PEFT's format from a directory below ``lora.root``, for use in ``adapters``."""
         self._call(self._engine.async_llm.adapters.load(LoRAAdapter(name, path)))
 
     def unload_adapter(self, name: str) -> None:
-        """Let go of a LoRA adapter, NotFoundError if there is none; what still generates with it fails."""
+        """Unload a LoRA adapter. Requests that still use it fail.
+
+        Raises:
+            NotFoundError: no adapter has this name.
+        """
         self._call(self._engine.async_llm.adapters.unload(name))
 
     def close(self) -> None:
-        """End the engine and its threads; safe to call twice, and done at the latest when the interpreter ends."""
+        """Stop the engine and its threads. Safe to call twice; called at the latest when the interpreter ends."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -169,7 +173,7 @@ class LLM:
         return self._call(self._engine.each(self._engine.generate, jobs, progress))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop's thread; an interrupt of the caller (Ctrl-C) aborts the work, and surfaces at its end."""
+        """Run ``work`` on the loop's thread. An interrupt (Ctrl-C) aborts the work and is raised when it has ended."""
         if self._loop.is_closed():
             work.close()
             raise RayLMError("This LLM is closed.")
@@ -177,7 +181,7 @@ class LLM:
         ended = threading.Event()
 
         def end(task: asyncio.Task[T]) -> None:
-            task.cancelled() or task.exception()  # after an interrupt nobody asks for it
+            task.cancelled() or task.exception()  # marks the exception as retrieved: after an interrupt it is not read
             ended.set()
 
         def start() -> None:
@@ -195,7 +199,7 @@ class LLM:
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: LocalEngine) -> None:
-    # At the interpreter's end the worker's thread has been joined already and takes no more calls.
+    # At interpreter exit the worker's thread is joined already and accepts no calls.
     with suppress(RuntimeError):
         asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)

@@ -1,4 +1,4 @@
-"""What callers of LLM may write: knobs by short names, parameters by keyword, several forms of prompts."""
+"""Arguments of LLM: knobs by short names, parameters by keyword, and the accepted forms of prompts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _VLLM_ARGUMENTS = {
 
 
 def local_config(model: str | PathLike[str], given: Mapping[str, Any]) -> Config:
-    """The configuration of an engine in this process; ``given`` has sections of ``Config``, and knobs by short names.
+    """The configuration of an engine in this process, from sections of ``Config`` and knobs by short names.
 
     Raises:
-        ConfigError: a name or value is wrong, a knob is given twice, or it does nothing without a server.
+        ConfigError: a name or value is invalid, a knob is given twice, or a knob has an effect only in a server.
     """
     tree: dict[str, Any] = {"model": fspath(model) if isinstance(model, PathLike) else model}
     for name, value in given.items():
@@ -59,7 +59,7 @@ def local_config(model: str | PathLike[str], given: Mapping[str, Any]) -> Config
 def _set(tree: dict[str, Any], dotted: str, value: Any, name: str) -> None:
     section, _, last = dotted.rpartition(".")
     node = tree.setdefault(section, {}) if section else tree
-    if isinstance(node, dict):  # anything else is refused when it is validated
+    if isinstance(node, dict):  # validation rejects anything else later
         if last in node:
             raise ConfigError(f"{dotted}: it is given twice, as {name!r} too.")
         node[last] = value
@@ -80,10 +80,10 @@ def _check_local(asked: Config) -> None:
 
 
 def params_of(kind: type[P], params: Any, keywords: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
-    """``params`` as they are, or else ``kind`` of ``keywords``, with ``defaults`` for what these leave open.
+    """Return ``params`` if given, else a ``kind`` made of ``defaults`` and ``keywords``, which take precedence.
 
     Raises:
-        InvalidRequestError: both are given, or a keyword is unknown or has a wrong value.
+        InvalidRequestError: both are given, or a keyword is unknown or has an invalid value.
     """
     known: list[str] = [each.name for each in fields(kind)]
     for name in keywords:
@@ -99,7 +99,7 @@ def params_of(kind: type[P], params: Any, keywords: Mapping[str, Any], defaults:
 
 
 def sampling_each(params: Any, count: int) -> list[SamplingParams]:
-    """SamplingParams for each of ``count`` prompts."""
+    """A list of SamplingParams, one for each of ``count`` prompts; InvalidRequestError if ``params`` do not fit."""
     one = isinstance(params, SamplingParams)
     if not one and not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
         raise InvalidRequestError("params must be SamplingParams, or a list of them.", param="params")
@@ -107,7 +107,7 @@ def sampling_each(params: Any, count: int) -> list[SamplingParams]:
 
 
 def adapters_each(adapters: Any, count: int) -> list[str | None]:
-    """The name of an adapter, or None, for each of ``count`` prompts."""
+    """A list of adapter names or None, one for each of ``count`` prompts; InvalidRequestError if they do not fit."""
     one = isinstance(adapters, str | None)
     if not one and not (isinstance(adapters, Sequence) and all(isinstance(each, str | None) for each in adapters)):
         raise InvalidRequestError("adapters must be a name, or a list of names and None.", param="adapters")
@@ -122,7 +122,7 @@ def _one_each(name: str, given: Any, count: int, *, shared: bool) -> list[Any]:
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Each prompt of one or many, a text or token ids."""
+    """Convert one or several prompts to a list of texts and lists of token ids; InvalidRequestError for other types."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -136,7 +136,11 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def as_conversations(messages: Any) -> list[Conversation]:
-    """Each conversation of one or many, a list of messages or the text of the user's only one."""
+    """Convert one or several conversations to a list. A str becomes a conversation with one message of the user.
+
+    Raises:
+        InvalidRequestError: a value has another type.
+    """
     if isinstance(messages, str):
         return [_user(messages)]
     if not isinstance(messages, Sequence):
@@ -154,12 +158,12 @@ def _user(text: str) -> Conversation:
 
 
 def names_of(prompts: list[Prompt], one: str, many: str) -> list[str]:
-    """What errors call each of ``prompts``."""
+    """The name of each prompt in error messages."""
     return [one] if len(prompts) == 1 else [f"{many}[{place}]" for place in range(len(prompts))]
 
 
 def check_template_fields(tools: Any, template_kwargs: Any) -> None:
-    """Refuse what no chat template can take."""
+    """Raise InvalidRequestError for arguments that no chat template accepts."""
     listed = isinstance(tools, list | tuple | None) and all(isinstance(tool, dict) for tool in tools or ())
     if not listed:
         raise InvalidRequestError("tools must be a list of dict, or None.", param="tools")

@@ -1,4 +1,4 @@
-"""LocalEngine: what LLM runs on its loop's thread, and the results that it gives."""
+"""LocalEngine: the part of LLM that runs on its event-loop thread, and the results of LLM."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from raylm.params import PoolingParams, SamplingParams
 
 J = TypeVar("J")
 T = TypeVar("T")
-_Job = tuple[Prompt, str, SamplingParams, str | None]  # a prompt, what errors call it, and how to generate
-_MOST_OPEN_FACTOR = 4  # requests open per sequence of a step: enough to keep the batch full, few enough to stay cheap
+_Job = tuple[Prompt, str, SamplingParams, str | None]  # prompt, its name in errors, parameters, name of the adapter
+_MOST_OPEN_FACTOR = 4  # open requests per sequence of a step: enough to keep the batch full at little cost
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished sequence; ``logprobs`` is aligned with ``token_ids``, or None if not asked for."""
+    """One finished sequence. ``logprobs`` has an entry for each of ``token_ids``, or is None if not requested."""
 
     index: int
     text: str
@@ -41,7 +41,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """What one prompt came to: its ``params.n`` completions, in order."""
+    """The result of one prompt: its ``params.n`` completions, in order."""
 
     prompt_token_ids: list[int]
     completions: list[Completion]
@@ -62,7 +62,7 @@ class GenerationResult:
 
 
 class LocalEngine:
-    """Front end, core and worker; all calls come from one event loop."""
+    """A front end, an EngineCore and a worker in one process. All calls come from one event loop."""
 
     async_llm: AsyncLLM
 
@@ -85,7 +85,7 @@ class LocalEngine:
         return [await self.async_llm.render_chat(request) for request in requests]
 
     async def each(self, work: Callable[[J, _Meter], Awaitable[T]], jobs: list[J], progress: bool) -> list[T]:
-        """``work`` on all jobs, as many open as keeps the batch full; the first error ends them all."""
+        """Run ``work`` on all jobs, with enough of them open to keep the batch full. The first error cancels all."""
         gate = asyncio.Semaphore(_MOST_OPEN_FACTOR * self._config.scheduler.max_num_seqs)
 
         async def one(job: J) -> T:
@@ -122,10 +122,10 @@ class LocalEngine:
         head = RequestHead(request_id=uuid.uuid4().hex, param=name)
         async with aclosing(self.async_llm.embed(prompt, params, head)) as outputs:
             output = await anext(outputs)
-        return np.frombuffer(output.vector or b"", np.float32).copy()  # which may be written to
+        return np.frombuffer(output.vector or b"", np.float32).copy()  # a copy is writable
 
     async def stop(self) -> None:
-        """End what runs, then the core and its worker; safe after a failed start."""
+        """Stop the running requests, then the core and its worker. Safe after a failed start."""
         if self._started:
             await self.async_llm.stop()
         if self._running is not None:

@@ -1,4 +1,4 @@
-"""What is done with the columns of messages.Logprobs: tokens are selected from them, and parts joined."""
+"""Operations on the columns of messages.Logprobs: select tokens, and join parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raylm.messages import Logprobs
 
 
 def select(columns: Logprobs, positions: list[int]) -> Logprobs | None:
-    """The tokens at ``positions``; None if they have no entries."""
+    """Select the tokens at ``positions``. None if none of them has entries."""
     counts = [columns.counts[position] for position in positions]
     if not any(counts):
         return None
@@ -24,7 +24,7 @@ def select(columns: Logprobs, positions: list[int]) -> Logprobs | None:
 
 
 def join(parts: Iterable[Logprobs]) -> Logprobs:
-    """Consecutive parts as one."""
+    """Concatenate consecutive parts."""
     whole = Logprobs([], [], [], [])
     for part in parts:
         _extend(whole, part)
@@ -32,7 +32,10 @@ def join(parts: Iterable[Logprobs]) -> Logprobs:
 
 
 def append(held: Logprobs | None, num_held: int, fresh: Logprobs | None, num_fresh: int) -> Logprobs | None:
-    """The columns of ``num_held`` and then ``num_fresh`` tokens, in the lists of ``held``; None has no entries."""
+    """Append the columns of ``num_fresh`` tokens to those of ``num_held`` tokens. Extends the lists of ``held``.
+
+    None stands for columns without entries.
+    """
     if held is None and fresh is None:
         return None
     whole = held or Logprobs([0] * num_held, [], [], [0] * num_held)

@@ -1,4 +1,4 @@
-"""Names and help of all metrics. A series that vLLM has too has its name: vLLM's Grafana dashboard works unchanged."""
+"""Names and help texts of all metrics. A metric that vLLM has too uses its name, so that its dashboard works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of one request, with validated ranges; built at the edge, read by every actor."""
+"""Parameters of one request, validated on construction. The ingress creates them; every actor reads them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_STOP_STRINGS = 4
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 1024
-MAX_PENALTY = 1e6  # of repetition, and its least inverse: float32 logits stay finite
+MAX_PENALTY = 1e6  # largest repetition penalty; the least is its inverse, so that float32 logits stay finite
 MAX_GRAMMAR_CHARS = 2**18
-LARK = "%llguidance {}\n"  # what a grammar begins with that is Lark beyond doubt
+LARK = "%llguidance {}\n"  # a grammar with this prefix is Lark
 
 _INTEGERS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs")
@@ -33,12 +33,12 @@ PoolingType = Literal["last", "mean", "cls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What form an answer must have, by exactly one of:
+    """The form that an answer must have. Exactly one of these fields is set:
 
-    ``json``: a JSON schema, as an object or as its text; the answer is compact, without white space between values,
+    ``json``: a JSON schema, as an object or as its text. The answer is compact, without white space between values,
     unless the schema says otherwise (``x-guidance``). ``regex``: a regular expression for the whole answer.
-    ``choice``: one of these strings. ``grammar``: Lark (with a rule ``start``) or GBNF. ``json_object``: any object.
-    ``param`` is the field that errors about it name.
+    ``choice``: a list of strings, one of which is the answer. ``grammar``: Lark (with a rule ``start``) or GBNF.
+    ``json_object``: any JSON object. In addition, ``param`` is the name of the field in error messages.
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -71,7 +71,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, form: Mapping[str, Any]) -> StructuredOutputs:
-        """Made of its fields by name, but ``param``."""
+        """Create from a dict of the fields; ``param`` is not one of them."""
         unknown = [key for key in form if key not in _FORMS]
         _check(not unknown, "structured_outputs", f"takes one of {', '.join(_FORMS)}, and no {unknown[:1]}")
         return cls(**form)
@@ -79,14 +79,14 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw the tokens of one request and when to stop.
+    """How to sample the tokens of one request, and when to stop.
 
-    Units: ``max_tokens`` and ``min_tokens`` count generated tokens; ``logit_bias`` adds to logits (clamped to ±100);
-    penalties follow OpenAI (presence, frequency: subtracted from logits, counted over generated tokens) and
-    CTRL (repetition: divides positive and multiplies negative logits, over prompt and generated tokens).
-    ``structured_outputs``, also as a dict of their fields, hold for the answer, behind any reasoning;
-    ``thinking_token_budget`` is the most tokens that a model may think before it is made to answer.
-    ``logprob_token_ids`` are described at each generated token in place of the ``logprobs`` most likely ones.
+    ``max_tokens`` and ``min_tokens`` count generated tokens. ``logit_bias`` is added to logits (clamped to ±100).
+    Presence and frequency penalties follow OpenAI: they are subtracted from logits, counted over generated tokens. The
+    repetition penalty follows CTRL: it divides positive and multiplies negative logits, over prompt and generated
+    tokens. ``structured_outputs`` (also as a dict of its fields) applies to the answer, after any reasoning.
+    ``thinking_token_budget`` is the most reasoning tokens before the model is made to answer. ``logprob_token_ids`` are
+    reported at each generated token instead of the ``logprobs`` most likely tokens.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -187,11 +187,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How to make one vector of a prompt's last hidden states (after the model's last norm), instead of drawing tokens.
+    """How to compute one vector from a prompt's last hidden states (after the model's last norm).
 
-    ``pooling`` takes the hidden state of the last token, of the first one (``cls``), or the mean over all of them.
-    ``dimensions`` keeps that many leading numbers, all if None (Matryoshka representations, Kusupati et al. 2022);
-    ``normalize`` then scales the vector to length 1.
+    ``pooling`` takes the hidden state of the last token (``last``), of the first token (``cls``), or the mean over all
+    tokens (``mean``). ``dimensions`` keeps that many leading numbers, or all if None (Matryoshka representations,
+    Kusupati et al. 2022). ``normalize`` then scales the vector to length 1.
     """
 
     pooling: PoolingType = "last"
@@ -206,7 +206,7 @@ class PoolingParams:
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether the hidden states before the last one count, so that cached keys and values are not enough."""
+        """Whether hidden states before the last token are needed, so that cached keys and values do not suffice."""
         return self.pooling != "last"
 
 

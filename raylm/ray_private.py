@@ -1,6 +1,6 @@
-"""Every private name of Ray and Ray Serve that RayLM uses, behind functions with plain names.
+"""Wraps every private name of Ray and Ray Serve that RayLM uses. No other module uses private names.
 
-tests/test_ray_private.py checks each name alone, so that after an upgrade of Ray it says which one went away.
+tests/test_ray_private.py checks each name separately, so that it names the missing ones after an upgrade of Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-# Parts of Serve's template for HAProxy, each there once
+# Parts of Serve's template for HAProxy; each must occur exactly once.
 _DEFAULTS, _ROUTING, _BACKENDS = "\ndefaults\n", "\n    # Static routing based on ", "\nbackend default_backend\n"
 _ADMIN_SOCKET, _KEEP_ALIVE = " mode 666 level admin ", "http-keep-alive {{ config.timeout_http_keep_alive_s }}s"
 _FRONTEND = "\n    bind {{ config.frontend_host }}:{{ config.frontend_port }}\n"
@@ -30,19 +30,19 @@ _LOOPBACK = "127.0.0.1"
 
 
 def stop_flag() -> Callable[[], bool]:
-    """Call in a Serve replica: the function returned says whether Serve has begun to stop that replica."""
+    """Call in a Serve replica. The returned function says whether Serve has begun to stop the replica."""
     replica = _replica()
     return lambda: bool(replica._shutting_down)
 
 
 def route_prefix() -> Callable[[], str]:
-    """Call in a Serve replica: the function returned says under which path Serve has mounted its app."""
+    """Call in a Serve replica. The returned function gives the path under which Serve has mounted the application."""
     replica = _replica()
     return lambda: str(replica._route_prefix or "")
 
 
 def routed_for_s() -> float:
-    """Seconds for which Serve lets proxies route requests to a replica of an ingress that has begun to stop."""
+    """Seconds for which Serve's proxies may still route requests to an ingress replica that has begun to stop."""
     from ray.serve._private import constants
 
     direct = constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
@@ -55,7 +55,7 @@ def _replica() -> Any:
 
 
 def replace_http_server(server: type) -> None:
-    """Call before Serve starts an HTTP server in this process: it is made by this subclass of uvicorn's Server."""
+    """Make Serve use this subclass of uvicorn's Server. Call before Serve starts an HTTP server in this process."""
     import uvicorn
     from ray.serve._private import http_util
 
@@ -63,7 +63,10 @@ def replace_http_server(server: type) -> None:
 
 
 def serve_headers() -> tuple[frozenset[bytes], frozenset[bytes]]:
-    """Names of headers that steer how Serve handles a request, and of those that it reads as UTF-8, with - for _."""
+    """(headers that control how Serve handles a request, headers that Serve reads as UTF-8).
+
+    The names are lowercase. In the second set, - stands for _.
+    """
     from ray.serve._private import constants
 
     steering = (constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER, constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER)
@@ -76,7 +79,7 @@ def serve_headers() -> tuple[frozenset[bytes], frozenset[bytes]]:
 
 
 def shared_secret(name: str) -> bytes:
-    """32 random bytes, drawn once in the life of a Ray cluster by whoever asks first; its GCS keeps them."""
+    """32 random bytes, the same for the life of a Ray cluster. The first caller draws them; Ray's GCS stores them."""
     from ray.experimental import internal_kv
 
     key = name.encode()
@@ -85,14 +88,14 @@ def shared_secret(name: str) -> bytes:
 
 
 def dead_processes() -> list[str]:
-    """Which of the processes that ``ray.init`` started ended by themselves, as kinds: raylet, gcs_server, ..."""
+    """Kinds (raylet, gcs_server, ...) of the processes started by ``ray.init`` that have ended by themselves."""
     node = ray._private.worker._global_node
-    started = [] if node is None else list(node.all_processes.items())  # start_dashboard() changes it meanwhile
+    started = [] if node is None else list(node.all_processes.items())  # a copy: start_dashboard() may change it
     return [kind for kind, infos in started if any(info.process.poll() is not None for info in infos)]
 
 
 def dashboard_url() -> str | None:
-    """Of Ray's dashboard, as its head knows it; None where there is none."""
+    """The URL of Ray's dashboard as registered at the head node, or None if it does not run."""
     from ray._private import ray_constants
     from ray.experimental import internal_kv
 
@@ -101,7 +104,7 @@ def dashboard_url() -> str | None:
 
 
 def dashboard_fault() -> str | None:
-    """Why Ray's dashboard cannot be started here: which package it lacks."""
+    """Why Ray's dashboard cannot start here (a missing package), or None if it can."""
     from ray._private.utils import get_dashboard_dependency_error
 
     error = get_dashboard_dependency_error()
@@ -109,9 +112,10 @@ def dashboard_fault() -> str | None:
 
 
 def start_dashboard() -> str:
-    """Start Ray's dashboard for the Ray that this process started without; HOST:PORT when it answers.
+    """Start the dashboard of a Ray that this process started without one. Returns HOST:PORT when it answers.
 
-    It takes the place of the process that Ray starts instead. Any exception of Ray's says why it did not start.
+    The dashboard replaces the reduced process that Ray starts without it. If the dashboard does not start, Ray's
+    exception is raised.
     """
     from ray._private import ray_constants
     from ray.experimental import internal_kv
@@ -119,13 +123,13 @@ def start_dashboard() -> str:
     node = ray._private.worker._global_node
     node.kill_dashboard(check_alive=False)
     key, namespace = ray_constants.DASHBOARD_ADDRESS, ray_constants.KV_NAMESPACE_DASHBOARD
-    internal_kv._internal_kv_del(key.encode(), namespace=namespace)  # by which Ray knows that it is up
+    internal_kv._internal_kv_del(key.encode(), namespace=namespace)  # Ray waits for this key to appear
     node.start_api_server(include_dashboard=True, raise_on_failure=True)
     return str(node.webui_url)
 
 
 def haproxy_manager() -> type:
-    """The class, before ``ray.remote``, of the actor that writes HAProxy's configuration and runs it."""
+    """The undecorated class of the actor that writes HAProxy's configuration and runs HAProxy."""
     from ray.serve._private import haproxy
 
     manager: type = haproxy.HAProxyManager.__ray_metadata__.modified_class.__ray_actor_class__
@@ -133,7 +137,7 @@ def haproxy_manager() -> type:
 
 
 def replace_haproxy_manager(manager: type) -> None:
-    """Call in Serve's controller before it starts its proxies: they become actors of this class."""
+    """Make Serve's proxies actors of this class. Call in Serve's controller before it starts them."""
     from ray.serve._private import controller
 
     controller.HAProxyManager = ray.remote(num_cpus=0)(manager)
@@ -141,11 +145,11 @@ def replace_haproxy_manager(manager: type) -> None:
 
 @dataclass(frozen=True)
 class HAProxySettings:
-    """What RayLM sets in HAProxy beyond Serve's own settings.
+    """HAProxy settings of RayLM in addition to those of Serve.
 
-    ``error_answer`` is the whole HTTP response to 502, 503 or 504, ``bufsize`` bounds the bytes of a request's head,
-    which must arrive in ``head_timeout_s``. A client that has something to read and reads nothing for
-    ``reader_timeout_s`` is cut off. ``options`` are words of HAProxy's command line.
+    ``error_answer`` is the whole HTTP response for 502, 503 and 504. ``bufsize`` limits the size of a request's head in
+    bytes; the head must arrive within ``head_timeout_s``. A client that reads nothing for ``reader_timeout_s`` while
+    data waits for it is disconnected. ``options`` are arguments of HAProxy's command line.
     """
 
     error_answer: bytes
@@ -157,7 +161,7 @@ class HAProxySettings:
 
 
 def configure_haproxy(manager: Any, settings: HAProxySettings) -> None:
-    """Call at the end of the HAProxy manager's ``__init__``, which has not started HAProxy yet."""
+    """Apply the settings. Call at the end of the HAProxy manager's ``__init__``, before HAProxy starts."""
     haproxy = manager._haproxy
     haproxy.cfg.bufsize = settings.bufsize
     haproxy.cfg.maxconn = settings.max_connections
@@ -169,12 +173,12 @@ def configure_haproxy(manager: Any, settings: HAProxySettings) -> None:
 
 @dataclass(frozen=True)
 class HAProxyLines:
-    """Lines for HAProxy's configuration.
+    """Lines to add to HAProxy's configuration.
 
-    ``defaults`` are lines of the section of that name, ``connections`` lines of the HTTP frontend, and ``routing``
-    rules of it that come before the choice of a backend, in which ``backends`` are Serve's BackendConfig of all
-    applications over HTTP. ``sections`` are sections. A connection without a request is kept for ``keep_alive_s``.
-    HAProxy's statistics and its metrics for Prometheus listen on ``monitor_host``, nowhere where it is None.
+    ``defaults`` are lines of the section ``defaults``, ``connections`` lines of the HTTP frontend. ``routing`` are
+    rules of that frontend before the choice of a backend; in them the Jinja variable ``backends`` holds Serve's
+    BackendConfig of all HTTP applications. ``sections`` are whole sections. An idle connection is kept for
+    ``keep_alive_s``. HAProxy's statistics and metrics for Prometheus listen on ``monitor_host``; None disables both.
     """
 
     defaults: str
@@ -186,12 +190,12 @@ class HAProxyLines:
 
 
 def edit_haproxys_template(lines: HAProxyLines) -> None:
-    """Change the Jinja template of HAProxy's configuration, once in a process.
+    """Change the Jinja template of HAProxy's configuration. Later calls in the same process do nothing.
 
-    Its admin socket, to which Serve lets every user of the machine, becomes the server's own user's alone.
+    HAProxy's admin socket, which Serve opens to every user of the machine, is restricted to the server's own user.
 
     Raises:
-        RuntimeError: a part of the template that is changed is not there, or several times.
+        RuntimeError: a part of the template that has to be changed does not occur exactly once.
     """
     from ray.serve._private import haproxy
 
@@ -219,7 +223,7 @@ def edit_haproxys_template(lines: HAProxyLines) -> None:
 
 
 def _text_of(template: str, section: str, following: str) -> str:
-    """From the first line of ``section`` to the end of that of ``following``, or to the template's end without it."""
+    """The template's text from the line ``section`` to the line ``following``, or to its end if that is empty."""
     _, found, rest = template.partition(section)
     body, end, _ = rest.partition(following) if following else (rest, "", "")
     return (found + body + end) if found and end == following else section + following
@@ -235,7 +239,7 @@ def _replaced(template: str, old: str, new: str) -> str:
 
 
 def haproxys_files() -> dict[str, Path]:
-    """HAProxy's files by the environment variables that set them; each node has a directory of its own beside them."""
+    """HAProxy's files by the environment variables that set them. Each node uses its own directory beside them."""
     from ray.serve._private import constants
 
     names = ("CONFIG_FILE_LOC", "SOCKET_PATH", "METRICS_SOCKET_PATH", "SERVER_STATE_FILE")
@@ -244,19 +248,19 @@ def haproxys_files() -> dict[str, Path]:
 
 
 def is_first_start() -> bool:
-    """Call in an actor: whether it has not been started before."""
+    """Call in an actor: whether this is its first start rather than a restart."""
     return not ray.get_runtime_context().was_current_actor_reconstructed
 
 
 def fallback_proxys_port() -> int:
-    """On which Serve's own proxy listens beside HAProxy, on the head node."""
+    """The port of Serve's own proxy, which runs beside HAProxy on the head node."""
     from ray.serve._private import constants
 
     return int(constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT)
 
 
 def listen_where_ray_does() -> None:
-    """Call in a deployment's constructor: its replicas' port for each other is on loopback where Ray's ports are."""
+    """If Ray listens on loopback, let replicas listen for each other there too. Call in a deployment's constructor."""
     from ray._common.tls_utils import add_port_to_grpc_server
     from ray.serve._private import replica
 
@@ -268,7 +272,7 @@ def listen_where_ray_does() -> None:
 
 
 def application(import_path: str, args: dict[str, Any]) -> Any:
-    """The Serve application that ``import_path`` names or builds from ``args``, as Serve itself makes it of a file."""
+    """The Serve application that ``import_path`` names or builds from ``args``, as Serve does for a Serve file."""
     from ray._common.utils import import_attr
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
@@ -276,7 +280,7 @@ def application(import_path: str, args: dict[str, Any]) -> Any:
 
 
 def serve_details() -> dict[str, Any] | None:
-    """What Serve's REST API says of the whole cluster, None where Serve does not run."""
+    """The state of the whole cluster as in Serve's REST API, or None if Serve does not run."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client(raise_if_no_controller_running=False)
@@ -284,33 +288,37 @@ def serve_details() -> dict[str, Any] | None:
 
 
 def listening_host() -> str:
-    """The address on which Serve's HTTP servers listen, by its settings; it waits for Serve's controller."""
+    """The configured address of Serve's HTTP servers. Waits for Serve's controller."""
     from ray.serve.context import _get_global_client
 
     return str(ray.get(_get_global_client()._controller.get_http_config.remote()).host)
 
 
 def deploy_file(schema: Any) -> None:
-    """Hand a whole Serve file to the controller; what was deployed from a file before and is not in it ends."""
+    """Deploy a whole Serve file. Applications that an earlier file deployed and this file lacks are deleted."""
     from ray.serve.context import _get_global_client
 
     _get_global_client().deploy_apps(schema)
 
 
 def delete_applications(names: list[str]) -> None:
-    """Delete these, all at once, and wait for their end; TimeoutError after a minute."""
+    """Delete the applications, all at once, and wait until they have ended.
+
+    Raises:
+        TimeoutError: they have not ended after a minute.
+    """
     from ray.serve.context import _get_global_client
 
     _get_global_client().delete_apps(names)
 
 
 def job_has_ended(job_id: str) -> bool:
-    """Whether the driver of this job is gone, as Ray's control plane sees it."""
+    """Whether the driver of this job has ended, according to Ray's control plane."""
     return any(job["JobID"] == job_id and job["IsDead"] for job in ray._private.state.jobs())
 
 
 def raylm_actors() -> list[dict[str, Any]]:
-    """RayLM's actors in the whole cluster, as Ray's control plane knows them; the dead ones of late are among them."""
+    """RayLM's actors in the whole cluster, according to Ray's control plane. Includes recently ended actors."""
     found = []
     for actor in ray._private.state.actors().values():
         name = actor["ActorClassName"]

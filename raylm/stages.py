@@ -1,4 +1,4 @@
-"""Lines: how every process writes what happens, as text or JSON, and how the terminal finds what it tells at start."""
+"""Log lines of all processes, as text or JSON, and the stage lines that `raylm serve` shows at start."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, Literal
 Kind = Literal["stage", "error"]
 Format = Literal["text", "json"]
 
-_LOGGER = "raylm"  # whose children all loggers of the package are
+_LOGGER = "raylm"  # parent of all loggers of the package
 _LINE = re.compile(r"\[raylm (stage|error)\] (\S+)\s+(.*)")
 _JSON_BEGINS = '{"ts": '
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Who writes: what kind of process, and the application and the engine that it serves, if there is one."""
+    """The origin of a line: the kind of process, and its application and engine, if any."""
 
     process: str
     application: str = ""
@@ -29,25 +29,25 @@ class Source:
 
 
 def about(event: str, request_id: str = "", **values: object) -> dict[str, object]:
-    """The ``extra`` of a call of a logger: what happened, to which request, and what JSON has of it as fields."""
+    """The ``extra`` argument of a logger call: the event, the id of the request, and additional JSON fields."""
     return {"event": event, "request_id": request_id, "values": values}
 
 
 class LineFormatter(logging.Formatter):
-    """A line with ts (UTC), level, process, application, engine, request_id, event and message.
+    """Formats a line with ts (UTC), level, process, application, engine, request_id, event and message.
 
-    Of errors of a request the traceback is without their messages, which may hold a part of a prompt.
+    The traceback of a request's error omits the exception messages, because they may contain part of a prompt.
     """
 
     def __init__(self, kind: Format, source: Source, request_id: Callable[[], str] = str) -> None:
-        """``request_id`` tells the one that is served now, where a call does not name any."""
+        """``request_id`` returns the id of the current request, for logger calls that do not give one."""
         super().__init__()
         self.is_json = kind == "json"
         self._source = source
         self._request_id = request_id
 
     def format(self, record: logging.LogRecord) -> str:
-        """``record`` may have what ``about`` makes."""
+        """Format a record; fields from ``about`` are included."""
         given = record.__dict__
         milliseconds = int(record.created * 1000)
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
@@ -83,17 +83,17 @@ def _traceback(error: BaseException, *, with_messages: bool) -> str:
 
 
 class _Lines(logging.Handler):
-    """Writes to this process's stdout; Ray carries it to the driver, with a prefix of its own."""
+    """Writes to this process's stdout. Ray forwards it to the driver with a prefix."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), flush=True)
-        except Exception:  # as logging's own handlers do
+        except Exception:  # like the handlers of logging
             self.handleError(record)
 
 
 def configure_logs(kind: Format, source: Source, request_id: Callable[[], str] = str) -> None:
-    """From now on this process's loggers write lines, for an actor to call when it begins."""
+    """Set up the loggers of this process. An actor calls it when it starts."""
     logger = logging.getLogger(_LOGGER)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
         logger.removeHandler(handler)
@@ -105,7 +105,7 @@ def configure_logs(kind: Format, source: Source, request_id: Callable[[], str] =
 
 
 def report(kind: Kind, stage: str, text: str, request_id: str = "") -> None:
-    """Write one line that the terminal shows: what an actor has decided at start, or why it cannot."""
+    """Write one line for the terminal: a decision of an actor at start, or the reason why it cannot start."""
     text = " ".join(text.split())
     for handler in logging.getLogger(_LOGGER).handlers:
         if isinstance(handler.formatter, LineFormatter) and handler.formatter.is_json:
@@ -117,7 +117,7 @@ def report(kind: Kind, stage: str, text: str, request_id: str = "") -> None:
 
 
 def parse(line: str) -> tuple[Kind, str, str] | None:
-    """(kind, stage, text) of a line that ``report`` wrote, wherever in the line it begins; else None."""
+    """(kind, stage, text) if ``line`` contains a line that ``report`` wrote, else None. A prefix is allowed."""
     if (fields := parse_json(line)) is not None:
         kind, _, stage = str(fields["event"]).partition(".")
         return (kind, stage, str(fields["message"])) if kind in ("stage", "error") and stage else None  # type: ignore[return-value]
@@ -126,7 +126,7 @@ def parse(line: str) -> tuple[Kind, str, str] | None:
 
 
 def parse_json(line: str) -> dict[str, Any] | None:
-    """The fields of a line of a LineFormatter for JSON, wherever in the line it begins; else None."""
+    """The fields if ``line`` contains a JSON line of LineFormatter, else None. A prefix is allowed."""
     at = line.find(_JSON_BEGINS)
     if at < 0:
         return None

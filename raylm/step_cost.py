@@ -1,4 +1,4 @@
-"""StepCost: what a step takes by its number of tokens, learned from steps that ran; scheduler and worker own one."""
+"""StepCost: the time of a step by its number of tokens, learned from measured steps. Scheduler and worker have one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from math import log2
 
 _STEPS_A_KNOT = 7
 _KNOTS_AN_OCTAVE = 4
-_FLAT = 32  # up to about so many tokens a step is bound by reading the weights and takes the same
+_FLAT = 32  # up to about this many tokens, reading the weights bounds a step, so its time is constant
 _FAR = 1 << 21
-_SAME = 0.02  # share by which a median may move before a knot follows: whoever asks in every step need not begin anew
+_SAME = 0.02  # a knot moves only if its median changes by more than this share, so that the curve is seldom rebuilt
 
 
 class StepCost:
-    """Seconds by tokens as a line through knots that never falls.
+    """Seconds by tokens, as a non-decreasing polyline through knots.
 
-    A knot is the median of the last 7 steps of about the same size (within 20 %), so that a disturbed step does not
-    count, and a lasting change does after four; it stays while the median stays within 2 % of it. Beyond the knots time
-    is proportional to tokens, and the same up to 32. After ``lifetime`` steps without one of its size a knot of 7 is
-    forgotten, so that a size that was slow once is tried again, and sooner the fewer steps say so; None keeps all.
+    A knot is the median of the last 7 steps of about the same size (within 20 %). So a single disturbed step has no
+    effect, and a lasting change takes effect after four steps. The knot stays while the median stays within 2 % of it.
+    Beyond the knots, time is proportional to tokens; up to 32 tokens it is constant.
+
+    A knot of 7 steps is forgotten after ``lifetime`` steps without a step of its size, so that a size that was slow
+    once is tried again. A knot of fewer steps is forgotten sooner. With ``lifetime`` None, knots are kept.
     """
 
     def __init__(self, lifetime: int | None = None) -> None:
@@ -36,13 +38,13 @@ class StepCost:
         return bool(self._steps)
 
     def times_seen(self, tokens: int) -> int:
-        """Of how many steps of about this size it knows, at most 7."""
+        """Number of known steps of about this size, at most 7."""
         self._forget()
         return len(self._steps.get(_size(tokens), ()))
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest step it knows of; needs a step seen."""
+        """Tokens of the largest known step. Needs at least one step."""
         self._forget()
         return self._largest
 
@@ -60,7 +62,7 @@ class StepCost:
             self._curve = None
 
     def curve(self) -> tuple[list[int], list[float]]:
-        """(tokens, seconds) of points between which the cost is linear, from 1 token to 2 million; needs a step."""
+        """(tokens, seconds) of the points of the polyline, from 1 token to 2 million. Needs at least one step."""
         self._forget()
         if self._curve is None:
             knots = sorted(self._knots.values())
@@ -74,14 +76,14 @@ class StepCost:
         return self._curve
 
     def seconds(self, tokens: int) -> float:
-        """Of a step of so many tokens, from 1 to 2 million; needs a step seen."""
+        """Expected seconds of a step of ``tokens`` (1 to 2 million). Needs at least one step."""
         sizes, times = self.curve()
         right = min(bisect_right(sizes, tokens), len(sizes) - 1)
         share = (tokens - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
         return times[right - 1] + share * (times[right] - times[right - 1])
 
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens of a step that takes no longer, at least 0."""
+        """Most tokens of a step that takes at most ``seconds``; 0 if no step is that short. Needs at least one step."""
         sizes, times = self.curve()
         right = bisect_right(times, seconds)
         if right in (0, len(times)):
