@@ -1,4 +1,4 @@
-"""Front door of the worker; importing it does not import torch."""
+"""Public names of the worker package. Importing it does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short names of numpy's array types, and what ragged columns need."""
+"""Short names of numpy's array types, and helpers for ragged columns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Mask = NDArray[np.bool_]
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """``count`` entries in pieces of ``size``."""
+    """Slices that cut ``count`` entries into pieces of ``size``."""
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Of so many entries for each place, one place after the other: each entry's place, and its index within it."""
+    """(place, index within the place) of each entry, if place i has ``counts[i]`` entries, in the order of places."""
     places = np.repeat(np.arange(len(counts)), counts)
     return places, np.arange(len(places)) - (np.cumsum(counts) - counts)[places]

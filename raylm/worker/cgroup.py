@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, whether or not a container narrows them."""
+"""Cores and memory that this process may use, with the limits of a container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:
-    """Cores that this process may use: its affinity, or a container's CPU quota if that is less."""
+    """Cores that this process may use: its CPU affinity, or the container's CPU quota if that is less."""
     cores = len(os.sched_getaffinity(0))
     limit = cgroup / "cpu.max"
     if not limit.exists():
@@ -21,7 +21,7 @@ def available_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def available_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes: the machine's available memory, or less in a container."""
+    """Available memory in bytes: the machine's, or what the container's limit leaves if that is less."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     available = int(lines["MemAvailable"].split()[0]) * 1024
     limit = cgroup / "memory.max"

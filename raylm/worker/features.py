@@ -1,6 +1,6 @@
-"""What a step may have beside its forward pass and its draw: draft tokens, asynchronous decoding, LoRA adapters.
+"""Interfaces of optional features of a step: draft tokens, asynchronous decoding, LoRA adapters.
 
-Each class is the interface of a feature and does nothing itself: it stands where the feature is off.
+Each class is the interface of a feature and does nothing itself. It is used when the feature is off.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ Pending = Callable[[], ModelRunnerOutput]  # waits for a step's output, on any t
 
 
 class Speculator:
-    """Adds draft tokens to the rows of a step; whether they were right is seen by the draw, never trusted.
+    """Adds draft tokens to the rows of a step. Every draft is verified by sampling.
 
-    A draft counts if it is the token that the sampler draws at its position, from the logits and the random numbers of
-    that position. So the tokens are the same with any speculator and with none, greedy and sampled.
+    A draft is accepted if the sampler draws the same token from the logits and random numbers of its position. So the
+    tokens are the same with any speculator and without one, for greedy and random sampling.
     """
 
     def add(self, row: int, new: NewSequence) -> None:
-        """Another sequence has the row from now on."""
+        """Assign the row to a new sequence."""
 
     def remove(self, row: int, batch: InputBatch) -> None:
-        """The sequence of the row has ended, or was preempted."""
+        """Called when the sequence of the row has ended or was preempted."""
 
     def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
-        """The step with drafts, which are written behind the known tokens of ``batch``, and without finished rows."""
+        """The step with drafts and without finished rows. Drafts are written after the known tokens of ``batch``."""
         return step
 
     def observe(self, step: StepBatch, seconds: float) -> None:
-        """Take note of how long a step took."""
+        """Record the time of a step."""
 
 
 class AsyncDecode:
-    """Runs steps without the host waiting for what they draw; one of them ``has_deferred`` if a row sat it out."""
+    """Runs steps without waiting for their tokens on the host.
+
+    ``has_deferred`` says that a row has skipped its draw in some step so far.
+    """
 
     has_deferred = False
 
@@ -46,42 +49,42 @@ class AsyncDecode:
         """The row belongs to another sequence from now on."""
 
     def takes(self, step: StepBatch, batch: InputBatch) -> bool:
-        """Whether the step can run this way."""
+        """Whether the step can run asynchronously."""
         return False
 
     def launch(
         self, number: int, step: StepBatch, batch: InputBatch, forward: Forward, adapters: Sequence[AdapterRun] = ()
     ) -> Pending:
-        """Start a step that it takes."""
+        """Start a step for which ``takes`` is true."""
         raise AssertionError("it takes no step")
 
     def settle(self, batch: InputBatch) -> None:
-        """Wait until all tokens are known to the host; steps of other kinds need them."""
+        """Wait until the host knows all tokens. Steps of other kinds need them."""
 
 
 class Adapters:
-    """The LoRA adapters. ``load`` and ``unload`` may come from another thread than the steps."""
+    """The LoRA adapters of a worker. ``load`` and ``unload`` may be called on another thread than the steps."""
 
     def load(self, adapter: int, path: str) -> str:
-        """Read an adapter from a directory and bring it into the form that the forward pass reads.
+        """Read an adapter from a directory and convert it to the form of the forward pass.
 
-        Returns the digest of its content.
+        Returns the digest of the adapter's content.
 
         Raises:
-            InvalidRequestError: it cannot be served; says why.
+            InvalidRequestError: the adapter cannot be served; the message says why.
         """
         raise AssertionError("the engine loads no adapters without lora.root")
 
     def unload(self, adapter: int) -> None:
-        """Let go of an adapter that no step will use any more."""
+        """Unload an adapter. No later step may use it."""
 
     def add(self, row: int, new: NewSequence) -> None:
         """The row belongs to another sequence from now on."""
 
     def arrange(self, step: StepBatch) -> StepBatch:
-        """The step with sequences of the same adapter side by side; those with one token still come first."""
+        """The step with sequences of the same adapter adjacent. Sequences with one token still come first."""
         return step
 
     def runs(self, step: StepBatch) -> list[AdapterRun]:
-        """Which tokens of the step have an adapter."""
+        """The runs of the step's tokens that use an adapter."""
         return []

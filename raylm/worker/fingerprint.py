@@ -1,4 +1,4 @@
-"""The fingerprint of what an engine computes with: of two that are equal, equal requests get equal tokens."""
+"""The fingerprint of an engine: engines with equal fingerprints give equal requests equal tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PIECES, _PIECE_BYTES = 64, 4096
 
 
 def fingerprint(checkpoint: Checkpoint, model: str, *, batch_invariant: bool) -> str:
-    """Of a loaded model, whose quantization, dtype, layout and attention ``model`` names.
+    """The fingerprint of a loaded model. ``model`` names its quantization, dtype, layout and attention backend.
 
-    Where a position's logits may depend on what stands beside it in a step (``batch_invariant`` is False), as they do
-    in torch's own products and on GPUs, it ends with ``_varies``: then it promises nothing.
+    If logits may depend on the other rows of a step (``batch_invariant`` is False), as with torch's matrix products and
+    on GPUs, the fingerprint ends with ``_varies`` and guarantees nothing.
     """
     parts = [VERSION, torch.__version__, model, kernels().name if batch_invariant else ""]
     digest = hashlib.sha256("\n".join(parts).encode())
@@ -33,7 +33,7 @@ def fingerprint(checkpoint: Checkpoint, model: str, *, batch_invariant: bool) ->
 
 
 def _sample(file: Path, digest: hashlib._Hash) -> None:
-    """The header and pieces at even distances: all of a large model would be read for minutes."""
+    """Hash the header of a file and evenly spaced pieces: reading all of a large model would take minutes."""
     size = file.stat().st_size
     with file.open("rb") as weights:
         digest.update(weights.read(int.from_bytes(weights.read(8), "little")))

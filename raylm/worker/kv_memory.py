@@ -1,4 +1,4 @@
-"""KVMemory: the memory of a KV pool on a CPU, which the system gives when it is first written."""
+"""KVMemory: populates the memory of a KV pool on a CPU before steps write it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ _PIECE_BYTES = 2 << 20
 
 
 class KVMemory:
-    """Asks the system for the blocks that come next, where no step runs.
+    """Populates the blocks that will be used next, while no step runs. Steps run inside it as a context manager.
 
-    A step that writes new memory waits for it: in a virtual machine 3 ms for 2 MiB, a tenth of what a prompt takes. As
-    the pool hands out its unused blocks in order, ``ahead`` of them beyond the highest one in use are asked for once
-    the worker is idle for 20 ms. Memory that is never near use is not taken. It is a context in which a step runs.
+    The system allocates memory on the first write, and the writing step waits: in a virtual machine 3 ms for 2 MiB, a
+    tenth of the time of a prompt. The pool allocates unused blocks in order. Therefore, once the worker is idle for
+    20 ms, the ``ahead`` blocks after the highest used block are populated. Memory that is never needed is not taken.
 
     Args:
-        halves: keys and values of each layer, each (blocks, ...) and contiguous; () where there is nothing to do.
+        halves: keys and values of each layer, each (blocks, ...) and contiguous; () disables this class.
+        ahead: number of blocks to populate beyond the highest used block.
     """
 
     def __init__(self, halves: Sequence[Tensor] = (), ahead: int = 0) -> None:
         self._halves, self._ahead = list(halves), ahead
-        self._there = 0  # blocks that were asked for
+        self._there = 0  # number of populated blocks
         self._wanted = min(ahead, len(halves[0]) if halves else 0)
         self._thread: Thread | None = None
         self._pieces: Iterator[Tensor] = iter(())
         self.__exit__()
 
     def reach(self, blocks: Sequence[int]) -> None:
-        """These blocks will be written."""
+        """Announce that these blocks will be written."""
         if blocks and self._halves:
             self._wanted = max(self._wanted, min(max(blocks) + 1 + self._ahead, len(self._halves[0])))
 
     def __enter__(self) -> None:
-        """A step runs from now on."""
+        """Called when a step begins."""
         self._busy = True
 
     def __exit__(self, *error: object) -> None:
@@ -51,16 +52,16 @@ class KVMemory:
             self._thread.start()
 
     def ask(self) -> float | None:
-        """Ask for one piece, if the worker is idle; gives the seconds until the next one, None if that was all."""
+        """Populate one piece if the worker is idle. Returns the seconds until the next call, or None when done."""
         if self._busy or time.monotonic() - self._idle_since < _IDLE_S:
             return _IDLE_S
         piece = next(self._pieces, None)
         if piece is not None and not populate(piece):
-            self._halves, piece = [], None  # then it comes with the first write
+            self._halves, piece = [], None  # not supported: the first write allocates the memory
         return None if piece is None else 0.0
 
     def wait(self) -> None:
-        """Until the thread has nothing to do."""
+        """Wait until the thread has nothing to do."""
         if self._thread is not None:
             self._thread.join()
 
@@ -72,7 +73,10 @@ class KVMemory:
 
 
 def _ask(memory: ref[KVMemory]) -> None:
-    """In a thread, which lets the pool go with its worker; as a daemon, torch would abort the program at its end."""
+    """The thread's loop. The weak reference lets the pool be freed with its worker.
+
+    The thread is no daemon: torch would abort the program at interpreter exit.
+    """
     while main_thread().is_alive() and (found := memory()) is not None and (pause := found.ask()) is not None:
         del found
         time.sleep(pause)

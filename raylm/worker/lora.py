@@ -1,4 +1,4 @@
-"""The loaded LoRA adapters, and which row of the batch uses which."""
+"""LoRASlots: the loaded LoRA adapters, and the adapter of each row of the batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raylm.worker.features import Adapters
 from raylm.worker.forward import Forward
 from raylm.worker.step_batch import StepBatch
 
-BASE = 0  # the adapter of a row that has none
+BASE = 0  # the number of the base model: no adapter
 
 
 class LoRASlots(Adapters):
-    """The adapters by the numbers that the engine gave them, packed by ``forward``; a number is never given twice."""
+    """Owns the adapters by their numbers, packed by ``forward``. The engine never uses a number twice."""
 
     def __init__(self, config: LoRAConfig, model: CausalLM, forward: Forward, max_num_seqs: int) -> None:
         assert config.root is not None
@@ -49,7 +49,7 @@ class LoRASlots(Adapters):
         return step.take(np.lexsort((adapters, step.counts > 1)))
 
     def runs(self, step: StepBatch) -> list[AdapterRun]:
-        """Neighbours with the same adapter are one run, and one product."""
+        """Runs of adjacent tokens with the same adapter. A run is computed as one matrix product."""
         adapters = self._adapter_of[step.rows]
         if not adapters.any():
             return []
@@ -73,14 +73,15 @@ def create_adapters(config: LoRAConfig, model: CausalLM, forward: Forward, limit
 
 
 def inside(root: Path, asked: str) -> Path:
-    """The directory ``asked`` for, which must lie below ``root`` when every symbolic link is followed.
+    """The directory ``asked``, if it lies below ``root`` after all symbolic links are resolved.
 
-    All refusals say the same, so that the disk cannot be explored.
+    Raises:
+        InvalidRequestError: it does not. The message is the same in all cases, so that it reveals nothing of the disk.
     """
     try:
         home, path = root.resolve(strict=True), (root / asked).resolve(strict=True)
         if path != home and path.is_relative_to(home) and path.is_dir():
             return path
     except (OSError, ValueError, RuntimeError):
-        pass  # a broken link, a loop of links, or no path at all: as if it were not there
+        pass  # a broken link, a loop of links, or an invalid path
     raise InvalidRequestError("'lora_path' names no directory below the configured lora.root.", param="lora_path")

@@ -1,4 +1,4 @@
-"""The memory of the largest step, which is run once on made-up tokens before there is a KV pool."""
+"""Measures the memory of the largest step by running it once on dummy tokens, before the KV pool is allocated."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ from raylm.worker.sampling.sampler import Sampler
 _CPU_TOKENS = 256
 _FEWEST_TOKENS = 16
 _LITTLE_ASKED = SamplingParams()
-# All that takes memory while a token is drawn, and all that is kept for it from the first request on that asks.
+# Every parameter that needs memory while a token is drawn, or allocates memory at the first request that uses it.
 _ALL_ASKED = SamplingParams(
     top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=20
 )
 
 
 def largest_step(run: Callable[[StepLimits], int], limits: StepLimits) -> int:
-    """Bytes that ``run`` returns for a step of these limits; the error names a step that fits, found by trying."""
+    """The bytes that ``run`` measures for a step of these limits.
+
+    Raises:
+        ConfigError: the step does not fit in memory. The message names a smaller step that fits, found by trying.
+    """
     try:
         return run(limits)
     except torch.OutOfMemoryError as error:
-        cause = error.with_traceback(None)  # its frames would keep what smaller steps need
+        cause = error.with_traceback(None)  # its frames would hold memory that smaller steps need
     halves = takewhile(lambda size: size >= _FEWEST_TOKENS, (limits.max_num_tokens >> i for i in count(1)))
     fitting = next((size for size in halves if _fits(run, limits, size)), None)
     raise ConfigError(
@@ -62,12 +66,12 @@ def profile_run(
     sampler: Sampler | None = None,
     async_decode: Callable[[StepLimits], AsyncDecode] | None = None,
 ) -> int:
-    """Run a step of as many sequences and tokens as ``limits`` allow; return the bytes it took beside the weights.
+    """Run a step with as many sequences and tokens as ``limits`` allow. Returns its bytes in addition to the weights.
 
-    On a CPU the step is a warm-up of 256 tokens that measures nothing (0 is returned): a large model would take
-    half a minute for the full one, and the pool's default share leaves most of the memory free. On a GPU a step comes
-    before in which every sequence decodes and asks for penalties, truncation and log-probabilities: what it leaves on
-    the device, and what it takes beside the logits, is the largest step's too.
+    On a CPU the step is a warm-up of 256 tokens that measures nothing and returns 0: the full step of a large model
+    would take half a minute, and the pool's default share leaves most of the memory free. On a GPU another step runs
+    first, in which every sequence decodes with penalties, truncation and log-probabilities: the memory that it keeps on
+    the device, and that it needs beside the logits, counts for the largest step too.
     """
     on_gpu = device.type == "cuda"
     tokens = limits.max_num_tokens if on_gpu else min(limits.max_num_tokens, _CPU_TOKENS)
@@ -90,7 +94,7 @@ def profile_run(
 
 
 def _lengths(tokens: int, seqs: int, longest: int) -> list[int]:
-    """One-token sequences first, then as long ones as there are tokens for: they make the most logits and scores."""
+    """Lengths of the sequences: one token first, then as long as the budget allows. They need the most memory."""
     seqs, most = min(seqs, tokens), longest - 1
     return [1 + min(max(tokens - seqs - at * most, 0), most) for at in reversed(range(seqs))]
 
@@ -98,7 +102,7 @@ def _lengths(tokens: int, seqs: int, longest: int) -> list[int]:
 def _plan(
     lengths: list[int], blocks: int, params: SamplingParams = _LITTLE_ASKED, finished: int = 0
 ) -> SchedulerOutput:
-    """All sequences write to the same blocks: what they compute is of no interest."""
+    """A plan of new sequences with these lengths. All share the same blocks, because their results are not used."""
     seqs, table = len(lengths), list(range(blocks))
     new = [NewSequence(at, [0] * n, n, table, params, seed=0) for at, n in enumerate(lengths)]
     return SchedulerOutput(

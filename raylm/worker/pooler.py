@@ -1,4 +1,4 @@
-"""Vectors of the hidden states of prompts that are to be embedded."""
+"""Pooler: computes vectors from the hidden states of prompts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ NOT_FINITE = "the model's hidden states are not finite"
 
 @dataclass(slots=True)
 class _Row:
-    """A prompt on its way to a vector; ``state`` [hidden_size] float32 is what its chunks came to so far."""
+    """A partly computed prompt. ``state`` [hidden_size] float32 is the result of its chunks so far."""
 
     params: PoolingParams
     state: Tensor | None = None
 
 
 class Pooler:
-    """Owns what the chunks of each pooled prompt came to, by sequence id; costs a step nothing while there is none.
+    """Owns the intermediate results of pooled prompts, by sequence id. Costs a step nothing if there are none.
 
-    ``last`` is ready with the last chunk, ``cls`` with the first, and the mean is summed up from chunk to chunk in
-    float32. A preempted sequence starts anew, as its whole prompt is computed again where more than the last token
-    counts.
+    ``last`` takes its state from the last chunk, ``cls`` from the first; the mean is summed over the chunks in float32.
+    A preempted sequence starts again: if more than the last token is needed, its whole prompt is computed again.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class Pooler:
         self._rows.pop(seq_id, None)
 
     def claim(self, step: StepBatch) -> StepBatch:
-        """The step without the draws of pooled sequences."""
+        """Return the step without draws for pooled sequences."""
         if not self._rows:
             return step
         mine = np.fromiter((seq_id in self._rows for seq_id in step.seq_ids), np.bool_, len(step.seq_ids))
@@ -52,10 +51,10 @@ class Pooler:
     def pool(
         self, step: StepBatch, hidden: Tensor, batch: InputBatch
     ) -> tuple[list[tuple[int, bytes]], list[tuple[int, str]]]:
-        """Take in the ``hidden`` states (tokens, hidden_size) of a step.
+        """Process the ``hidden`` states (tokens, hidden_size) of a step.
 
         Returns:
-            (seq_id, float32 bytes) of the prompts that ended in this step, and (seq_id, reason) of those that failed.
+            (seq_id, float32 bytes) of the prompts that ended in this step, and (seq_id, reason) of failed prompts.
         """
         ready: list[tuple[int, bytes]] = []
         failed: list[tuple[int, str]] = []
@@ -89,6 +88,6 @@ def _take_in(row: _Row, chunk: Tensor, *, first: bool, last: bool) -> None:
 
 
 def _finish(params: PoolingParams, state: Tensor, num_tokens: int) -> Tensor:
-    """The mean of a sum, cut to its dimensions, scaled to length 1."""
+    """Divide a sum for the mean, cut the vector to its dimensions, and normalize it to length 1 if requested."""
     vector = (state / num_tokens if params.pooling == "mean" else state)[: params.dimensions]
     return torch.nn.functional.normalize(vector, dim=0) if params.normalize else vector

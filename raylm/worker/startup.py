@@ -1,4 +1,4 @@
-"""The stages from a configuration to a model runner that can take its first step."""
+"""Starts a model runner from a configuration, in stages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from raylm.worker.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
-# What can be taken out, by method or by device; without its line it is refused, or done without and the log says so.
+# Optional features by method or device. Without an entry the feature is refused, or skipped with a line in the log.
 SPECULATORS = Family[Callable[[StepLimits, int, bool, Ranks], Speculator]]({
     "ngram": "raylm.worker.speculation.speculator:NGramSpeculator",
 })  # fmt: skip
@@ -51,14 +51,14 @@ ASYNC_DECODES = Family[Callable[[StepLimits, torch.device], AsyncDecode]]({
     "cuda": "raylm.worker.gpu.async_decode:GPUAsyncDecode",
 })  # fmt: skip
 
-_WEIGHTS_BYTES_A_THREAD = 64 << 20  # about 5 ms of reading for one core
+_WEIGHTS_BYTES_A_THREAD = 64 << 20  # one core reads this in about 5 ms
 _BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-_STEPS_AHEAD = 4  # of the longest ones the KV pool's memory is there
+_STEPS_AHEAD = 4  # longest steps for which the KV pool's memory is populated in advance
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The model with its weights, where this rank computes it and with whom, and what attends for it."""
+    """The loaded model, its device and ranks, and its attention backend and sampler."""
 
     device: torch.device
     ranks: Ranks
@@ -74,13 +74,17 @@ class _Loaded:
 
     @property
     def layout(self) -> str:
-        """What decides on the numbers beside the checkpoint, in words."""
+        """The properties that determine the results besides the checkpoint, as text."""
         return f"{self.dtype}, {self.model.quantization}, attention by {self.backend.name}"
 
 
 @torch.inference_mode()
 def start_runner(config: Config, rendezvous: Rendezvous | None = None) -> tuple[ModelRunner, WorkerInfo]:
-    """Meet the other ranks, load the weights, profile, allocate the KV pool."""
+    """Connect the ranks, load the weights, profile the memory, allocate the KV pool, and compile and capture kernels.
+
+    Raises:
+        ConfigError: the model cannot be served with this configuration.
+    """
     stages: list[tuple[str, float]] = []  # (name, seconds)
 
     @contextmanager
@@ -136,7 +140,7 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     dtype = resolve_dtype(checkpoint, config.dtype, device)
     block_size, on_gpu = block_size_of(config, device), device.type == "cuda"
     fp8 = config.cache.dtype == "fp8"
-    if fp8:  # refused before weights are read
+    if fp8:  # check support before reading the weights
         specs = outline(checkpoint, dtype, device, config.quantization).attention_specs
         select_backend(with_kv_scales(specs, checkpoint), dtype, device, block_size, fp8=True)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
@@ -155,14 +159,14 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     backend = select_backend(model.attention_specs, dtype, device, block_size, fp8=fp8)
     if fp8:
         model.attention_specs = with_kv_scales(model.attention_specs, checkpoint)
-    grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary meanwhile
+    grammars = Grammars(checkpoint.path, checkpoint.eos_token_ids, model.vocab_size)  # reads the vocabulary on a thread
     sampler = Sampler(ranks=ranks, most_likely=most_likely if backend.name == "cpu" else None)
     found = device, ranks, checkpoint, model, dtype, weights_bytes, threads, block_size
     return _Loaded(*found, backend, grammars, sampler)
 
 
 def _profile(config: Config, loaded: _Loaded) -> int:
-    """Bytes that the largest step takes beside weights and KV cache."""
+    """Bytes that the largest step takes in addition to weights and KV cache."""
     limits = _limits(config, loaded.block_size, loaded.checkpoint.max_position_embeddings)
     longest = loaded.checkpoint.max_position_embeddings or limits.max_num_tokens
     model, backend, where = loaded.model, loaded.backend, (loaded.dtype, loaded.device)
@@ -177,12 +181,12 @@ def _runner(config: Config, loaded: _Loaded, pool: KVCacheSize) -> ModelRunner:
     batch = InputBatch(limits.max_num_seqs, longest, limits.block_size, model.vocab_size, loaded.grammars)
     capturable = device.type in GRAPH_FORWARDS and backend.capturable and model.capturable
     with_graphs = capturable and config.engine.cuda_graphs
-    num_blocks = pool.num_blocks + with_graphs  # their scratch block is behind the scheduler's
+    num_blocks = pool.num_blocks + with_graphs  # graphs need a scratch block after the scheduler's blocks
     kv_caches = allocate(backend, model.attention_specs, num_blocks, limits.block_size, loaded.dtype, device)
     forward = select_forward(model, backend, kv_caches, limits)
     if with_graphs and isinstance(forward, ModuleForward):
         forward = GRAPH_FORWARDS[device.type](forward, limits, pool.num_blocks, device, loaded.ranks)
-    # What is left to torch beside native products and attention is small: waking its threads takes longer.
+    # With native products and attention, torch computes so little that waking its threads would take longer.
     is_native = backend.name == "cpu" and not model.torch_multiplies
     torch.set_num_threads(loaded.threads if isinstance(forward, ModuleForward) and not is_native else 1)
     blocks_ahead = _STEPS_AHEAD * limits.max_num_tokens // limits.block_size
@@ -210,9 +214,9 @@ def create_speculator(config: SchedulerConfig, limits: StepLimits, ranks: Ranks 
 
 
 def create_async_decode(limits: StepLimits, device: torch.device, *, alone: bool) -> AsyncDecode:
-    """Only a GPU leaves something to wait for, and only a worker ``alone`` decides what is drawn.
+    """Asynchronous decoding on a GPU for a worker that is ``alone``, else steps that wait for their tokens.
 
-    It is not alone where other ranks take over what it draws, or where drafts are made from tokens that the host knows.
+    A worker is not alone if other ranks take over its tokens, or if drafts are made from tokens known to the host.
     """
     return ASYNC_DECODES[device.type](limits, device) if alone and device.type in ASYNC_DECODES else AsyncDecode()
 
@@ -232,11 +236,16 @@ def check_extras(config: Config, device: torch.device) -> None:
 
 
 def resolve_device(asked: str) -> torch.device:
-    """``asked`` is 'auto', 'cpu' or 'cuda'; who was given a GPU does not serve on the CPU without being asked to."""
+    """Resolve 'auto', 'cpu' or 'cuda' to a device.
+
+    Raises:
+        ConfigError: a GPU is requested, or assigned to this process, but torch cannot use it. 'auto' then does not fall
+            back to the CPU.
+    """
     if asked == "cpu":
         return torch.device("cpu")
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")  # why torch cannot use a GPU it tells as a warning
+        warnings.simplefilter("always")  # torch reports as a warning why it cannot use a GPU
         available = torch.cuda.is_available()
     if available:
         return torch.device("cuda")
@@ -255,12 +264,12 @@ def _why_no_gpu(told: Sequence[warnings.WarningMessage]) -> str:
 
 
 def available_threads(engine: EngineConfig) -> int:
-    """Threads for a rank: those asked for, else its share of the cores; other actors get their turns between phases."""
+    """Threads of a rank: ``engine.threads``, else its share of the cores. Other actors run between phases of a step."""
     return engine.threads or max(1, available_cores() // engine.tensor_parallel_size)
 
 
 def useful_threads(most: int, weights_bytes: int) -> int:
-    """Threads that a step is worth: each needs weights to read, or it only makes the others wait for it."""
+    """Threads that speed up a step: each needs 64 MiB of weights to read, else waiting for it costs more."""
     return min(most, max(1, weights_bytes // _WEIGHTS_BYTES_A_THREAD))
 
 

@@ -1,4 +1,4 @@
-"""The sequences of one step in the order of their tokens, and where it draws."""
+"""StepBatch: the sequences of one step in the order of their tokens. DrawRows: the tokens at which it draws."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from raylm.worker.arrays import IntArray, Ints, Mask, ragged
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step computes, as columns [S] int64 over its sequences, those with one token first.
+    """One step as columns [S] int64 over its sequences. Sequences with one token come first.
 
-    ``rows`` of the batch compute ``counts`` tokens from position ``computed`` on. Behind the last ``draws`` of them a
-    token is drawn: 0 within a prompt, else 1 + the draft tokens that stand behind the last known one.
+    The row ``rows[i]`` of the batch computes ``counts[i]`` tokens from position ``computed[i]``. A token is drawn after
+    each of the last ``draws[i]`` of them: 0 inside a prompt, else 1 + the number of draft tokens after the last known
+    token.
     """
 
     seq_ids: list[int]
@@ -45,10 +46,10 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class DrawRows:
-    """Where a step draws, as columns [D] int64 over the draws, those of a sequence one after the other.
+    """The draws of a step as columns [D] int64. The draws of a sequence are adjacent.
 
-    ``places`` say which sequence of the step, ``offsets`` the how many-th draw of it, ``tokens`` behind which token of
-    the step.
+    ``places`` is the index of the sequence in the step, ``offsets`` the number of the draw within the sequence (from
+    0), and ``tokens`` the index of the token after which the step draws.
     """
 
     places: Ints
@@ -61,9 +62,9 @@ class DrawRows:
         return cls(places, offsets, (np.cumsum(step.counts) - step.draws)[places] + offsets)
 
     def accepted(self, matches: Mask) -> Mask:
-        """Which draws count [D]: those before the first of their sequence that missed its draft, and that one.
+        """Which draws count [D]: for each sequence those up to and including the first one that misses its draft.
 
-        ``matches`` says which draws are their draft; the last one of a sequence has none and never matches.
+        ``matches`` says which draws equal their draft. The last draw of a sequence has no draft and never matches.
         """
         starts = np.flatnonzero(self.offsets == 0)
         first = np.minimum.reduceat(np.where(matches, len(matches), self.offsets), starts)

@@ -1,4 +1,4 @@
-"""The actor that computes; owns the model runner, and through it weights, KV tensors and rows."""
+"""Worker: runs the model. Owns the ModelRunner, and through it the weights, the KV tensors and the rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Start it, hand it steps in order, shut it down; all but ``prepare_grammar`` from one thread.
+    """Executes steps in the order of their submission. Call all methods but ``prepare_grammar`` from one thread.
 
-    Of ``engine.tensor_parallel_size`` workers each is one ``rank``. All are given the same steps; rank 0 draws, and
-    only what it returns means something. ``when_computing``, set before the start, is called on the thread of a step as
-    its layers begin, from when on other threads have the interpreter; not in every step on a GPU.
+    An engine has ``engine.tensor_parallel_size`` workers, each with its ``rank``. All of them get the same steps. Rank
+    0 samples, and only its outputs are meaningful. Set ``when_computing`` before ``start``: it is called on the thread
+    of a step when the layers begin, because they release the interpreter lock. On a GPU not every step calls it.
 
     Importing this class and creating a worker do not import torch; ``start`` does.
     """
@@ -33,22 +33,22 @@ class Worker:
         self.when_computing: Callable[[], None] | None = None
 
     def open_rendezvous(self) -> int:
-        """Listen for the other ranks, on rank 0 and before any rank starts; return the port on the loopback."""
+        """On rank 0, listen for the other ranks. Call before any rank starts. Returns the port on loopback."""
         self._rendezvous = open_rendezvous()
         return self._rendezvous.port
 
     def start(self, port: int = 0) -> WorkerInfo:
-        """Load weights, profile, allocate the KV pool; return what was found out.
+        """Load the weights, profile the memory and allocate the KV pool. Returns the properties of the worker.
 
-        Several ranks are started at the same time, as they wait for each other at the ``port`` that rank 0 opened.
+        Several ranks must be started at the same time: they wait for each other at the ``port`` that rank 0 opened.
 
         Raises:
-            ConfigError: the model cannot be served as configured.
-            PeerLostError: another rank is gone.
+            ConfigError: the model cannot be served with this configuration.
+            PeerLostError: another rank was lost.
         """
         started = time.perf_counter()
-        # Read once, when torch loads OpenMP: threads that spin while they wait take the cores from the other actors,
-        # and a step of 3 ms becomes one of 80 ms on a busy machine.
+        # OpenMP reads it once, when torch loads it. Spinning threads would take the cores from the other actors: a step
+        # of 3 ms becomes one of 80 ms on a busy machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from raylm.worker.startup import start_runner
 
@@ -62,25 +62,25 @@ class Worker:
         return self.launch(plan)()
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start a step, in the order of their plans; what is returned waits for its output on any thread."""
+        """Start a step. Steps must be started in their order. The returned call waits for the output, on any thread."""
         return self._started_runner.launch(plan)
 
     def prepare_grammar(self, grammar: str) -> None:
-        """Compile a grammar, so that no step waits for it; may run beside a step, on any thread."""
+        """Compile a grammar in advance, so that no step waits for it. May run during a step, on any thread."""
         self._started_runner.batch.prepare_grammar(grammar)
 
     def load_adapter(self, adapter: int, path: str) -> str:
-        """Load the LoRA adapter in the directory ``path`` under a number; may run beside a step.
+        """Load the LoRA adapter in the directory ``path`` under the number ``adapter``. May run during a step.
 
-        Returns the digest of its content.
+        Returns the digest of the adapter's content.
 
         Raises:
-            InvalidRequestError: it cannot be served; says why.
+            InvalidRequestError: the adapter cannot be served; the message says why.
         """
         return self._started_runner.adapters.load(adapter, path)
 
     def unload_adapter(self, adapter: int) -> None:
-        """Let go of an adapter; no step that was handed over, or will be, may use it."""
+        """Unload an adapter. No submitted or later step may use it."""
         self._started_runner.adapters.unload(adapter)
 
     @property

@@ -1,4 +1,4 @@
-"""Front door of paged attention: the interface, and the backends, best first; one is imported when it is considered."""
+"""Paged attention: the interface, and the backends in order of preference. A backend is imported when it is tried."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ FP8_BACKENDS = Family[type[AnyBackend]]({
 def select_backend(
     specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, block_size: int, *, fp8: bool = False
 ) -> type[AnyBackend]:
-    """The first backend that serves all layers; the log says why one that was made for the device does not."""
+    """The first backend that supports all layers. The log says why a preferred backend for this device does not.
+
+    Raises:
+        ConfigError: no backend supports the model.
+    """
     refusals: list[str] = []
     passed_over: list[str] = []
     for name, backend in (FP8_BACKENDS if fp8 else BACKENDS).items():

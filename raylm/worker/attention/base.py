@@ -1,4 +1,4 @@
-"""The one interface between the model runner and paged attention, whatever computes it."""
+"""The interface between the model runner and the backends of paged attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PlanT = TypeVar("PlanT")
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that will ever be run; memory is preallocated by these."""
+    """The limits of every step. Memory is preallocated for them. ``max_blocks`` is per sequence."""
 
     max_num_tokens: int
     max_num_seqs: int
@@ -29,14 +29,14 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of one step lie; sequences with one token first (``num_decodes`` of them).
+    """The places of one step's tokens. The first ``num_decodes`` sequences have one token each.
 
     On the device, views of buffers that stay in place from step to step:
-        slot_mapping    (tokens,) int64: block id * block_size + offset that each token's k and v are written to
-        block_tables    (seqs, width) int32: the KV blocks of each sequence, in order; beyond its own, anything
-        seq_lens        (seqs,) int32: tokens of each sequence after this step
-        query_start_loc (seqs + 1,) int32: where the tokens of each sequence begin
-    and the last two again on the host. The tokens of a sequence in a step are its last ones.
+        slot_mapping    (tokens,) int64: slot (block id * block_size + offset) of each token's key and value
+        block_tables    (seqs, width) int32: the KV blocks of each sequence, in order; arbitrary values after them
+        seq_lens        (seqs,) int32: number of tokens of each sequence after this step
+        query_start_loc (seqs + 1,) int32: index of each sequence's first token in the step
+    The last two are also on the host. The tokens of a sequence in a step are its last tokens.
     """
 
     num_decodes: int
@@ -49,11 +49,11 @@ class AttentionMetadata:
 
 
 class AttentionBackend(ABC, Generic[PlanT]):
-    """Writes keys and values into the paged pool and attends over it.
+    """Writes keys and values into the paged pool and computes attention over it.
 
-    ``device_type`` is what it was made for, ``kv_dtype`` the type of its pool where that is not the model's. With
-    ``capturable`` a step that only decodes can be replayed: from the host it takes nothing but the number of sequences
-    and the length of the longest one, and it may be longer.
+    ``device_type`` is the device for which the backend is optimized. ``kv_dtype`` is the dtype of its pool if it
+    differs from the model's. ``capturable`` says that a step which only decodes can be replayed as a graph: from the
+    host it reads only the number of sequences and an upper bound of the longest length.
     """
 
     name: ClassVar[str]
@@ -63,12 +63,12 @@ class AttentionBackend(ABC, Generic[PlanT]):
 
     @abstractmethod
     def __init__(self, limits: StepLimits) -> None:
-        """No step will be larger than ``limits``: what steps reuse can be allocated here."""
+        """Allocate memory that steps reuse. No step exceeds ``limits``."""
 
     @classmethod
     @abstractmethod
     def supports(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> list[str]:
-        """Why this backend cannot serve a layer; empty if it can."""
+        """The reasons why this backend cannot compute a layer; empty if it can."""
 
     @classmethod
     @abstractmethod
@@ -76,22 +76,22 @@ class AttentionBackend(ABC, Generic[PlanT]):
         """The shape of one layer's pool."""
 
     def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]], dtype: torch.dtype) -> None:
-        """Compile what any step within the limits may need, for these layers and their pools; called once, at start.
+        """Compile the kernels of all steps within the limits, for these layers and their pools. Called once, at start.
 
-        ``dtype`` is that of the queries.
+        ``dtype`` is the dtype of the queries.
         """
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> PlanT:
-        """Called once a step: what all layers can share."""
+        """Compute the plan that all layers of a step share. Called once a step."""
 
     def plan_in_place(
         self, tokens: int, width: int, specs: Sequence[AttentionSpec], scratch_slot: int, device: torch.device
     ) -> PlanT | None:
-        """A plan whose memory stays in place, for steps of so many tokens, with prompts, that can be replayed.
+        """A plan with fixed memory, for replayed steps of ``tokens`` tokens that include prompts.
 
-        Tables are ``width`` blocks wide, the layers those of ``specs``; until a step is taken over all tokens are
-        written to ``scratch_slot``. None if the backend has none.
+        Block tables are ``width`` blocks wide; ``specs`` are the layers. Until ``refill`` is called, all tokens are
+        written to ``scratch_slot``. None if the backend does not support it.
         """
         return None
 
@@ -103,22 +103,22 @@ class AttentionBackend(ABC, Generic[PlanT]):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
         """Write ``k`` and ``v`` (tokens, num_kv_heads, head_dim) into ``kv`` by the slot mapping, then attend.
 
-        All are written first: a sequence may share blocks with one that computes them in the same step.
-        ``q`` (tokens, num_heads, head_dim) -> as ``q``. Never reads a slot that no token of the sequence was
-        written to: what lies there may be another sequence's, or not a number.
+        All of them are written first, because a sequence may share blocks that another one computes in the same step.
+        ``q`` and the result are (tokens, num_heads, head_dim). Never reads a slot without a token of the sequence: it
+        may hold another sequence's values, or NaN.
         """
 
     def places(self, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> KVPlaces | None:
-        """Where in ``kv`` the layer itself may write the step's keys and values, and then call ``attend``."""
+        """Where in ``kv`` the layer itself writes the step's keys and values before ``attend``. None if it must not."""
         return None
 
     def attend(self, q: Tensor, kv: Tensor, plan: PlanT, layer: AttentionSpec) -> Tensor:
-        """As ``forward``, behind keys and values that have been written to their ``places``."""
+        """Like ``forward``, after the layer has written keys and values to ``places``."""
         raise AssertionError("it writes keys and values itself")
 
 
 class PagedBackend(AttentionBackend[PlanT]):
-    """Any with a pool of (2, blocks, block_size, kv_heads, head_dim)."""
+    """A backend with a pool of shape (2, blocks, block_size, kv_heads, head_dim)."""
 
     @classmethod
     def kv_cache_shape(cls, num_blocks: int, block_size: int, spec: AttentionSpec) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class PagedBackend(AttentionBackend[PlanT]):
 
 
 def kv_places(kv: Tensor, metadata: AttentionMetadata, layer: AttentionSpec) -> KVPlaces:
-    """Where a step's keys and values go in the pool of a PagedBackend."""
+    """The places of a step's keys and values in the pool of a PagedBackend."""
     keys, values = kv.flatten(1, 2).unbind(0)
     return KVPlaces(keys, values, metadata.slot_mapping, layer.key_scale, layer.value_scale)
 

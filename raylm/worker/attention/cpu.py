@@ -1,4 +1,4 @@
-"""Paged attention on CPUs by the native kernel, one call a layer; src/attention.h of raylm/native describes it."""
+"""Paged attention on CPUs by the native kernel, one call per layer. src/attention.h of raylm/native describes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raylm.worker.attention.base import AttentionBackend, AttentionMetadata, Ste
 
 
 class CpuBackend(AttentionBackend[layout.Batch]):
-    """Pool of (2, blocks, block_size * kv_heads * head_dim), laid out for the kernel."""
+    """A pool of shape (2, blocks, block_size * kv_heads * head_dim), in the layout of the native kernel."""
 
     name = "cpu"
     device_type = "cpu"
@@ -48,7 +48,7 @@ class CpuBackend(AttentionBackend[layout.Batch]):
         return self.batch(metadata, positions)
 
     def batch(self, metadata: AttentionMetadata, positions: Tensor) -> layout.Batch:
-        """The step as the kernels read it; ``positions`` (tokens,) int64 of its tokens."""
+        """The struct of a step for the kernels. ``positions`` (tokens,) int64 are those of its tokens."""
         m = metadata
         return batch_struct(positions, m.slot_mapping, m.block_tables, m.seq_lens, m.query_start_loc, self._block_size)
 

@@ -1,4 +1,4 @@
-"""Paged attention by torch's scaled_dot_product_attention over gathered pages: the reference, on any device."""
+"""Paged attention by torch's scaled_dot_product_attention over gathered pages. The reference, on any device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from raylm.models import AttentionSpec
 from raylm.worker.arrays import Ints
 from raylm.worker.attention.base import AttentionMetadata, PagedBackend, StepLimits, kv_places
 
-_GROUP_TOKENS = 65_536  # most gathered tokens, padding included, of one group of decodes
+_GROUP_TOKENS = 65_536  # most gathered tokens of one group of decodes, including padding
 _TILE_SCORES = 1 << 24  # most entries of one prefill mask
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Queries attended to in one call: one of each of some sequences of similar length, or several of one sequence.
+    """The queries of one attention call: one each of several sequences of similar length, or several of one sequence.
 
-    ``queries`` are their places among the tokens, a slice where they are neighbours; ``slots`` (seqs * width,) is what
-    they read, one sequence after the other. ``mask`` is False where a query does not see a slot, (seqs, 1, 1, width) or
-    (queries, width); None where nothing pads, or where the queries of one sequence are plainly causal.
+    ``queries`` are their indexes among the step's tokens, a slice if they are adjacent. ``slots`` (seqs * width,) are
+    the slots that they read, sequence by sequence. ``mask``, (seqs, 1, 1, width) or (queries, width), is False where a
+    query must not see a slot. It is None if there is no padding, or if the queries of one sequence are fully causal.
     """
 
     is_decode: bool
@@ -35,17 +35,17 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    """One step; what is read is worked out once for every sliding window that layers have."""
+    """The plan of one step. The reads are computed once for each sliding window of the layers."""
 
     metadata: AttentionMetadata
     reads: dict[int | None, list[Read]] = field(default_factory=dict)
 
 
 class SdpaBackend(PagedBackend[SdpaPlan]):
-    """Decodes padded together, prefills one by one.
+    """Computes decodes in padded groups and prefills one by one.
 
-    Padding reads the sequence's own first token again, so that no foreign slot is ever read: a masked score hides
-    any key, but 0 times a value that is not a number is not a number.
+    Padding repeats the sequence's own first token, so that no slot of another sequence is read: a mask hides any key,
+    but 0 times NaN in a value is NaN.
     """
 
     name = "sdpa"
@@ -154,7 +154,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, read: Read, layer: Attentio
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention with soft capping, which torch's own has not: (.., queries, head_dim), (.., keys, head_dim) -> as q."""
+    """Attention with soft capping, which torch does not have: (.., queries, head_dim), (.., keys, head_dim) -> as q."""
     scores = softcap * torch.tanh((q.float() * (scale / softcap)) @ k.float().transpose(-1, -2))
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)

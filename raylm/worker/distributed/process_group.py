@@ -1,4 +1,4 @@
-"""The process group of a rank, over which it exchanges tensors with the others, or finds them gone."""
+"""DistributedRanks: the process group by which a rank exchanges tensors with other ranks and notices their loss."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from raylm.errors import PeerLostError
 from raylm.models import SINGLE_RANK, Ranks
 from raylm.worker.distributed.rendezvous import LOOPBACK, Rendezvous
 
-# Longest wait for the others: at start they may read the same files after each other.
+# Longest wait for the other ranks: at start they may read the same files one after the other.
 TIMEOUT = timedelta(minutes=10)
 _TEAR_DOWN_AS_IT_IS = "3"  # ErrorHandlingMode::SkipCleanUp of torch's ProcessGroupNCCL
 
 
 class DistributedRanks(Ranks):
-    """Ranks over gloo for tensors on the host, and over NCCL for those on a GPU.
+    """Uses gloo for tensors on the host and NCCL for tensors on GPUs.
 
-    Operations on the host raise PeerLostError when another rank is gone, or does not come within TIMEOUT. Those on GPUs
-    do not block the host, and inside a CUDA graph NCCL watches nothing: the device waits for ever for a rank that is
-    gone. Who is told is the supervisor, by the end of that rank's heartbeats, and it ends the others.
+    Operations on the host raise PeerLostError if another rank is lost, or does not answer within TIMEOUT. Operations on
+    GPUs do not block the host, and NCCL has no timeout inside a CUDA graph: the device waits forever for a lost rank.
+    The supervisor notices the loss by the missing heartbeats of that rank, and stops the other ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -49,12 +49,12 @@ class DistributedRanks(Ranks):
                 self._group._register_backend(gpu, ProcessGroup.BackendType.NCCL, _nccl(store, rank, size))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """In place where ``x`` is contiguous."""
+        """Sum over all ranks; in place if ``x`` is contiguous."""
         x = x.contiguous()
         if self._is_apart:
             return x
-        options = AllreduceOptions()  # of a sum
-        options.asyncOp = False  # on the stream that computes, not on one beside it
+        options = AllreduceOptions()  # the default operation is a sum
+        options.asyncOp = False  # run on the current stream instead of a separate one
         with self._together():
             work = self._group.allreduce([x], options)
             if work is not None:
@@ -70,7 +70,7 @@ class DistributedRanks(Ranks):
             self._is_apart = False
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
-        """Parts travel as wide as the widest."""
+        """Concatenate the parts of all ranks on rank 0. Each part is sent padded to the widest."""
         own = F.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
         with self._together():
@@ -78,7 +78,7 @@ class DistributedRanks(Ranks):
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1) if parts else x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """``x`` is contiguous, and overwritten on the other ranks."""
+        """Send ``x`` of rank 0 to the other ranks, which overwrite theirs. ``x`` must be contiguous."""
         with self._together():
             self._group.broadcast(x, 0).wait()
         return x
@@ -123,7 +123,7 @@ def _first_line(error: RuntimeError) -> str:
 def _gloo(store: Store, rank: int, size: int) -> Backend:
     from torch._C._distributed_c10d import ProcessGroupGloo
 
-    gloo: Any = ProcessGroupGloo  # its options are not in torch's stubs
+    gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
     options._timeout = TIMEOUT
@@ -132,12 +132,12 @@ def _gloo(store: Store, rank: int, size: int) -> Backend:
 
 
 def _nccl(store: Store, rank: int, size: int) -> Backend:
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # not there in torch for CPUs
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # torch for CPUs does not have it
 
-    # A rank whose sums cannot end is to end itself, by its watchdog, with nothing aborted: the next kernels of its
-    # stream would go on from sums that are none, and tokens be drawn from them.
+    # If a sum cannot finish, NCCL's watchdog ends the process without aborting the operation: after an abort the next
+    # kernels of the stream would run on incomplete sums, and tokens would be drawn from them.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _TEAR_DOWN_AS_IT_IS
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # nothing that blocks can be captured
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # blocking operations cannot be captured in a graph
     options = ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)

@@ -1,4 +1,4 @@
-"""Where the ranks of one engine meet when they start; no torch, whose import would delay the socket."""
+"""Rendezvous of an engine's ranks at start. Imports no torch, because that would delay the listening socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What one ``rank`` knows of it: the ``port`` on the loopback, and on rank 0 the socket that listens there."""
+    """The rendezvous as seen by one ``rank``: the ``port`` on loopback, and on rank 0 the listening socket."""
 
     rank: int = 0
     port: int = 0
@@ -18,6 +18,6 @@ class Rendezvous:
 
 
 def open_rendezvous() -> Rendezvous:
-    """Rank 0's; the socket listens from now on, so that ranks may come in any order."""
+    """Create the rendezvous on rank 0. The socket listens at once, so that ranks may connect in any order."""
     listener = socket.create_server((LOOPBACK, 0))
     return Rendezvous(0, listener.getsockname()[1], listener)

@@ -1,1 +1,1 @@
-"""Draft tokens that a step verifies beside the one it computes anyway."""
+"""Speculative decoding: draft tokens that a step verifies together with the last known token."""

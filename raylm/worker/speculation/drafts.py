@@ -1,6 +1,6 @@
-"""What each sequence is likely to go on with: what came after its last tokens before, in its text or in answers.
+"""Drafts: predicts the next tokens of a sequence from what followed its last tokens before, in its text or in answers.
 
-The work is done by raylm/native/src/drafts.cpp, once a step for all rows.
+raylm/native/src/drafts.cpp does the work, once a step for all rows.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from raylm.step_cost import StepCost
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.step_batch import StepBatch
 
-# Entries of 8 bytes, of each of two tables, and tokens of 12 bytes: 40 MB with what all rows have.
+# Bits of the number of table entries (two tables, 8 bytes an entry) and of ring tokens (12 bytes): 40 MB with all rows.
 _INDEX_BITS, _RING_BITS = 21, 19
 _SHORTEST_ANSWER = 8
-_MOST_KNOTS = 128  # four an octave, up to two million tokens, and four at the ends
+_MOST_KNOTS = 128  # four per octave up to two million tokens, and four at the ends
 
 
 class Drafts:
-    """For each row the tokens that would come if it went on repeating a text, how often that was right, and which pay.
+    """Drafts tokens for each row by repeating earlier text, estimates their chances, and selects the drafts that pay.
 
-    Of the longest match of a row's last 16, 8, 4, 3, 2 tokens or 1 those are drafted that followed it most of the last
-    times: every occurrence votes for what came after it, and the latest that agrees stands for all. Which n-grams came
-    is kept for the rows' own texts, and for recent answers by owner.
+    The longest match of a row's last 16, 8, 4, 3, 2 or 1 tokens is looked up. The draft is the continuation that
+    followed this match in most of its last occurrences: each occurrence votes for its next token, and the latest
+    occurrence that agrees with the majority provides the tokens. N-grams are stored for the rows' own texts, and for
+    recent answers by owner.
 
-    The chance that a draft holds is estimated for the row, with what holds for all rows of the same kind of match
-    as what is expected beforehand.
+    The chance that a draft is accepted is estimated for each row; the prior is the acceptance over all rows for the
+    same kind of match.
 
-    Columns by row: ``tokens`` [max_num_seqs, most] int32, ``counts`` int32, and ``chances`` float64, of the next draft.
-    Columns by place in the step [max_num_seqs] int64, valid from ``begin`` to the next: ``rows``, ``step_counts`` of
-    tokens without drafts, which ``may`` have drafts, and ``added``.
+    Columns by row, for the next draft: ``tokens`` [max_num_seqs, most] int32, ``counts`` int32, ``chances`` float64.
+    Columns by place in the step [max_num_seqs] int64, valid from one ``begin`` to the next: ``rows``; ``step_counts``,
+    the tokens without drafts; ``may``, whether drafts are allowed; and ``added``, the number of drafts.
 
     Raises:
-        NativeError: it cannot be compiled here.
+        NativeError: the native code cannot be compiled on this machine.
     """
 
     def __init__(
@@ -65,18 +66,21 @@ class Drafts:
             self._library.raylm_drafts_free(handle)
 
     def forget(self, row: int, owner: int) -> None:
-        """Another sequence has the row, for which the answers of ``owner`` may be looked at."""
+        """Assign the row to a new sequence, which may use the answers of ``owner``."""
         self._library.raylm_drafts_forget(self._handle, row, owner)
 
     def keep(self, row: int, batch: InputBatch) -> None:
-        """The sequence of the row has ended: its answer may be a draft for others of its owner."""
+        """Called when the sequence of the row has ended: its answer becomes a source of drafts for its owner."""
         before = int(batch.num_prompt_tokens[row])
         if batch.num_tokens[row] - before >= _SHORTEST_ANSWER:
             self._bind(batch)
             self._library.raylm_drafts_keep(self._handle, row, before)
 
     def begin(self, step: StepBatch, batch: InputBatch) -> int:
-        """Take a step as it really is: rows that decode where they are, and not at their limit; its places."""
+        """Begin a step: decoding rows continue at their real position, and rows at their limit leave.
+
+        Returns the number of places.
+        """
         self._bind(batch)
         count = len(step.seq_ids)
         self.rows[:count], self._computed[:count] = step.rows, step.computed
@@ -84,46 +88,46 @@ class Drafts:
         return int(self._library.raylm_drafts_prepare(self._handle, count))
 
     def renew(self, count: int) -> bool:
-        """Learn from what came since the last drafts, and make new ones of the step's places that ``may`` have some.
+        """Learn from the tokens since the last drafts, and draft for the places of the step where ``may`` allows it.
 
-        Whether any of them has a chance.
+        Returns whether any draft has a chance.
         """
         return bool(self._library.raylm_drafts_renew(self._handle, count))
 
     def force(self, row: int, tokens: list[int]) -> None:
-        """Nothing but these ``tokens`` may come, or another spelling of them."""
+        """Draft ``tokens`` for the row: its grammar allows no other text, but perhaps another tokenization of it."""
         column = np.array(tokens, np.int32)
         self._library.raylm_drafts_force(self._handle, row, column.ctypes.data, len(column))
 
     def cut(self, row: int, count: int) -> None:
-        """Only so many of the row's drafts may come."""
+        """Keep only the first ``count`` drafts of the row."""
         self._library.raylm_drafts_cut(self._handle, row, count)
 
     def choose(self, count: int, most: int, cost: StepCost) -> int:
-        """Write the drafts that raise the tokens per second of the step the most behind the rows' tokens; how many.
+        """Write the drafts that raise the step's tokens per second most after the rows' tokens, at most ``most``.
 
-        ``added`` has them by place. There are ``most`` at most, and none where none raise it.
+        ``added`` has their number by place. Returns the total; 0 if no draft raises the throughput.
         """
         return int(self._library.raylm_drafts_choose(self._handle, count, most, self._learn(cost), *self._knots_at))
 
     def renew_and_choose(self, count: int, most: int, cost: StepCost) -> int:
-        """As one after the other."""
+        """``renew`` and then ``choose``, in one native call."""
         knots = self._learn(cost)
         return int(self._library.raylm_drafts_renew_and_choose(self._handle, count, most, knots, *self._knots_at))
 
     def grown(self, step: StepBatch, count: int) -> StepBatch:
-        """The step that ``begin`` took with what was ``added``, those with one token first."""
+        """The step of ``begin`` with the ``added`` drafts; sequences with one token come first."""
         self._library.raylm_drafts_arrange(self._handle, count)
         return self.without(step, count)
 
     def without(self, step: StepBatch, count: int) -> StepBatch:
-        """The step that ``begin`` took with so many places."""
+        """The step of ``begin`` without drafts; ``count`` is the number of its places."""
         order = self._order[:count].tolist()
         columns = self._places[:4, :count].copy()
         return StepBatch([step.seq_ids[place] for place in order], *columns)
 
     def _learn(self, cost: StepCost) -> int:
-        """Have the knots of what steps cost; how many there are."""
+        """Copy the knots of the cost curve for the native code if they changed. Returns their number."""
         curve = cost.curve()
         if curve is not self._curve:
             self._curve = curve

@@ -1,4 +1,4 @@
-"""Draft tokens for the sequences that repeat themselves or answers of before, as many as make a step pay."""
+"""NGramSpeculator: draft tokens for sequences that repeat their own text or earlier answers."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from raylm.worker.input_batch import InputBatch
 from raylm.worker.speculation.drafts import Drafts
 from raylm.worker.step_batch import StepBatch
 
-# A size of step is measured anew after so many others: other processes may have slowed down what was slow once.
+# The cost of a step size is measured again after this many other steps: another process may have slowed it down.
 _LIFETIME = 512
-_LONGEST_PAUSE = 15
-_OBSERVED_IN_PAUSES = 4  # one step in so many, in the longest pauses
-# Steps without drafts of a size that must have been seen before others are tried.
+_LONGEST_PAUSE = 15  # most steps without a search for drafts
+_OBSERVED_IN_PAUSES = 4  # one step in this many is measured during the longest pauses
+# Measured steps without drafts of a size that are needed before drafts are tried.
 _STEPS_TO_COMPARE_WITH = 2
-# So many steps after one with drafts what was planned is where the rows really are: at most two are in flight.
+# This many steps after a step with drafts, the planned positions are the real ones: at most two steps are in flight.
 _STEPS_TO_SETTLE = 4
-# How many times the largest size known the next may be.
+# A step may have at most this many times the tokens of the largest measured step.
 _GROWTH = 2
 
 
 class NGramSpeculator(Speculator):
-    """Drafts that a sequence goes on as a text did after the same tokens earlier on.
+    """Drafts that a sequence continues as an earlier text continued after the same tokens.
 
-    That is its own text, prompt or answer, or one of the answers of late, ``shared`` by all tenants or each tenant's
-    own; a cache salt parts them too. Where the form of an answer leaves one way to go on, that is drafted.
+    The earlier text is the sequence's own prompt or answer, or a recent answer: of any tenant if ``shared``, else of
+    the same tenant. Requests with different cache salts never use each other's answers. If the form of an answer allows
+    only one continuation, that continuation is drafted.
 
-    Of all drafts of all rows those are made that raise the tokens per second of the step the most, by the chance that
-    each holds and by what steps of the one and the other size took. So the number of drafts follows a row's success,
-    and where more tokens cost more than they bring, as in large batches, none are made. While none pay, the rows are
-    looked at only now and then.
+    Drafts are selected over all rows to raise the tokens per second of the step most, from the chance of each draft and
+    the measured time of steps of both sizes. So the number of drafts follows the success of a row, and no drafts are
+    made where additional tokens cost more than they gain, as in large batches. While none pay, the search for drafts
+    pauses, for at most 15 steps.
 
-    Rows whose logits depend on their own tokens by other than the form of the answer (penalties, bad words, min_tokens
-    not reached yet) get no drafts; others up to ``most`` in a step. The ``limits`` of a step include drafts. Of several
-    ranks, rank 0 decides: how long its steps take is known to it alone.
+    Rows whose logits depend on their own tokens in another way than by the form of the answer (penalties, bad words,
+    min_tokens not reached yet) get no drafts. Other rows get at most ``most`` in a step. The ``limits`` of a step
+    include drafts. With several ranks, rank 0 decides, because only it knows how long its steps take.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class NGramSpeculator(Speculator):
             self._cost.observe(step.num_tokens, seconds)
 
     def propose(self, step: StepBatch, batch: InputBatch) -> StepBatch:
-        """Rows that decode go on where they really are, and leave at their limit."""
+        """Add drafts to a step. Decoding rows continue at their real position; rows at their limit leave the step."""
         self._settled += 1
         if self._steps_to_skip > 0 and self._settled > _STEPS_TO_SETTLE and self._ranks.world_size == 1:
             self._steps_to_skip -= 1
@@ -84,7 +85,7 @@ class NGramSpeculator(Speculator):
         return self._drafts.grown(step, count)
 
     def _write(self, count: int, batch: InputBatch) -> bool:
-        """Write drafts behind the known tokens of the step's sequences; whether there are any."""
+        """Write drafts after the known tokens of the step's sequences. Returns whether there are any."""
         self._steps_to_skip -= 1
         tokens = sum(self._drafts.step_counts[:count].tolist())
         if self._steps_to_skip >= 0 or self._cost.times_seen(tokens) < _STEPS_TO_COMPARE_WITH:
@@ -106,7 +107,10 @@ class NGramSpeculator(Speculator):
         return False
 
     def _follow_forms(self, count: int, batch: InputBatch) -> bool:
-        """Of rows with a form: what alone it leaves, or as many drafts as fit it; whether there is such a row."""
+        """For rows with a grammar, draft the only possible continuation, or keep the drafts that the grammar allows.
+
+        Returns whether there is such a row.
+        """
         rows = self._drafts.rows[:count][self._drafts.may[:count] > 0]
         owned = rows[batch.structured.owned(rows)].tolist()
         for row in owned:
@@ -118,7 +122,7 @@ class NGramSpeculator(Speculator):
         return len(owned) > 0
 
     def _agree(self, count: int, batch: InputBatch) -> bool:
-        """Every rank has the drafts of rank 0 then; whether there are any."""
+        """Copy the drafts of rank 0 to all ranks. Returns whether there are any."""
         added = self._drafts.added[:count]
         added[:] = self._ranks.broadcast(torch.from_numpy(added.copy())).numpy()
         if not added.any():
