@@ -57,6 +57,13 @@ async def heard(monitor: HeartbeatMonitor, *names: str) -> None:
             await asyncio.sleep(0.01)
 
 
+async def silent_for(monitor: HeartbeatMonitor, name: str, seconds: float) -> None:
+    """Wait until nothing has come from a process for longer than that, as the monitor counts it."""
+    async with asyncio.timeout(300):
+        while monitor._connections[name].silent_s <= seconds:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_a_killed_process_is_lost_and_the_first_one_counts(monitor: HeartbeatMonitor, begin: Begin) -> None:
     a, b = begin("a"), begin("b")
     await heard(monitor, "a", "b")
@@ -64,7 +71,9 @@ async def test_a_killed_process_is_lost_and_the_first_one_counts(monitor: Heartb
     async with asyncio.timeout(300):
         assert await monitor.lost == ("b", "was lost")
     a.kill()
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(300):
+        while monitor._connections["a"].is_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert monitor.lost.result() == ("b", "was lost")
 
 
@@ -90,7 +99,7 @@ async def test_while_a_process_starts_it_may_be_silent(
     process = begin("a")
     await heard(monitor, "a")
     os.kill(process.pid, signal.SIGSTOP)
-    await asyncio.sleep(1)
+    await silent_for(monitor, "a", 2 * heartbeats.SILENCE_LIMIT_S)
     assert not monitor.lost.done()
     monitor.on_start()
     async with asyncio.timeout(300):
@@ -101,7 +110,7 @@ async def test_what_is_stopped_at_the_end_is_killed_too(monitor: HeartbeatMonito
     stopped = begin("a")
     await heard(monitor, "a")
     os.kill(stopped.pid, signal.SIGSTOP)
-    await asyncio.sleep(3 * heartbeats.PERIOD_S + 0.5)
+    await silent_for(monitor, "a", heartbeats._STALE_S)
     monitor.close()
     assert await asyncio.to_thread(stopped.wait, 300) == -signal.SIGKILL
 
@@ -111,9 +120,11 @@ async def test_a_monitor_that_was_stopped_itself_blames_nobody(monitor: Heartbea
     await heard(monitor, "a")
     monitor.on_start()
     os.kill(process.pid, signal.SIGSTOP)
-    await asyncio.sleep(0.3)
-    time.sleep(4)  # noqa: ASYNC251 - the event loop stands still, as if this process had been stopped
-    await asyncio.sleep(1)
+    await silent_for(monitor, "a", 0)
+    before = monitor._connections["a"].silent_s
+    time.sleep(heartbeats.SILENCE_LIMIT_S + 1)  # noqa: ASYNC251 - as if this process had been stopped
+    await silent_for(monitor, "a", before + heartbeats.PERIOD_S)
+    assert monitor._connections["a"].silent_s < heartbeats.SILENCE_LIMIT_S
     assert not monitor.lost.done()
     os.kill(process.pid, signal.SIGCONT)
 

@@ -22,6 +22,23 @@ class Client:
         self.info = PlayedEngine("a", fingerprint=fingerprint).info
 
 
+class Discovery(discovery.Discovery):
+    """It counts how often it has looked for engines."""
+
+    looks = 0
+
+    def _names(self) -> set[discovery.EngineName]:
+        self.looks += 1
+        return super()._names()
+
+    async def looked(self, times: int = 50) -> None:
+        """Wait until it has looked so many times more; each is a chance to take an engine that it must not take."""
+        until = self.looks + times
+        async with asyncio.timeout(300):
+            while self.looks < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
 async def test_an_engine_is_found_after_looks_that_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -45,7 +62,7 @@ async def test_an_engine_is_found_after_looks_that_failed(
     monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: f"the actor {name}")
     monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
     found: asyncio.Queue[object] = asyncio.Queue()
-    watching = discovery.Discovery("app", "d", found.put_nowait)
+    watching = Discovery("app", "d", found.put_nowait)
     async with asyncio.timeout(300):
         assert await found.get() is client
     assert [record.getMessage() for record in caplog.records] == [
@@ -70,14 +87,14 @@ async def test_a_line_that_is_lost_to_an_engine_that_lives_is_told_and_one_that_
     monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
     found: asyncio.Queue[object] = asyncio.Queue()
-    watching = discovery.Discovery("app", "d", found.put_nowait)
+    watching = Discovery("app", "d", found.put_nowait)
     async with asyncio.timeout(300):
         assert await found.get() is clients[0]
         clients[0].left.set()
         assert await found.get() is clients[1]
     clients[1].draining = True
     clients[1].left.set()
-    await asyncio.sleep(0.05)
+    await watching.looked()
     assert found.empty()
     assert [record.getMessage() for record in caplog.records] == [
         "The line to EngineCore:app:d:a was lost, which lives; it is opened again."
@@ -101,7 +118,7 @@ async def test_the_line_to_an_engine_that_dropped_this_client_is_opened_again_at
     monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
     found: asyncio.Queue[object] = asyncio.Queue()
-    watching = discovery.Discovery("app", "d", found.put_nowait)
+    watching = Discovery("app", "d", found.put_nowait)
     async with asyncio.timeout(300):
         assert await found.get() is clients[0]
         clients[0].dropped = True
@@ -113,36 +130,35 @@ async def test_the_line_to_an_engine_that_dropped_this_client_is_opened_again_at
 async def test_engines_are_looked_for_seldom_once_none_comes_or_goes_and_at_once_when_one_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clients, looks = [Client(), Client()], 0
+    clients, now = [Client(), Client()], 0.0
     waiting = iter(clients)
 
     async def connect(core: object) -> Client:
         return next(waiting)
 
-    def list_named_actors(all_namespaces: bool) -> list[dict[str, str]]:
-        nonlocal looks
-        looks += 1
-        return [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
-
-    monkeypatch.setattr(discovery, "list_named_actors", list_named_actors)
+    listed = [{"name": "EngineCore:app:d:a", "namespace": NAMESPACE}]
+    monkeypatch.setattr(discovery, "list_named_actors", lambda all_namespaces: listed)
+    monkeypatch.setattr(discovery, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(discovery, "PERIOD_S", 0.001)
-    monkeypatch.setattr(discovery, "SETTLING_S", 0.1)
     monkeypatch.setattr(discovery, "SETTLED_PERIOD_S", 3600)
     monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
     found: asyncio.Queue[object] = asyncio.Queue()
-    watching = discovery.Discovery("app", "d", found.put_nowait)
+    watching = Discovery("app", "d", found.put_nowait)
+    without_engines = Discovery("other", "d", found.put_nowait)
     async with asyncio.timeout(300):
         assert await found.get() is clients[0]
-        await asyncio.sleep(0.3)
-        settled = looks
-        assert settled > 2
-        await asyncio.sleep(0.2)
-        assert looks == settled
+        await watching.looked()
+        now += discovery.SETTLING_S + 1
+        await without_engines.looked()  # meanwhile the last look of the other ends
+        settled = watching.looks
+        await without_engines.looked()
+        assert watching.looks == settled
         clients[0].dropped = True
         clients[0].left.set()
         assert await found.get() is clients[1]
     watching.stop()
+    without_engines.stop()
 
 
 class Core:
@@ -178,13 +194,13 @@ async def test_an_engine_of_another_configuration_is_taken_if_it_gives_the_token
     monkeypatch.setattr(discovery.ray, "get_actor", lambda name, namespace: Core(clients[name]))
     monkeypatch.setattr(discovery.RayEngineClient, "connect", connect)
     found: asyncio.Queue[object] = asyncio.Queue()
-    watching = discovery.Discovery("app", "new", found.put_nowait)
-    await asyncio.sleep(0.05)
+    watching = Discovery("app", "new", found.put_nowait)
+    await watching.looked()
     assert found.empty()
     listed.append("EngineCore:app:new:a")
     async with asyncio.timeout(300):
         assert await found.get() is clients["EngineCore:app:new:a"]
         assert await found.get() is clients["EngineCore:app:old:b"]
-    await asyncio.sleep(0.05)
+    await watching.looked()
     assert found.empty()
     watching.stop()

@@ -35,11 +35,19 @@ class Replica:
 
     def __init__(self) -> None:
         self.asked, self.left = asyncio.Event(), asyncio.Event()
-        self.head = b""
+        self.head, self.begun = b"", asyncio.Event()
         self.port = free_port()
         self.ready = (b"503 Service Unavailable", b'{"error":{}}')
         self.probes: list[bytes] = []  # but those that are HAProxy's own
         self.says_nothing = asyncio.Event()
+        self._told = asyncio.Condition()
+        self._times_told = 0
+
+    async def told_haproxy(self, times: int = 2) -> None:
+        """Wait until HAProxy itself has asked so many times more whether it is ready, and has the answers."""
+        until = self._times_told + times + 1  # it asks once at a time: who asks again has the last answer
+        async with asyncio.timeout(300), self._told:
+            await self._told.wait_for(lambda: self._times_told >= until)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if b"/-/healthz" in (head := await reader.readuntil(b"\r\n\r\n")):
@@ -47,6 +55,10 @@ class Replica:
         elif b"GET" in head and head.split()[1].removeprefix(b"/up") in (b"/health", b"/ready", b"/ping"):
             if b"host: haproxy" not in head.lower():
                 self.probes.append(head.split()[1])
+            else:
+                async with self._told:
+                    self._times_told += 1
+                    self._told.notify_all()
             if self.says_nothing.is_set():
                 await reader.read()
             status, body = self.ready
@@ -62,6 +74,7 @@ class Replica:
             self.left.set()
         else:
             self.head = head
+            self.begun.set()
             await reader.readexactly(len(BODY))
             self.asked.set()
             with suppress(ConnectionResetError):
@@ -129,22 +142,43 @@ async def test_what_it_answers_itself_has_the_envelope_of_both_apis(haproxy: Any
         assert answer.headers[name] == ours.headers[name]
 
 
-@pytest.mark.parametrize("apart_s", [0, 0.1])
-async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(
-    haproxy: Any, replica: Replica, apart_s: float
+@pytest.mark.parametrize("apart", [False, True])
+async def test_a_client_that_waits_for_an_answer_keeps_its_connection(
+    haproxy: Any, replica: Replica, apart: bool
 ) -> None:
-    _, writer = await asyncio.open_connection("127.0.0.1", haproxy.cfg.http_options.port)
-    writer.write(b"POST /up HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: forged\r\nContent-Length: %d\r\n\r\n" % len(BODY))
-    await asyncio.sleep(apart_s)
-    writer.write(BODY)
+    """Longer than others keep theirs, whose limits begin later."""
+    port = haproxy.cfg.http_options.port
+    writer = await ask(port, replica, apart)
+    later, idle = await asyncio.open_connection("127.0.0.1", port)
+    idle.write(b"GET /up/health HTTP/1.1\r\n")
     async with asyncio.timeout(300):
-        await replica.asked.wait()
-    assert replica.head.lower().rpartition(b"x-forwarded-for: ")[2].startswith(b"127.0.0.1\r\n")
-    await asyncio.sleep(0.1 if apart_s else 1.2)
+        assert (await later.read()).startswith(b"HTTP/1.1 408 ")
+    idle.close()
     assert not replica.left.is_set()
+    writer.close()
+
+
+@pytest.mark.parametrize("haproxy", [{"_READER_S": 3600}], indirect=True)
+@pytest.mark.parametrize("apart", [False, True])
+async def test_it_sees_a_client_hang_up_that_waits_for_an_answer(haproxy: Any, replica: Replica, apart: bool) -> None:
+    """All its limits for a client that has sent its request are an hour, so none of them ends the connection."""
+    writer = await ask(haproxy.cfg.http_options.port, replica, apart)
+    assert replica.head.lower().rpartition(b"x-forwarded-for: ")[2].startswith(b"127.0.0.1\r\n")
     writer.close()
     async with asyncio.timeout(300):
         await replica.left.wait()
+
+
+async def ask(port: int, replica: Replica, apart: bool) -> asyncio.StreamWriter:
+    """Send a request, its body ``apart`` from its head, and wait until the replica has all of it."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /up HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: forged\r\nContent-Length: %d\r\n\r\n" % len(BODY))
+    async with asyncio.timeout(300):
+        if apart:
+            await replica.begun.wait()
+        writer.write(BODY)
+        await replica.asked.wait()
+    return writer
 
 
 async def test_it_passes_on_longer_heads_than_the_ingress_takes(haproxy: Any) -> None:
@@ -201,7 +235,7 @@ async def probing(haproxy: Any, replica: Replica) -> AsyncIterator[Probing]:
 
 
 async def test_it_answers_probes_itself_while_a_replica_is_ready(probing: Probing, replica: Replica) -> None:
-    await asyncio.sleep(1.5)  # it has asked by now
+    await replica.told_haproxy()
     assert (await probing.client.get("/up/health")).status_code == 503
     assert replica.probes == [b"/up/health"]
     replica.ready = b"200 OK", b'{"status":"ok"}'
@@ -227,7 +261,7 @@ async def test_it_asks_the_replica_that_is_not_ready_any_more(
     replica.ready = ready
     answer = await probing.until(own=False)
     assert (answer.status_code, answer.content) == (int(ready[0].split()[0]), ready[1])
-    await asyncio.sleep(1.5)
+    await replica.told_haproxy()
     assert (await probing.client.get("/up/health")).content == ready[1]
 
 
