@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,6 +20,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("def
 
 SCALED = {"replicas": {"min": 0, "max": 2, "downscale_delay_s": 3}, "threads": 1}
 INGRESS = {"shutdown_grace_s": 60}  # more than a stream takes
+GRACE_S = 30
+_TLS = httpx.create_ssl_context()  # to make one takes a client long
 QUESTIONS = [f"Count from {number} to {number + 9}." for number in range(6)]
 
 
@@ -39,7 +44,7 @@ async def text(url: str, number: int, tokens: int) -> str:
     found = last = ""
     try:
         async with (
-            httpx.AsyncClient(timeout=300) as client,
+            httpx.AsyncClient(timeout=300, verify=_TLS) as client,
             client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
         ):
             async for line in answer.aiter_lines():
@@ -134,3 +139,68 @@ async def test_engines_go_with_the_load_to_none_and_back(tmp_path: Path) -> None
         texts = await asyncio.gather(*streams)
         assert all(len(found) > 1000 for found in texts)
         await asyncio.to_thread(updates.wait, lambda: engines() == [], "keeps its engines")
+
+
+class Crowd:
+    """Ten clients that stream and four that ask for short answers, again and again, on connections of their own."""
+
+    def __init__(self, url: str) -> None:
+        streams = [partial(text, url, number, 200) for number in range(10)]
+        self._asks = [*streams, *(partial(text, url, number, 5) for number in range(4))]
+        self._right: list[str] = []
+        self.answers = Counter[int]()
+        self.wrong: list[str] = []
+
+    async def __aenter__(self) -> Crowd:
+        self._right = [await ask() for ask in self._asks]
+        assert all(len(right) > 5 and "it ended" not in right for right in self._right), self._right
+        self._tasks = [asyncio.create_task(self._ask(number)) for number in range(len(self._asks))]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _ask(self, number: int) -> None:
+        while True:
+            began = time.monotonic()
+            found = await self._asks[number]()
+            took_s = time.monotonic() - began
+            self.answers[number] += 1
+            if found != self._right[number] and not (took_s > GRACE_S and "shutting_down" in found):
+                self.wrong.append(f"client {number}, {took_s:.1f} s: {found}")
+
+    async def see(self, update: Callable[[], None]) -> None:
+        """Carry out an update; all that was asked before its end has been answered when this returns."""
+        await asyncio.to_thread(update)
+        before = self.answers.copy()
+        while not self.wrong and any(self.answers[n] == before[n] for n in range(len(self._asks))):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert self.wrong == []
+
+
+async def test_ten_updates_in_turn_change_no_text_and_cut_no_stream(tmp_path: Path) -> None:
+    """A stream that takes longer than the grace may end with ``shutting_down``, no other."""
+    ingress = {"replicas": 2, "shutdown_grace_s": GRACE_S}
+    with updated_server(tmp_path / "serve.yaml", engines=1, ingress=ingress) as updates:
+
+        def replicas(engines: int, ingresses: int) -> Callable[[], None]:
+            numbers = {"Engine": engines, "Ingress": ingresses}
+            return lambda: [updates.set_replicas(number, name, **numbers) for name, number in numbers.items()] and None
+
+        steps: list[Callable[[], None]] = [
+            replicas(1, 1),
+            replicas(2, 1),
+            partial(updates.update, scheduler={"max_num_seqs": 32}),
+            replicas(2, 2),
+            replicas(1, 2),
+            replicas(1, 1),
+            partial(updates.update, ingress=ingress | {"max_queued_requests": 1000}),
+            replicas(1, 2),
+            partial(updates.update, scheduler={"max_num_seqs": 48}),
+            replicas(1, 1),
+        ]
+        async with Crowd(updates.server.url) as crowd:
+            for step in steps:
+                await crowd.see(step)
