@@ -360,6 +360,19 @@ class EngineCoreOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreReport:
+    """What an EngineCore reports to its supervisor each second, and once more as its last words.
+
+    ``stats`` are for all clients as ``others``. It holds ``held`` requests, or held them when it ``ended``, which is
+    the reason as a sentence, "" while it runs.
+    """
+
+    stats: EngineStats
+    held: int
+    ended: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """What an engine holds at a moment; asked for by who looks, never on the path of a token.
 
@@ -408,6 +421,9 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
+    """``link`` is the node of the EngineCore and the path where it awaits clients of that node; ("", "") for none."""
+
     engine_id: str
     max_model_len: int
     worker: WorkerInfo
+    link: tuple[str, str] = ("", "")

@@ -127,7 +127,7 @@ class FakeWorker:
             kv_cache_bytes=0,
         )
 
-    def open_channel(self, node_id: str) -> None:
+    def open_link(self, node_id: str) -> None:
         """As a Ray actor it takes steps as Ray's calls alone, as from another node."""
 
     def prepare_grammar(self, grammar: str) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import os
 import signal
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -26,7 +25,12 @@ from raylm.errors import ConfigError, EngineDiedError
 from raylm.frontend import Discovery
 from raylm.frontend.engines import ray_engine_client
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.frontend.engines.ray_engine_client import RayEngineClient
+from raylm.frontend.engines.ray_engine_client import (
+    ActorEngineClient,
+    LinkEngineClient,
+    RayEngineClient,
+    connect_engine,
+)
 from raylm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -82,19 +86,21 @@ def start() -> Iterator[Start]:
         ray.kill(actor)
 
 
-Connect = Callable[[ActorHandle], Awaitable[RayEngineClient]]
-both_ways = pytest.mark.parametrize("connect", ["channel", "ray"], indirect=True)
+Connect = Callable[[ActorHandle], Awaitable[ActorEngineClient]]
+both_ways = pytest.mark.parametrize("connect", ["link", "ray"], indirect=True)
 
 
 @pytest.fixture
 async def connect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
-    """Connects clients, which leave with the test; outputs come to them over a channel, or through Ray ("ray")."""
-    clients: list[RayEngineClient] = []
-    if getattr(request, "param", "channel") == "ray":
+    """Connects clients, which leave with the test; over a Link, or over Ray ("ray")."""
+    clients: list[ActorEngineClient] = []
+    way = getattr(request, "param", "link")
+    if way == "ray":
         monkeypatch.setattr(ray_engine_client, "own_node", lambda: "another node")
 
-    async def connect_client(core: ActorHandle) -> RayEngineClient:
-        clients.append(await RayEngineClient.connect(core))
+    async def connect_client(core: ActorHandle) -> ActorEngineClient:
+        clients.append(await connect_engine(core))
+        assert type(clients[-1]) is (RayEngineClient if way == "ray" else LinkEngineClient)
         return clients[-1]
 
     yield connect_client
@@ -183,7 +189,7 @@ class SlowWorker(FakeWorker):
         return super().execute(plan)
 
 
-async def test_the_end_of_a_channel_ends_what_its_client_had_open(start: Start, connect: Connect) -> None:
+async def test_the_end_of_a_link_ends_what_its_client_had_open(start: Start, connect: Connect) -> None:
     engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
     await running(engine)
     client = await connect(engine.core)
@@ -191,29 +197,82 @@ async def test_the_end_of_a_channel_ends_what_its_client_had_open(start: Start, 
     outputs = client.outputs()
     while not (await anext(outputs)).keys:
         pass
-    assert client._receiver is not None
-    await client._receiver.close()
+    assert isinstance(client, LinkEngineClient)
+    client._link.close()
     async with asyncio.timeout(300):
-        with pytest.raises(EngineDiedError):
-            await read(outputs, {1})
-    assert client.dropped, "and the engine lives"
-    assert (await engine.core.load.remote())[1] == 0
+        while (await engine.core.load.remote()).held:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
-async def test_without_room_for_a_channel_outputs_come_through_ray(
-    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_an_engine_that_cannot_be_linked_to_is_reached_over_ray(
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(**kwargs: object) -> str:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     engine = start()
     await running(engine)
-    monkeypatch.setattr(tempfile, "mkdtemp", full)
-    client = await connect(engine.core)
+    _, path = (await engine.core.info.remote()).link
+    os.remove(path)
+    client = await connect_engine(engine.core)
+    assert isinstance(client, RayEngineClient)
     client.add(request(1, 20))
     tokens, _ = await read(client.outputs(), {1})
     assert tokens[1] == FakeModel().continuation(PROMPT, 3, 20)
-    assert "outputs come through Ray: A Unix socket has no place" in caplog.text
+    assert "outputs come through Ray: " in caplog.text
+    await client.close()
+
+
+@both_ways
+async def test_an_engine_that_is_stopped_is_lost(start: Start, connect: Connect) -> None:
+    """Ray would notice after a minute, and if the node does not answer later still."""
+    engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
+    await running(engine)
+    client = await connect(engine.core)
+    client.add(request(1, 3900))
+    outputs = client.outputs()
+    while not (await anext(outputs)).keys:
+        pass
+    pid = await engine.core.__ray_call__.remote(lambda _: os.getpid())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(30):  # less than Ray needs
+            with pytest.raises(EngineDiedError) as caught:
+                await read(outputs, {1})
+            with pytest.raises(EngineDiedError):
+                await client.take_parked(request(1, 5))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert "has given no sign of life for 3 s" in str(caught.value.__cause__)
+    assert not client.dropped
+
+
+@pytest.mark.parametrize("connect", ["ray"], indirect=True)
+async def test_an_engine_that_does_not_acknowledge_a_request_is_lost(
+    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine_client, "SILENCE_S", 2)  # before the engine gives up this client
+    engine = start()
+    await running(engine)
+    client = await connect(engine.core)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    client._core = SimpleNamespace(submit=SimpleNamespace(remote=never))
+    client.add(request(1, 5))
+    async with asyncio.timeout(300):
+        with pytest.raises(EngineDiedError) as caught:
+            await read(client.outputs(), {1})
+    assert "has given no sign of life for 2 s" in str(caught.value.__cause__)
+
+
+@both_ways
+async def test_an_idle_engine_and_an_idle_client_keep_each_other(start: Start, connect: Connect) -> None:
+    engine = start()
+    await running(engine)
+    client = await connect(engine.core)
+    await asyncio.sleep(5)
+    client.add(request(1, 5))
+    tokens, _ = await read(client.outputs(), {1})
+    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 5)
 
 
 @both_ways
@@ -250,7 +309,7 @@ class Caller:
 
     async def call(self, core: ActorHandle) -> int:
         """Open a request that takes a minute; returns the process's id when it is under way."""
-        self._client = await RayEngineClient.connect(core)
+        self._client = await connect_engine(core)
         self._client.add(request(1, 3900, resumable_as="a stream"))
         outputs = self._client.outputs()
         while not (await anext(outputs)).keys:
@@ -268,12 +327,12 @@ async def test_what_a_client_had_open_is_parked_at_its_end_and_nobody_else_s_is(
     stayer.add(request(1, 250))
     caller = ray.remote(Caller).options(num_cpus=0.1).remote()
     pid = await caller.call.remote(engine.core)
-    assert (await engine.core.load.remote())[1] == 2
+    assert (await engine.core.load.remote()).held == 2
     os.kill(pid, number)
     try:
         async with asyncio.timeout(300):
             tokens, _ = await read(stayer.outputs(), {1})
-            while (await engine.core.load.remote())[1]:  # noqa: ASYNC110
+            while (await engine.core.load.remote()).held:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:
         with suppress(ProcessLookupError):
@@ -291,15 +350,6 @@ async def test_what_a_client_had_open_is_parked_at_its_end_and_nobody_else_s_is(
     while not (news := await anext(outputs)).keys:
         pass
     assert news.token_ids == FakeModel().continuation(PROMPT, 3, len(drawn) + len(news.token_ids))[len(drawn) :]
-
-
-async def test_a_client_without_anything_to_send_keeps_its_lease(start: Start, connect: Connect) -> None:
-    engine = start(worker_class=SlowWorker)
-    await running(engine)
-    client = await connect(engine.core)
-    client.add(request(1, 200))
-    tokens, _ = await read(client.outputs(), {1})
-    assert tokens[1] == FakeModel().continuation(PROMPT, 3, 200)
 
 
 @both_ways
@@ -423,16 +473,21 @@ async def test_a_line_that_an_engine_cannot_read_is_given_up_and_opened_again(st
     discovery.stop()
 
 
-async def test_a_client_whose_lease_has_ended_is_told_that_the_engine_lives(start: Start, connect: Connect) -> None:
-    engine = start(str(EngineName("app", engine_digest(CONFIG), "a.0")))
+@both_ways
+async def test_a_client_that_is_silent_is_given_up_and_hears_that_the_engine_lives(
+    start: Start, connect: Connect
+) -> None:
+    engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
     await running(engine)
     client = await connect(engine.core)
     client.add(request(1, 5))
     outputs = client.outputs()
     async with asyncio.timeout(300):
         await read(outputs, {1})
-        client._tasks[0].cancel()  # it renews the lease
+        if isinstance(client, LinkEngineClient):
+            client._link._silence.stop()
+        else:
+            client._tasks[1].cancel()  # it sends batches
         with pytest.raises(EngineDiedError):
             await read(outputs, {2})
     assert client.dropped
-    await client.close()

@@ -25,7 +25,7 @@ from raylm.engine import as_raylm_error
 from raylm.engine.actor import create_engine_core
 from raylm.engine.ray_executor import create_worker
 from raylm.errors import ConfigError, EngineDiedError, PeerLostError
-from raylm.frontend.engines.ray_engine_client import RayEngineClient
+from raylm.frontend.engines.ray_engine_client import connect_engine
 from raylm.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from tests.checkpoints import make_checkpoint
 from tests.fakes import FakeWorker
@@ -71,7 +71,7 @@ def shared_by(ranks: int, model: Path) -> Config:
 
 async def answers(core: ActorHandle, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     """The tokens of all prompts, asked for at the same time."""
-    client = await RayEngineClient.connect(core)
+    client = await connect_engine(core)
     for key, prompt in enumerate(prompts):
         client.add(EngineCoreRequest(key, str(key), prompt, params))
     found: list[list[int]] = [[] for _ in prompts]
@@ -134,7 +134,7 @@ async def test_a_rank_that_is_killed_in_a_step_is_the_one_cause(victim: int) -> 
     with engine(shared_by(2, EMBEDDED)) as (core, workers):
         await core.start.remote()
         run = asyncio.ensure_future(core.run.remote())
-        client = await RayEngineClient.connect(core)
+        client = await connect_engine(core)
         params = SamplingParams(max_tokens=900, ignore_eos=True, seed=1, temperature=0.0)
         client.add(EngineCoreRequest(1, "1", [5, 6, 7], params))
         outputs = client.outputs()
@@ -192,7 +192,7 @@ async def test_what_one_rank_found_wrong_is_told_whatever_the_others_do() -> Non
     core = create_engine_core(shared_by(3, EMBEDDED), uuid.uuid4().hex, "engine", workers, num_cpus=0.1)
     await core.start.remote()
     run = asyncio.ensure_future(core.run.remote())
-    client = await RayEngineClient.connect(core)
+    client = await connect_engine(core)
     client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
     async with asyncio.timeout(300):
         assert await run == "RuntimeError: out of everything"
@@ -209,7 +209,7 @@ async def test_a_rank_that_is_lost_is_told_while_the_others_wait_for_it() -> Non
     core = create_engine_core(shared_by(2, EMBEDDED), uuid.uuid4().hex, "engine", workers, num_cpus=0.1)
     await core.start.remote()
     run = asyncio.ensure_future(core.run.remote())
-    client = await RayEngineClient.connect(core)
+    client = await connect_engine(core)
     client.add(EngineCoreRequest(1, "1", [5, 6, 7], SamplingParams(max_tokens=5, seed=1)))
     await asyncio.sleep(0.5)
     ray.kill(workers[1])

@@ -15,7 +15,7 @@ from raylm.errors import ConfigError
 
 _LONGEST_SOCKET = 107  # bytes of the path of an AF_UNIX socket on Linux
 _RAY_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-_OUR_SOCKET = "/raylm-12345678/heartbeats"  # the longest of those that an engine listens at
+_OUR_SOCKET = "/raylm-12345678/supervisor"  # the longest of those that an engine listens at
 _LEAST_FREE = 64 * 2**20
 _CONNECT_S = 5.0
 

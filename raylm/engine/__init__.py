@@ -8,15 +8,16 @@ from raylm.engine.block_hashes import ChainedHasher as ChainedHasher
 from raylm.engine.block_hashes import keys_of as keys_of
 from raylm.engine.block_hashes import pack_keys as pack_keys
 from raylm.engine.block_hashes import unpack_keys as unpack_keys
-from raylm.engine.channels.outputs import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
-from raylm.engine.channels.outputs import OutputListener as OutputListener
-from raylm.engine.channels.outputs import OutputReceiver as OutputReceiver
+from raylm.engine.client_link import MAX_OUTPUTS_IN_FLIGHT as MAX_OUTPUTS_IN_FLIGHT
 from raylm.engine.deployment.autoscaling import EnginePolicy as EnginePolicy
 from raylm.engine.deployment.autoscaling import Targets as Targets
 from raylm.engine.deployment.names import EngineName as EngineName
 from raylm.engine.deployment.names import engine_digest as engine_digest
 from raylm.engine.engine_core import EngineCore as EngineCore
 from raylm.engine.kv_cache_manager import KVCacheManager as KVCacheManager
+from raylm.engine.link import SILENCE_S as SILENCE_S
+from raylm.engine.link import Link as Link
+from raylm.engine.link import Silence as Silence
 from raylm.engine.model_executor import LocalExecutor as LocalExecutor
 from raylm.engine.model_executor import ModelExecutor as ModelExecutor
 from raylm.engine.queues import Forecast as Forecast
@@ -28,8 +29,8 @@ from raylm.lazy import front_door
 
 if TYPE_CHECKING:
     from raylm.engine.actor import NAMESPACE as NAMESPACE
+    from raylm.engine.actor import REPORT_S as REPORT_S
     from raylm.engine.deployment.memory import check_memory as check_memory
-    from raylm.engine.liveness.leases import RENEWAL_S as RENEWAL_S
     from raylm.engine.ray_executor import as_raylm_error as as_raylm_error
     from raylm.engine.supervisor import SUPERVISOR_CPUS as SUPERVISOR_CPUS
     from raylm.engine.supervisor import Engine as Engine
@@ -37,9 +38,8 @@ if TYPE_CHECKING:
     from raylm.engine.supervisor import placement_bundles as placement_bundles
 
 _MODULES = {
-    "actor": ("NAMESPACE",),
+    "actor": ("NAMESPACE", "REPORT_S"),
     "deployment.memory": ("check_memory",),
-    "liveness.leases": ("RENEWAL_S",),
     "ray_executor": ("as_raylm_error",),
     "supervisor": ("SUPERVISOR_CPUS", "Engine", "drain_limit_s", "placement_bundles"),
 }

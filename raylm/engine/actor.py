@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +15,22 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from raylm.config import Config
-from raylm.engine.channels.outputs import OutputSender
+from raylm.engine.client_link import ClientLink, drop_lost_client, take_batch
 from raylm.engine.deployment.names import EngineName
 from raylm.engine.engine_core import EngineCore
-from raylm.engine.liveness.heartbeats import send_heartbeats
-from raylm.engine.liveness.leases import PERIOD_S, Leases
+from raylm.engine.link import SILENCE_S, Link, Listener, Silence
 from raylm.engine.model_executor import LocalExecutor, ModelExecutor
-from raylm.engine.outbox import Outbox
+from raylm.engine.parking import PERIOD_S
 from raylm.engine.ray_executor import RayExecutor, prepare_process
 from raylm.engine.tensor_parallel_executor import TensorParallelExecutor
 from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.messages import (
     ClientBatch,
+    CoreReport,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
     EngineSnapshot,
-    EngineStats,
     LoRAAdapter,
     ParkedTokens,
 )
@@ -39,8 +39,8 @@ from raylm.stages import Source, about, configure_logs
 logger = logging.getLogger("raylm.engine")
 
 NAMESPACE = "raylm"
-ENGINE_CORE = "EngineCore"  # as it signs its heartbeats
-LOST = " was lost."
+REPORT_S = 1.0  # to the supervisor, and to clients on other nodes
+LAST_WORDS_S = 0.3
 _DRAIN_POLL_S = 0.05
 
 
@@ -48,62 +48,91 @@ class EngineCoreActor:
     """One engine's scheduler in a process of its own, without torch unless the executor is local."""
 
     def __init__(
-        self, config: Config, engine_id: str, workers: list[ActorHandle], heartbeats: str | None = None
+        self, config: Config, engine_id: str, workers: list[ActorHandle], supervisor: str | None = None
     ) -> None:
         own = EngineName.parse(ray.get_runtime_context().get_actor_name() or "")
         configure_logs(config.log_format, Source("engine core", own.app_name if own else "", engine_id))
-        if heartbeats is not None:
-            send_heartbeats(heartbeats, ENGINE_CORE)
-        self._core = EngineCore(config, _executor(config, workers))
+        self._core = EngineCore(config, _executor(config, workers, self._tell_supervisor))
         self._engine_id = engine_id
+        self._supervisor_path = supervisor
+        self._supervisor: Link | None = None
         self._lost = False
-        self._leases = Leases()
+        self._silences: dict[str, Silence] = {}  # of the clients on other nodes
+        self._listener: Listener | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_event_loop().create_future()
 
     async def start(self) -> EngineInfo:
+        if self._supervisor_path is not None:
+            self._supervisor = await Link.connect(self._supervisor_path, lambda _: None, lambda _: None)
+            self._supervisor.send_last_words()
         worker = await self._core.start()
-        info = EngineInfo(self._engine_id, worker.max_model_len, worker)
+        info = EngineInfo(self._engine_id, worker.max_model_len, worker, await self._await_clients())
         self._ready.set_result(info)
         tune_gc()
         return info
 
+    async def _await_clients(self) -> tuple[str, str]:
+        """Listen for the clients of this node; returns node and path, or ("", "") if they are to come over Ray."""
+        try:
+            self._listener = Listener("clients")
+        except OSError as error:  # the disk is full
+            logger.warning("outputs go through Ray: %s", error, extra=about("outputs.through_ray"))
+            return "", ""
+        await self._listener.serve(lambda: ClientLink(self._core).link)
+        return ray.get_runtime_context().get_node_id(), self._listener.path
+
     async def run(self) -> str:
-        """Schedule steps until the engine is lost; returns why; it ends with LOST if a process was."""
-        leases = asyncio.create_task(self._follow_leases())
+        """Schedule steps until the engine is lost; returns why, and reports it to the supervisor."""
+        tasks = [asyncio.create_task(self._keep_house()), asyncio.create_task(self._report_load())]
+        ended = "The EngineCore has stopped."
         try:
             await self._core.run()
         except EngineDiedError as error:
             self._lost = True
-            if isinstance(error.__cause__, RayActorError):
-                return error.message
-            logger.error("the engine failed", exc_info=error, extra=about("engine.failed"))
-            return error.message
+            ended = error.message
+            if not isinstance(error.__cause__, RayActorError | ConnectionError):
+                logger.error("the engine failed", exc_info=error, extra=about("engine.failed"))
         finally:
-            leases.cancel()
-        return "The EngineCore has stopped."
+            for task in tasks:
+                task.cancel()
+            await self._until_clients_know()
+            self._tell_supervisor(replace(await self.load(), ended=ended))
+        return ended
 
-    async def load(self) -> tuple[EngineStats, int]:
-        """What it does now, for all clients as ``others``, and the requests that it holds or held when it was lost."""
+    async def _until_clients_know(self) -> None:
+        """Clients leave when they have the reason. The supervisor ends this process when it has it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                while self._core.has_clients:  # noqa: ASYNC110 - asked once in an engine's life
+                    await asyncio.sleep(0.01)
+
+    async def load(self) -> CoreReport:
+        """What it does now."""
         scheduler = self._core.scheduler
-        return replace(scheduler.stats(), others=scheduler.loads.others("")), self._core.held_requests
+        stats = replace(scheduler.stats(), others=scheduler.loads.others(""))
+        return CoreReport(stats, self._core.held_requests)
+
+    async def _report_load(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._tell_supervisor(await self.load())
+
+    def _tell_supervisor(self, value: CoreReport | list[int]) -> None:
+        """A report, or the processes of the workers."""
+        if self._supervisor is not None:
+            self._supervisor.send(value)
 
     async def snapshot(self) -> EngineSnapshot:
         return self._core.scheduler.snapshot()
 
-    async def _follow_leases(self) -> None:
-        """What a client has open ends when it is gone, whether or not Ray closes its stream."""
+    async def _keep_house(self) -> None:
+        """Between requests look for cycles of garbage; let what is parked age."""
         collected_at = 0  # step
         while True:
             await asyncio.sleep(PERIOD_S)
             if not self._core.has_work and (steps := self._core.scheduler.stats().steps) > collected_at:
                 gc.collect()
                 collected_at = steps
-            for client_id in self._leases.expired():
-                if requests := self._core.scheduler.open_requests(client_id):
-                    logger.warning(
-                        "an ingress is gone; its %d open requests end", len(requests), extra=about("ingress.lost")
-                    )
-                self._core.drop_client(client_id)
             self._core.pass_period(PERIOD_S)
 
     async def drain(self) -> None:
@@ -119,55 +148,42 @@ class EngineCoreActor:
         """Waits until the engine is ready."""
         return await asyncio.shield(self._ready)
 
-    async def stream(self, client_id: str, channel: tuple[str, str]) -> AsyncIterator[bool | EngineCoreOutputs]:
-        """All outputs for one client, until the engine is lost.
+    async def stream(self, client_id: str) -> AsyncIterator[EngineCoreOutputs]:
+        """All outputs for one client on another node, until the engine is lost, and one at least each REPORT_S.
 
-        The first item says that its batches may come now, and whether the outputs come to the OutputListener in
-        ``channel`` (the client's node, path); they do where that is this process's node. Otherwise they are the
-        further items: Ray holds back the next one while some are not taken; meanwhile, in both cases, the outbox
-        merges. The stream ends with EngineCrashedError where what was computed brought the engine down.
+        After the first item the client's batches may come. Ray holds back the next item while some are not taken;
+        meanwhile the outbox merges. The stream ends with EngineCrashedError where what was computed brought the engine
+        down, and with EngineUnavailableError where the client is given up, as it was silent.
 
-        When the client ends the stream Ray closes this generator, which ends the client's requests; so does the end of
-        the channel. When its process dies the lease ends, as Ray does not always close it then.
+        When the client ends the stream Ray closes this generator, which ends the client's requests. When its process
+        dies its silence does, as Ray does not always close the generator then.
         """
-        outbox, sender = self._core.connect(client_id), None
+        outbox = self._core.connect(client_id)
+        silence = Silence(lambda: drop_lost_client(self._core, client_id, outbox), SILENCE_S)
+        self._silences[client_id] = silence
         try:
-            if channel[0] == ray.get_runtime_context().get_node_id():
-                sender = await self._connect(client_id, channel[1], outbox)
-            yield sender is not None
-            while (outputs := await outbox.get()) and not self._lost:
-                if sender is None:
-                    yield outputs
+            while not self._lost:
+                try:
+                    async with asyncio.timeout(REPORT_S):
+                        outputs = await outbox.get()
+                except TimeoutError:
+                    self._core.report(client_id)
                 else:
-                    await sender.send(outputs)
+                    yield outputs
         except EngineCrashedError:
             raise
         except EngineDiedError:
             return
         finally:
-            if sender is not None:
-                sender.close()
+            silence.stop()
+            del self._silences[client_id]
             self._core.drop_client(client_id, outbox)
-            self._leases.end(client_id)
-
-    async def _connect(self, client_id: str, path: str, outbox: Outbox) -> OutputSender | None:
-        def renew() -> None:
-            self._leases.renew(client_id)
-
-        try:
-            return await OutputSender.connect(path, renew, lambda: self._core.drop_client(client_id, outbox))
-        except OSError as error:  # it is in a container of its own
-            logger.warning("outputs for %s go through Ray: %s", path, error, extra=about("outputs.through_ray"))
-            return None
 
     async def submit(self, client_id: str, batch: ClientBatch) -> None:
-        """Take a batch, which renews the client's lease even if it is empty."""
-        self._leases.renew(client_id)
-        self._core.add(client_id, batch.adds, batch.sent)
-        self._core.abort(client_id, batch.aborts)
-        self._core.stop(client_id, batch.stops)
-        if batch.watch_blocks:
-            self._core.watch_blocks(client_id)
+        """Take a batch of a client on another node; an empty one only says that the client is there."""
+        if (silence := self._silences.get(client_id)) is not None:
+            silence.heard()
+        take_batch(self._core, client_id, batch)
 
     async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
         return self._core.take_parked(request)
@@ -189,11 +205,11 @@ def tune_gc() -> None:
     gc.set_threshold(2_000, 5, 1_000_000)
 
 
-def _executor(config: Config, workers: list[ActorHandle]) -> ModelExecutor:
+def _executor(config: Config, workers: list[ActorHandle], on_pids: Callable[[list[int]], None]) -> ModelExecutor:
     if config.engine.executor == "local":
         prepare_process()
         return LocalExecutor(config)
-    return RayExecutor(workers) if len(workers) == 1 else TensorParallelExecutor(workers)
+    return (RayExecutor if len(workers) == 1 else TensorParallelExecutor)(workers, on_pids)
 
 
 def create_engine_core(
@@ -201,15 +217,15 @@ def create_engine_core(
     name: str,
     engine_id: str,
     workers: list[ActorHandle],
-    heartbeats: str | None = None,
+    supervisor: str | None = None,
     **options: Any,
 ) -> ActorHandle:
     """Start the process of one EngineCore, which is never restarted.
 
-    ``heartbeats`` is the path of its HeartbeatMonitor; ``options`` are Ray's (resources, placement).
+    ``supervisor`` is the path where its supervisor listens; ``options`` are Ray's (resources, placement).
     """
     return (
         ray.remote(EngineCoreActor)
         .options(name=name, namespace=NAMESPACE, max_restarts=0, max_task_retries=0, **options)
-        .remote(config, engine_id, workers, heartbeats)
+        .remote(config, engine_id, workers, supervisor)
     )

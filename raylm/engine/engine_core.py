@@ -62,6 +62,8 @@ class EngineCore:
         self._outboxes: dict[str, Outbox] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._work = asyncio.Event()
+        self._lost_by: EngineDiedError | None = None
+        executor.on_lost = self._lose
         self._ended_by: RayLMError | None = None
         self._ended_with = 0
         self._adapters = AdapterTable(config.lora)
@@ -78,7 +80,11 @@ class EngineCore:
         ``max_model_len`` of the result is the least of what configuration, model and KV pool allow, in tokens.
         Therefore a sequence always fits when it runs alone.
         """
-        info = await self._executor.start()
+        try:
+            info = await self._executor.start()
+        except EngineDiedError as error:
+            reason = self._lost_by or error
+            raise reason from reason.__cause__
         longest = min(info.max_model_len, info.num_blocks * info.block_size)
         if self._config.max_model_len is not None:
             longest = min(longest, self._config.max_model_len)
@@ -353,12 +359,18 @@ class EngineCore:
                 await self.step()
                 await asyncio.sleep(0)  # let clients run even if the worker is faster than this loop
         except EngineDiedError as error:
-            self._close(error)
-            raise
+            reason = self._lost_by or error
+            self._close(reason)
+            raise reason from reason.__cause__
         except Exception as error:
             died = EngineCrashedError(f"The engine failed: {type(error).__name__}: {error}")
             self._close(died)
             raise died from error
+
+    def _lose(self, error: EngineDiedError) -> None:
+        """A worker is lost; what waits in ``step`` fails by itself."""
+        self._lost_by = self._lost_by or error
+        self._work.set()
 
     async def shutdown(self) -> None:
         """Stop the workers and close every outbox. ``run`` must have ended or been cancelled before."""
@@ -370,8 +382,16 @@ class EngineCore:
         self._note_blocks()
         for client_id in self._outboxes:
             self._put_stats(client_id)
-        self._work.clear()
+        if self._lost_by is None:
+            self._work.clear()
         await self._work.wait()
+        if self._lost_by is not None:
+            raise self._lost_by
+
+    def report(self, client_id: str) -> None:
+        """Put a message without entries, as a sign that the engine lives."""
+        if client_id in self._outboxes:
+            self._outboxes[client_id].put(self._outputs(client_id))
 
     def _put_stats(self, client_id: str) -> None:
         if client_id in self._outboxes:

@@ -22,8 +22,11 @@ class ModelExecutor(ABC):
     """Owns the worker handles and the steps in flight.
 
     Workers run steps strictly in the order of the ``execute`` calls. A step may be submitted before the previous step
-    has returned. EngineDiedError means that a worker is lost; every later step fails too.
+    has returned. EngineDiedError means that a worker is lost; every later step fails too. ``on_lost``, set before the
+    start, is called when a worker is lost, also when no step is in flight.
     """
+
+    on_lost: Callable[[EngineDiedError], None] = staticmethod(lambda _: None)
 
     @abstractmethod
     async def start(self) -> WorkerInfo:

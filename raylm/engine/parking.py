@@ -8,6 +8,7 @@ from raylm.engine.sequence import RequestState, Sequence
 from raylm.messages import EngineCoreRequest, FinishReason, ParkedTokens, ServiceLevel
 
 MOST_BYTES = 64 * 2**20
+PERIOD_S = 0.2  # between two calls of ``pass_period``
 WHOLE_PERIODS = 15  # for which complete answers are kept: the loss of their client may not be known yet
 _BYTES_A_TOKEN = 40  # approximate size of an integer in a list
 _BYTES_A_REQUEST = 4096

@@ -1,4 +1,4 @@
-"""RayExecutor: workers as Ray actors, one process and one device each; steps go over a StepChannel or as Ray calls."""
+"""RayExecutor: workers as Ray actors, one process and one device each; steps go over a Link or as Ray calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raylm.config import Config
-from raylm.engine.channels.steps import StepClient, StepFailure, StepServer
-from raylm.engine.liveness.heartbeats import send_heartbeats
+from raylm.engine.link import SILENCE_S
 from raylm.engine.model_executor import ModelExecutor
+from raylm.engine.steps import StepFailure, StepLink, StepServer
 from raylm.errors import EngineCrashedError, EngineDiedError, RayLMError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from raylm.stages import Source, configure_logs
@@ -69,19 +69,16 @@ class Turns:
 class WorkerActor(Worker):
     """One rank in a process of its own.
 
-    An EngineCore on the same node hands it steps over a StepChannel. Otherwise they are Ray's calls on several
-    threads: while one step computes, the next one waits unpacked, and the result of the last one is being packed.
+    An EngineCore on the same node hands it steps over a Link. Otherwise they are Ray's calls on several threads: while
+    one step computes, the next one waits unpacked, and the result of the last one is being packed.
     """
 
-    def __init__(
-        self, config: Config, rank: int = 0, heartbeats: str | None = None, source: Source | None = None
-    ) -> None:
+    def __init__(self, config: Config, rank: int = 0, source: Source | None = None) -> None:
         configure_logs(config.log_format, source or Source("worker"))
-        if heartbeats is not None:
-            send_heartbeats(heartbeats, worker_name(config, rank))
         prepare_process()
         super().__init__(config, rank)
         self._turns = Turns()
+        self._overlapped = False
 
     def start(self, port: int = 0) -> WorkerInfo:
         info = super().start(port)
@@ -90,11 +87,11 @@ class WorkerActor(Worker):
             lower_priority(_NICENESS)
         return info
 
-    def open_channel(self, node_id: str) -> str | None:
+    def open_link(self, node_id: str) -> str | None:
         """Where this worker takes steps from an EngineCore on that node; None if it is another node than its own."""
         if node_id != ray.get_runtime_context().get_node_id():
             return None
-        return StepServer(self.launch, overlapped=self._overlapped).path
+        return StepServer(self.launch, lambda: self._overlapped).path
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; the next one has its turn once this one is on its way."""
@@ -104,40 +101,56 @@ class WorkerActor(Worker):
 
 
 def worker_name(config: Config, rank: int) -> str:
-    """As it signs its heartbeats."""
+    """Its name in the log."""
     return "worker" if config.engine.tensor_parallel_size == 1 else f"worker of rank {rank}"
 
 
-def create_worker(
-    config: Config, rank: int = 0, heartbeats: str | None = None, engine: tuple[str, str] = ("", ""), **options: Any
-) -> ActorHandle:
+def create_worker(config: Config, rank: int = 0, engine: tuple[str, str] = ("", ""), **options: Any) -> ActorHandle:
     """Start one worker process, which is never restarted, as its state is lost.
 
-    ``heartbeats`` is the path of its HeartbeatMonitor, ``engine`` the names of its application and engine in the log;
-    ``options`` are Ray's (resources, placement).
+    ``engine`` are the names of its application and engine in the log; ``options`` are Ray's (resources, placement).
     """
     options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": WORKER_THREADS}
-    return (
-        ray.remote(WorkerActor)
-        .options(**options)
-        .remote(config, rank, heartbeats, Source(worker_name(config, rank), *engine))
-    )
+    source = Source(worker_name(config, rank), *engine)
+    return ray.remote(WorkerActor).options(**options).remote(config, rank, source)
 
 
 class RayExecutor(ModelExecutor):
-    """Drives the worker actor that the supervisor created, so that it starts beside the EngineCore and not after it."""
+    """Drives the worker actor that the supervisor created, so that it starts beside the EngineCore and not after it.
 
-    def __init__(self, workers: list[ActorHandle]) -> None:
+    ``on_pids`` gets the processes of the workers on this node as soon as they run.
+    """
+
+    def __init__(self, workers: list[ActorHandle], on_pids: Callable[[list[int]], None] | None = None) -> None:
         self._workers = workers
+        self._on_pids = on_pids
+        self._links: list[StepLink] = []
         self._senders: list[SendStep] = []
 
     async def start(self) -> WorkerInfo:
-        info: WorkerInfo = await answer(self._workers[0].start.remote())
-        await self._open_channels()
+        await self._connect()
+        info = await self._start_workers()
+        for link in self._links:
+            link.link.set_limit(SILENCE_S)
         return info
 
-    async def _open_channels(self) -> None:
-        self._senders = [await answer(step_sender(worker)) for worker in self._workers]
+    async def _start_workers(self) -> WorkerInfo:
+        info: WorkerInfo = await answer(self._workers[0].start.remote())
+        return info
+
+    async def _connect(self) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        paths = await answer(asyncio.gather(*(worker.open_link.remote(node_id) for worker in self._workers)))
+        for rank, (worker, path) in enumerate(zip(self._workers, paths, strict=True)):
+            if path is None:
+                self._senders.append(worker.execute.remote)
+                continue
+            link = StepLink("worker" if len(self._workers) == 1 else f"worker of rank {rank}", self.on_lost)
+            await link.connect(path)
+            self._links.append(link)
+            self._senders.append(step_sender(link))
+        if self._on_pids is not None:
+            self._on_pids([link.link.pid for link in self._links])
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:
         return answer(self._senders[0](plan))
@@ -153,6 +166,8 @@ class RayExecutor(ModelExecutor):
         await answer(self._workers[0].unload_adapter.remote(adapter))
 
     async def shutdown(self) -> None:
+        for link in self._links:
+            link.link.close()
         for worker in self._workers:
             ray.kill(worker)
 
@@ -160,12 +175,8 @@ class RayExecutor(ModelExecutor):
 SendStep = Callable[[SchedulerOutput], Awaitable[ModelRunnerOutput]]  # the awaitable may raise RayError
 
 
-async def step_sender(worker: ActorHandle) -> SendStep:
-    """How to send steps to a worker: by a StepChannel on this node, else by Ray."""
-    path: str | None = await worker.open_channel.remote(ray.get_runtime_context().get_node_id())
-    if path is None:
-        return worker.execute.remote  # type: ignore[no-any-return]  # Ray's handles have no types
-    client = await StepClient.connect(path)
+def step_sender(link: StepLink) -> SendStep:
+    """Sends steps over a Link, and raises what Ray's call of ``execute`` would raise."""
 
     async def outcome(sent: Awaitable[ModelRunnerOutput | StepFailure]) -> ModelRunnerOutput:
         try:
@@ -176,7 +187,7 @@ async def step_sender(worker: ActorHandle) -> SendStep:
             raise RayTaskError("execute", found.traceback, found.cause)
         return found
 
-    return lambda plan: outcome(client.send(plan))
+    return lambda plan: outcome(link.send(plan))
 
 
 async def answer(call: Awaitable[T]) -> T:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -11,30 +14,30 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util import get_current_placement_group, list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylm.config import Config
-from raylm.engine.actor import ENGINE_CORE, LOST, NAMESPACE, create_engine_core
+from raylm.engine.actor import NAMESPACE, create_engine_core
 from raylm.engine.deployment.autoscaling import EngineLoad
 from raylm.engine.deployment.memory import check_memory
 from raylm.engine.deployment.names import EngineName, engine_digest
-from raylm.engine.liveness.heartbeats import HeartbeatMonitor
+from raylm.engine.link import SILENCE_S, START_SILENCE_S, Link, Listener
 from raylm.engine.load_report import PERIOD_S, LoadReport, Pace
-from raylm.engine.ray_executor import answer, as_raylm_error, create_worker, worker_name
+from raylm.engine.ray_executor import answer, create_worker
 from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
-from raylm.messages import EngineInfo
+from raylm.messages import CoreReport, EngineInfo, EngineStats
 from raylm.ray_private import listen_where_ray_does
-from raylm.stages import Source, configure_logs, report
+from raylm.stages import Source, about, configure_logs, report
 from raylm.worker import available_memory
 
 SUPERVISOR_CPUS = 0.1
 ENGINE_CORE_CPUS = 0.1
 _SWITCH_S = 30.0  # in which an update's new ingress replicas take over from those that use an old engine
-LAST_WORDS_S = 0.3  # for an EngineCore to tell its clients what became of a worker
 MOST_STARTS = 3
-LOAD_PERIOD_S = 1.0
+
+logger = logging.getLogger("raylm.engine")
 
 
 def placement_bundles(config: Config, gpus: int) -> list[dict[str, float]]:
@@ -52,24 +55,30 @@ def drain_limit_s(config: Config) -> float:
 
 
 class EngineProcesses:
-    """One incarnation of an engine: its EngineCore and workers, started together as importing torch takes longest."""
+    """One incarnation of an engine: its EngineCore and workers, started together as importing torch takes longest.
+
+    The EngineCore watches the workers; here it is watched alone, over its Link. It reports its load, and why it ends.
+    """
 
     def __init__(self, config: Config, name: str, engine_id: str, gpus: int, title: str = "") -> None:
         """``title`` begins its lines at the terminal."""
         self.load = EngineLoad()
         self._title = title
         self._held = 0
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._lines, self._pace, self._told = LoadReport(), Pace(), time.monotonic()
+        self._link: Link | None = None
+        self._pidfds: list[int] = []  # of the workers
+        self._listener = Listener("supervisor")
         _, core, *workers = map(_options, count(), placement_bundles(config, gpus))
-        self._monitor = HeartbeatMonitor([ENGINE_CORE, *(worker_name(config, rank) for rank in range(len(workers)))])
-        path = self._monitor.path
         own = EngineName.parse(name)
         names = ("" if own is None else own.app_name, engine_id)
         named = {"namespace": NAMESPACE}
         self._workers = [
-            create_worker(config, rank, path, names, name=f"Worker {rank} of {name}", **named, **options)
+            create_worker(config, rank, names, name=f"Worker {rank} of {name}", **named, **options)
             for rank, options in enumerate(workers)
         ]
-        self._core = create_engine_core(config, name, engine_id, self._workers, path, **core)
+        self._core = create_engine_core(config, name, engine_id, self._workers, self._listener.path, **core)
 
     async def start(self) -> EngineInfo:
         """Wait until it is ready.
@@ -77,52 +86,23 @@ class EngineProcesses:
         Raises:
             RayLMError: the configuration cannot be served; EngineDiedError if a process was lost meanwhile.
         """
+        await self._listener.serve(self._accept)
         starting = asyncio.ensure_future(answer(self._core.start.remote()))
-        await asyncio.wait([starting, self._monitor.lost], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([starting, self._ended], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
-            raise EngineDiedError(f"The {' '.join(self._monitor.lost.result())} while the engine started.")
+            raise EngineDiedError(self._ended.result())
         info: EngineInfo = starting.result()
-        self._monitor.on_start()
+        if self._link is not None:
+            self._link.set_limit(SILENCE_S)
         return info
 
     async def run(self) -> str:
         """Until a fault ends it; returns what was lost, and how many requests it held."""
-        run, lost = asyncio.ensure_future(self._core.run.remote()), self._monitor.lost
-        load = asyncio.create_task(self._follow_load())
-        await asyncio.wait([run, lost], return_when=asyncio.FIRST_COMPLETED)
-        load.cancel()
-        who = lost.result()[0] if lost.done() else ""
-        self._monitor.kill(who)  # it may be stopped, and go on one day
-        if who != ENGINE_CORE:
-            await self._ask_load()
-            if self._held:
-                await asyncio.wait([run], timeout=LAST_WORDS_S)
-        if (reason := _reason(run)).endswith(LOST):
-            await asyncio.wait([lost], timeout=LAST_WORDS_S)
-            reason = f"The {' '.join(lost.result())}." if lost.done() else reason
-        run.cancel()
+        run = asyncio.ensure_future(self._core.run.remote())
+        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # its Link tells why it ends
+        reason = await self._ended
         return f"{reason} It held {self._held} open requests."
-
-    async def _ask_load(self) -> None:
-        """What an EngineCore that is gone held is what it held a moment ago."""
-        with suppress(TimeoutError, RayError):
-            async with asyncio.timeout(LAST_WORDS_S):
-                _, self._held = await self._core.load.remote()
-
-    async def _follow_load(self) -> None:
-        """Report it while there is any; the end of the EngineCore ends this too."""
-        load, pace, told = LoadReport(), Pace(), time.monotonic()
-        with suppress(RayError):
-            while True:
-                await asyncio.sleep(LOAD_PERIOD_S)
-                stats, self._held = await self._core.load.remote()
-                self.load = pace.load(stats, time.monotonic())
-                if (seconds := time.monotonic() - told) < PERIOD_S:
-                    continue
-                told += seconds
-                if line := load.line(stats, seconds):
-                    report("stage", "load", f"{self._title}: {line}")
 
     async def drain(self, limit_s: float) -> None:
         with suppress(TimeoutError, RayError):
@@ -131,21 +111,50 @@ class EngineProcesses:
 
     def kill(self) -> None:
         """Safe when the processes are gone already."""
-        self._monitor.close()  # Ray alone would wait for stopped ones
+        self._listener.close()
+        if self._link is not None:
+            if self._link.is_silent:
+                self._link.kill()  # Ray alone would wait for a stopped process
+            self._link.close()
         for actor in (self._core, *self._workers):
             ray.kill(actor)
+        while self._pidfds:  # a worker may be stopped, too
+            pidfd = self._pidfds.pop()
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
 
+    def _accept(self) -> Link:
+        self._link = Link(self._on_value, self._on_end, limit_s=START_SILENCE_S, kills=True)
+        return self._link
 
-def _reason(run: asyncio.Future[str]) -> str:
-    """What the EngineCore says of its end, if it says anything."""
-    if not run.done():
-        return f"A process{LOST}"
-    try:
-        return run.result()
-    except RayActorError:
-        return f"The {ENGINE_CORE}{LOST}"
-    except RayError as error:
-        return as_raylm_error(error).message
+    def _on_value(self, value: CoreReport | list[int]) -> None:
+        if isinstance(value, list):
+            with suppress(ProcessLookupError):  # it is gone, which its EngineCore tells
+                self._pidfds.extend(os.pidfd_open(pid) for pid in value if pid)
+            return
+        self._held = value.held
+        if value.ended:
+            self._end(value.ended)
+        else:
+            self._on_load(value.stats)
+
+    def _on_load(self, stats: EngineStats) -> None:
+        now = time.monotonic()
+        self.load = self._pace.load(stats, now)
+        if (seconds := now - self._told) >= PERIOD_S:
+            self._told = now
+            if line := self._lines.line(stats, seconds):
+                report("stage", "load", f"{self._title}: {line}")
+
+    def _on_end(self, why: str) -> None:
+        if self._link is not None and (words := self._link.last_words):
+            logger.error("the EngineCore crashed\n%s", words, extra=about("engine.crashed", traceback=words))
+        self._end(f"The EngineCore {why}.")
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
 
 
 def _options(index: int, bundle: dict[str, float]) -> dict[str, Any]:

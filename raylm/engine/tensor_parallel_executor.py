@@ -25,10 +25,9 @@ class TensorParallelExecutor(RayExecutor):
     rank. Therefore the errors of all ranks are compared, and the root cause is raised.
     """
 
-    async def start(self) -> WorkerInfo:
+    async def _start_workers(self) -> WorkerInfo:
         port: int = await answer(self._workers[0].open_rendezvous.remote())
         info: WorkerInfo = await _first([worker.start.remote(port) for worker in self._workers])
-        await self._open_channels()
         return info
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:

@@ -67,7 +67,7 @@ def test_a_tmpdir_is_too_long_when_a_socket_in_it_cannot_be_bound(
     assert said.startswith(f"RAY_TMPDIR: {folder} is too long for the sockets in it, 59 bytes where at most")
 
 
-def test_the_step_channels_sockets_need_room_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_sockets_of_engines_need_room_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")

@@ -287,6 +287,37 @@ async def test_every_client_learns_of_the_death(steps_in_flight: int) -> None:
     await core.shutdown()
 
 
+@pytest.mark.parametrize("busy", [False, True])
+async def test_the_loss_of_a_worker_ends_the_run_with_its_reason(busy: bool) -> None:
+    executor = FakeExecutor(delay_s=0.001)
+    core = EngineCore(config(), executor)
+    await core.start()
+    outbox = core.connect("a")
+    run = asyncio.create_task(core.run())
+    await outbox.get()
+    if busy:
+        core.add("a", [request([1, 2], max_tokens=100, ignore_eos=True)])
+        await outbox.get()
+        executor.die()
+    executor.on_lost(EngineDiedError("The worker has given no sign of life for 3 s."))
+    executor.on_lost(EngineDiedError("The worker of rank 1 was lost."))
+    async with asyncio.timeout(300):
+        with pytest.raises(EngineDiedError, match="no sign of life for 3 s"):
+            await run
+    with pytest.raises(EngineDiedError, match="no sign of life for 3 s"):
+        await collect(outbox, 1)
+
+
+async def test_the_loss_of_a_worker_while_it_starts_is_the_reason_too() -> None:
+    class Lost(FakeExecutor):
+        async def start(self) -> WorkerInfo:
+            self.on_lost(EngineDiedError("The worker was lost."))
+            raise EngineDiedError("A process of the engine was lost.")
+
+    with pytest.raises(EngineDiedError, match=r"The worker was lost\."):
+        await EngineCore(config(), Lost()).start()
+
+
 async def test_a_request_that_cannot_be_taken_in_ends_alone() -> None:
     async with running(FakeExecutor()) as core:
         outbox = core.connect("c")

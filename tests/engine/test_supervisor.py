@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from raylm.config import Config
+from raylm.engine.link import Link, Listener
 from raylm.engine.load_report import LoadReport
 from raylm.errors import ConfigError, EngineCrashedError, EngineDiedError, RayLMError
-from raylm.messages import Counters, EngineInfo, EngineStats, WorkerInfo
+from raylm.messages import CoreReport, Counters, EngineInfo, EngineStats, WorkerInfo
 from raylm.stages import parse
 
 WORKER = WorkerInfo(
@@ -95,28 +97,15 @@ def test_the_load_is_told_by_its_change_and_idle_engines_say_nothing() -> None:
     assert load.line(done, 10) is None
 
 
-class Watched:
-    """A HeartbeatMonitor that finds out what the test says."""
+def processes() -> Any:
+    """EngineProcesses without processes; the test says what its EngineCore reports."""
+    from raylm.engine.supervisor import EngineProcesses, Pace
 
-    def __init__(self, lost: tuple[str, str] | None) -> None:
-        self.lost = asyncio.get_running_loop().create_future()
-        self.killed: list[str] = []
-        if lost is not None:
-            self.lost.set_result(lost)
-
-    def kill(self, name: str) -> None:
-        self.killed.append(name)
-
-
-def processes(lost: tuple[str, str] | None, run: Callable[[], Any], load: Callable[[], Any]) -> Any:
-    """EngineProcesses over an EngineCore whose methods are these coroutine functions."""
-    from raylm.engine.supervisor import EngineProcesses
-
-    methods = {"run": run, "load": load}
     made = object.__new__(EngineProcesses)
-    made._title, made._held = "app/e.0", 5
-    made._monitor = Watched(lost)  # type: ignore[assignment]
-    made._core = SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
+    made._title, made._held, made._link = "app/e.0", 5, None
+    made._ended = asyncio.get_running_loop().create_future()
+    made._lines, made._pace, made._told = LoadReport(), Pace(), 0.0
+    made._core = SimpleNamespace(run=SimpleNamespace(remote=never))
     return made
 
 
@@ -125,66 +114,58 @@ async def never() -> str:
     return ""
 
 
-async def lost_a_process() -> str:
-    return "A process of the engine was lost."
-
-
-async def crashed() -> str:
-    return "RuntimeError: out of everything"
-
-
-async def lost() -> Any:
-    from ray.exceptions import RayActorError
-
-    raise RayActorError
-
-
-async def three_requests() -> tuple[EngineStats, int]:
-    return stats(running=4, generation_tokens=8), 3
-
-
-async def no_request() -> tuple[EngineStats, int]:
-    return stats(), 0
-
-
-SILENT = ("worker", "has given no sign of life for 3 s")
+WORKER_LOST = CoreReport(stats(), 3, "The worker was lost.")
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("found", "run", "load", "told"),
+    ("reports", "end", "told"),
     [
-        (("worker", "was lost"), never, three_requests, "The worker was lost. It held 3 open requests."),
-        (("worker", "was lost"), never, no_request, "The worker was lost. It held 0 open requests."),
-        (("worker", "was lost"), crashed, three_requests, "RuntimeError: out of everything It held 3 open requests."),
-        (("worker of rank 1", "was lost"), lost_a_process, three_requests, "The worker of rank 1 was lost. It held 3"),
-        (
-            SILENT,
-            lost_a_process,
-            three_requests,
-            "The worker has given no sign of life for 3 s. It held 3 open requests",
-        ),
-        (("EngineCore", "was lost"), lost, lost, "The EngineCore was lost. It held 5 open requests."),
-        (None, crashed, three_requests, "RuntimeError: out of everything It held 3 open requests."),
-        (None, lost_a_process, no_request, "A process of the engine was lost. It held 0 open requests."),
+        ([WORKER_LOST], "was lost", "The worker was lost. It held 3 open requests."),
+        ([replace(WORKER_LOST, held=0)], "", "The worker was lost. It held 0 open requests."),
+        ([], "was lost", "The EngineCore was lost. It held 5 open requests."),
+        ([CoreReport(stats(), 7)], "was lost", "The EngineCore was lost. It held 7 open requests."),
+        ([], "has given no sign of life for 3 s", "The EngineCore has given no sign of life for 3 s. It held 5"),
     ],
 )
-async def test_a_loss_is_told_with_the_requests_that_it_held(
-    found: tuple[str, str] | None, run: Callable[[], Any], load: Callable[[], Any], told: str
-) -> None:
-    engine = processes(found, run, load)
+async def test_a_loss_is_told_with_the_requests_that_it_held(reports: list[CoreReport], end: str, told: str) -> None:
+    engine = processes()
+    running = asyncio.create_task(engine.run())
+    for report in reports:
+        engine._on_value(report)
+    if end:
+        engine._on_end(end)
     async with asyncio.timeout(300):
-        assert (await engine.run()).startswith(told)
-    assert engine._monitor.killed == [found[0] if found else ""], "who is declared dead is killed"
+        assert (await running).startswith(told)
 
 
 @pytest.mark.filterwarnings("ignore")
 async def test_a_process_that_is_lost_ends_the_start_of_its_engine() -> None:
-    engine = processes(("worker", "was lost"), never, no_request)
+    engine = processes()
+    engine._listener = Listener()
     engine._core.start = SimpleNamespace(remote=never)
-    with pytest.raises(EngineDiedError, match="The worker was lost while the engine started"):
-        async with asyncio.timeout(300):
-            await engine.start()
+    starting = asyncio.create_task(engine.start())
+    async with asyncio.timeout(300):
+        core = await Link.connect(engine._listener.path, lambda _: None, lambda _: None)
+        core.close()
+        with pytest.raises(EngineDiedError, match=r"The EngineCore was lost\."):
+            await starting
+    engine._listener.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_stopped_worker_does_not_outlive_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylm.engine import supervisor
+
+    monkeypatch.setattr(supervisor.ray, "kill", lambda actor: None)
+    worker = await asyncio.create_subprocess_exec("sleep", "600")
+    os.kill(worker.pid, signal.SIGSTOP)
+    engine = processes()
+    engine._listener, engine._workers, engine._pidfds = Listener(), [], []
+    engine._on_value([worker.pid, 0])
+    engine.kill()
+    engine.kill()
+    assert await worker.wait() == -signal.SIGKILL
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -231,21 +212,15 @@ async def test_a_busy_engine_tells_its_load_in_one_line_a_period(
 ) -> None:
     from raylm.engine import supervisor
 
-    asked = asyncio.Event()
-    answers = [stats(), stats(running=1, prompt_tokens=20), stats(prompt_tokens=20), stats(prompt_tokens=20)]
-
-    async def load() -> tuple[EngineStats, int]:
-        if len(answers) == 1:
-            asked.set()
-        return (answers.pop(0) if len(answers) > 1 else answers[0]), 0
-
-    monkeypatch.setattr(supervisor, "LOAD_PERIOD_S", 0.001)
     monkeypatch.setattr(supervisor, "PERIOD_S", 0.0)
-    running = asyncio.create_task(processes(None, never, load).run())
-    async with asyncio.timeout(300):
-        await asked.wait()
-    running.cancel()
+    engine = processes()
+    for told in (stats(), stats(running=1, prompt_tokens=20), stats(prompt_tokens=20), stats(prompt_tokens=20)):
+        engine._on_value(CoreReport(told, 1))
     lines = [parse(line) for line in "".join(capfd.readouterr()).splitlines()]
     assert [line[1] for line in lines if line is not None] == ["load"]
     assert lines[0] is not None
     assert lines[0][2].startswith("app/e.0: prompt ")
+    monkeypatch.setattr(supervisor, "PERIOD_S", 1e9)
+    engine._on_value(CoreReport(stats(running=2, prompt_tokens=40), 1))
+    assert capfd.readouterr().out == ""
+    assert engine.load.places == 2

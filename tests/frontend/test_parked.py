@@ -14,7 +14,7 @@ import pytest
 
 from raylm.config import CacheConfig, Config
 from raylm.engine import EngineCore, parking
-from raylm.engine.liveness.leases import PERIOD_S
+from raylm.engine.parking import PERIOD_S
 from raylm.errors import EngineDiedError
 from raylm.frontend import AsyncLLM, LocalEngineClient, RequestHead, RequestOutput
 from raylm.messages import EngineCoreRequest, EngineInfo
@@ -159,7 +159,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", PARAMS, ids=str)
-@pytest.mark.parametrize("when", ["at once", "when its lease has ended", "when all is drawn", "when it hung up"])
+@pytest.mark.parametrize("when", ["at once", "when it is given up", "when all is drawn", "when it hung up"])
 async def test_what_was_drawn_is_taken_over(fleet: Fleet, fields: dict[str, Any], when: str) -> None:
     dice = Random(f"{fields} {when}")
     for _ in range(3):

@@ -15,7 +15,7 @@ from ray.util import list_named_actors
 from raylm.engine import NAMESPACE, EngineName, as_raylm_error
 from raylm.errors import EngineDiedError
 from raylm.frontend.engines.engine_client import EngineClient
-from raylm.frontend.engines.ray_engine_client import RayEngineClient
+from raylm.frontend.engines.ray_engine_client import connect_engine
 from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
@@ -81,7 +81,7 @@ class Discovery:
             core = await asyncio.to_thread(ray.get_actor, str(name), NAMESPACE)
             if name.digest != self._digest:
                 await self._until_known((await core.info.remote()).worker.fingerprint)
-            client = await RayEngineClient.connect(core)
+            client = await connect_engine(core)
         except (ValueError, RayError, EngineDiedError) as error:
             reason = as_raylm_error(error) if isinstance(error, RayError) else error
             logger.warning("%s was gone before it was ready: %s", name, reason, extra=about("engine.gone"))

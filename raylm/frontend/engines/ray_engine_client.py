@@ -1,4 +1,4 @@
-"""RayEngineClient: this process's line to one EngineCore actor; it owns the stream of outputs and the sender task."""
+"""EngineClients for an EngineCore in a process of its own: over a Link on the same node, over Ray on another one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
+from typing import TypeVar
 
 import ray
-from ray import ObjectRefGenerator
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, RENEWAL_S, OutputListener, OutputReceiver, as_raylm_error
+from raylm.engine import MAX_OUTPUTS_IN_FLIGHT, REPORT_S, SILENCE_S, Link, Silence, as_raylm_error
 from raylm.errors import EngineCrashedError, EngineDiedError, EngineUnavailableError, RayLMError
 from raylm.frontend.engines.engine_client import EngineClient
 from raylm.messages import (
@@ -29,109 +29,87 @@ from raylm.messages import (
 )
 from raylm.stages import about
 
+T = TypeVar("T")
+
 logger = logging.getLogger("raylm.frontend")
 
-_NO_CHANNEL = "", ""  # no node has this name
 _LOST = "The engine that served this request was lost; sending it again is safe."
 
 
-class RayEngineClient(EngineClient):
-    """One stream down and one task up, whatever the number of requests; both are started here and never in a request.
+async def connect_engine(core: ActorHandle) -> ActorEngineClient:
+    """Wait until the engine is ready, then connect to it: over a Link if it is on this node, else over Ray.
 
-    Ray cancels what a cancelled request started, recursively; so a request only puts into this client's lists, and
-    what collects there while a batch is on its way makes the next one.
+    Raises:
+        EngineDiedError: it ended before that.
+    """
+    try:
+        info: EngineInfo = await core.info.remote()
+        node_id, path = info.link
+        if node_id == own_node():
+            try:
+                return await LinkEngineClient.connect(core, info, path)
+            except OSError as error:  # it is in a container of its own, or has just ended
+                logger.warning("outputs come through Ray: %s", error, extra=about("outputs.through_ray"))
+        return await RayEngineClient.connect(core, info)
+    except RayError as error:
+        raise EngineDiedError("The engine ended before it was ready.") from error
+
+
+class ActorEngineClient(EngineClient):
+    """A client of one EngineCore actor. What is rare goes by Ray's calls; members carry batches and outputs.
+
+    Ray cancels what a cancelled request started, recursively. So a request only puts into this client's lists.
     """
 
-    def __init__(self, core: ActorHandle, info: EngineInfo, channel: tuple[str, str]) -> None:
+    def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
         self.info = info
         self.left = asyncio.Event()  # set by close
-        self.dropped = False  # by an engine that lives: this process did not get its turn, and its lease ended
+        self.dropped = False  # by an engine that lives: this process was silent for too long
         self._core = core
         self._client_id = uuid.uuid4().hex
         self._batch = ClientBatch([], [])
-        self._wake = asyncio.Event()
-        self._stream: ObjectRefGenerator = core.stream.options(
-            num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
-        ).remote(self._client_id, channel)
-        self._receiver: OutputReceiver | None = None  # where outputs do not come through Ray
+        self._received: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._calls: asyncio.Queue[tuple[str, object, asyncio.Future[None]]] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = [asyncio.create_task(self._make_calls())]
 
-    @classmethod
-    async def connect(cls, core: ActorHandle) -> RayEngineClient:
-        """Wait until the engine is ready, then open the stream; EngineDiedError if it ends before that."""
-        listener = _listener()
-        try:
-            client = cls(core, await core.info.remote(), (own_node(), listener.path) if listener else _NO_CHANNEL)
-            if await (await anext(client._stream)) and listener is not None:
-                client._receiver = await listener.accept()
-        except RayError as error:
-            raise EngineDiedError("The engine ended before it was ready.") from error
-        finally:
-            if listener is not None:
-                listener.close()
-        client._tasks = [asyncio.create_task(client._send()), asyncio.create_task(client._make_calls())]
-        return client
+    @abstractmethod
+    def _send_soon(self) -> None:
+        """Something was added to the batch."""
+
+    def _on_received(self) -> None:
+        """``outputs`` has taken a message."""
+
+    def _take_batch(self) -> ClientBatch:
+        batch, self._batch = self._batch, ClientBatch([], [])
+        return replace(batch, sent=time.time())
 
     def add(self, request: EngineCoreRequest) -> None:
         self._batch.adds.append(request)
-        self._wake.set()
+        self._send_soon()
 
     def abort(self, keys: list[int]) -> None:
         self._batch.aborts.extend(keys)
-        self._wake.set()
+        self._send_soon()
 
     def stop(self, sequences: list[tuple[int, int]]) -> None:
         self._batch.stops.extend(sequences)
-        self._wake.set()
+        self._send_soon()
 
     def watch_blocks(self) -> None:
         self._batch = replace(self._batch, watch_blocks=True)
-        self._wake.set()
-
-    async def _send(self) -> None:
-        """Send batch after batch, and renew the lease in between: by the channel, or by an empty batch.
-
-        What the engine refuses would never be answered, so the stream ends then too.
-        """
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RENEWAL_S):
-                    await self._wake.wait()
-            if self._receiver is not None and not self._wake.is_set():
-                self._receiver.renew()
-                continue
-            self._wake.clear()
-            batch, self._batch = self._batch, ClientBatch([], [])
-            try:
-                await self._core.submit.remote(self._client_id, replace(batch, sent=time.time()))
-            except RayError as error:
-                if not isinstance(getattr(error, "cause", error), RayActorError | RayLMError):
-                    engine_id = self.info.engine_id
-                    failed = about("engine.failed", engine=engine_id)
-                    logger.exception("engine %s could not take a batch", engine_id, extra=failed)
-                ray.cancel(self._stream)
-                return
+        self._send_soon()
 
     async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
-        try:
-            parked: ParkedTokens | None = await self._core.take_parked.remote(request)
-        except RayError as error:
-            raise EngineDiedError(_LOST) from error
-        return parked
+        return await _answer(self._core.take_parked.remote(request))
+
+    async def snapshot(self) -> EngineSnapshot:
+        return await _answer(self._core.snapshot.remote())
 
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
         await self._call("load_adapter", adapter)
 
     async def unload_adapter(self, name: str) -> None:
         await self._call("unload_adapter", name)
-
-    async def snapshot(self) -> EngineSnapshot:
-        try:
-            snapshot: EngineSnapshot = await self._core.snapshot.remote()
-        except RayError as error:
-            raise EngineDiedError(_LOST) from error
-        return snapshot
 
     async def _call(self, method: str, argument: object) -> None:
         result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,42 +130,176 @@ class RayEngineClient(EngineClient):
                 _settle(result, error)
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        try:
-            if self._receiver is not None:
-                async for outputs in self._receiver.outputs():
-                    yield outputs
-            async for ref in self._stream:
-                yield await ref
-        except RayError as error:
-            cause = as_raylm_error(error)
-            self.dropped = type(cause) is EngineUnavailableError
-            raise (cause if isinstance(cause, EngineCrashedError) else EngineDiedError(_LOST)) from error
-        raise EngineDiedError(_LOST)
+        while True:
+            received = await self._received.get()
+            self._on_received()
+            if isinstance(received, EngineCoreOutputs):
+                yield received
+                continue
+            self.dropped = type(received) is EngineUnavailableError
+            if isinstance(received, EngineCrashedError):
+                raise received
+            raise EngineDiedError(_LOST) from received
 
     async def close(self) -> None:
-        """Leave the engine, which ends this client's requests; dropping the stream alone would leave it running."""
         for task in self._tasks:
             task.cancel()
         while not self._calls.empty():
             _settle(self._calls.get_nowait()[2], EngineDiedError(_LOST))
-        ray.cancel(self._stream)
+        self._received.put_nowait(EngineDiedError(_LOST))
         self.left.set()
-        if self._receiver is not None:
-            await self._receiver.close()
 
 
-def _listener() -> OutputListener | None:
-    try:
-        return OutputListener()
-    except OSError as error:  # the disk is full
-        logger.warning("outputs come through Ray: %s", error, extra=about("outputs.through_ray"))
-        return None
+class LinkEngineClient(ActorEngineClient):
+    """Batches and outputs over a Link; what collects in one turn of the event loop is one batch."""
+
+    _link: Link
+    _is_due = False
+
+    @classmethod
+    async def connect(cls, core: ActorHandle, info: EngineInfo, path: str) -> LinkEngineClient:
+        """Connect to the EngineCore that listens at ``path``; OSError if nobody does."""
+        client = cls(core, info)
+        try:
+            client._link = await Link.connect(path, client._on_value, client._on_end)
+        except OSError:
+            await ActorEngineClient.close(client)
+            raise
+        client._link.send(client._client_id)
+        return client
+
+    def _send_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_due = False
+        self._link.send(self._take_batch())
+
+    def _on_value(self, value: EngineCoreOutputs | RayLMError) -> None:
+        self._received.put_nowait(value)
+        if self._received.qsize() >= MAX_OUTPUTS_IN_FLIGHT:
+            self._link.pause()
+
+    def _on_received(self) -> None:
+        if self._received.empty():
+            self._link.resume()
+
+    def _on_end(self, why: str) -> None:
+        self._received.put_nowait(EngineDiedError(f"The engine {why}."))
+
+    async def close(self) -> None:
+        """Leave the engine, which ends this client's requests."""
+        self._link.close()
+        await super().close()
+        await asyncio.sleep(0)  # until the event loop has closed the socket
+
+
+class RayEngineClient(ActorEngineClient):
+    """One stream of Ray down and one task up, whatever the number of requests; both are started here.
+
+    What collects while a batch is on its way makes the next one. The engine is lost when it is silent for SILENCE_S,
+    on the stream or with its acknowledgement of a batch: Ray notices after a minute that a node does not answer.
+    """
+
+    def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
+        super().__init__(core, info)
+        self._received = asyncio.Queue(MAX_OUTPUTS_IN_FLIGHT)
+        self._wake = asyncio.Event()
+        self._acknowledged = asyncio.Event()
+        self._stream = core.stream.options(
+            num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
+        ).remote(self._client_id)
+
+    @classmethod
+    async def connect(cls, core: ActorHandle, info: EngineInfo) -> RayEngineClient:
+        """Open the stream; RayError if the engine ends before that."""
+        client = cls(core, info)
+        try:
+            client._received.put_nowait(await (await anext(client._stream)))
+        except BaseException:
+            await client.close()
+            raise
+        client._tasks += [asyncio.create_task(client._send()), asyncio.create_task(client._read())]
+        return client
+
+    def _send_soon(self) -> None:
+        self._wake.set()
+
+    async def _send(self) -> None:
+        """Send batch after batch, an empty one at least each REPORT_S.
+
+        What the engine refuses would never be answered, so the stream ends then too.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(REPORT_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            silence = Silence(self._give_up, SILENCE_S)
+            try:
+                await self._core.submit.remote(self._client_id, self._take_batch())
+            except RayError as error:
+                if not isinstance(getattr(error, "cause", error), RayActorError | RayLMError):
+                    engine_id = self.info.engine_id
+                    failed = about("engine.failed", engine=engine_id)
+                    logger.exception("engine %s could not take a batch", engine_id, extra=failed)
+                ray.cancel(self._stream)
+                return
+            finally:
+                silence.stop()
+
+    async def _read(self) -> None:
+        def not_while_full() -> None:
+            if self._received.full():
+                silence.heard()
+
+        silence = Silence(self._give_up, SILENCE_S, not_while_full)
+        error: Exception = EngineDiedError(_LOST)
+        try:
+            async for ref in self._stream:
+                outputs = await ref
+                silence.heard()
+                await self._received.put(outputs)
+        except RayError as failure:
+            error = as_raylm_error(failure)
+        finally:
+            silence.stop()
+        await self._received.put(error)
+
+    def _give_up(self) -> None:
+        """The engine is silent. What it sent before is of no use: its requests begin elsewhere with what they have."""
+        for task in self._tasks[1:]:
+            task.cancel()
+        ray.cancel(self._stream)
+        while not self._received.empty():
+            self._received.get_nowait()
+        self._received.put_nowait(EngineDiedError(f"The engine has given no sign of life for {SILENCE_S:g} s."))
+
+    async def close(self) -> None:
+        """Leave the engine, which ends this client's requests; dropping the stream alone would leave it running."""
+        ray.cancel(self._stream)
+        while not self._received.empty():
+            self._received.get_nowait()
+        await super().close()
 
 
 def own_node() -> str:
     """The id of the node that this process is on."""
     found: str = ray.get_runtime_context().get_node_id()
     return found
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """What the engine answers, within SILENCE_S."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await call
+    except (RayError, TimeoutError) as error:
+        raise EngineDiedError(_LOST) from error
 
 
 def _settle(result: asyncio.Future[None], error: Exception | None) -> None:

@@ -35,7 +35,7 @@ class DistributedRanks(Ranks):
 
     Operations on the host raise PeerLostError if another rank is lost, or does not answer within TIMEOUT. Operations on
     GPUs do not block the host, and NCCL has no timeout inside a CUDA graph: the device waits forever for a lost rank.
-    The supervisor notices the loss by the missing heartbeats of that rank, and stops the other ranks.
+    The EngineCore notices the loss, as the Link of that rank ends, and the supervisor stops the other ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""StepChannel: every step's outcome, in order, over a real socket; failures arrive as themselves; ends are noticed."""
+"""Steps over a Link: every outcome, in order, over a real socket; failures arrive as themselves; ends are noticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from raylm.engine.channels.steps import StepClient, StepFailure, StepServer
+from raylm.engine.link import Listener
+from raylm.engine.steps import StepFailure, StepLink, StepServer
+from raylm.errors import EngineCrashedError, EngineDiedError
 from raylm.messages import ModelRunnerOutput, SchedulerOutput
 
 
@@ -29,16 +31,27 @@ def launch(plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
     return lambda: output
 
 
+class Lost(list[EngineDiedError]):
+    """The errors of workers that were lost."""
+
+
 @asynccontextmanager
-async def connected(server: StepServer) -> AsyncIterator[StepClient]:
-    client = await StepClient.connect(server.path)
+async def connected(server: StepServer) -> AsyncIterator[StepLink]:
+    lost = Lost()
+    client = StepLink("worker", lost.append)
+    await client.connect(server.path)
     yield client
-    client._transport.close()
+    assert not lost
+    client.link.close()
+
+
+def serve(launch: Callable[[SchedulerOutput], Callable[[], ModelRunnerOutput]], overlapped: bool = False) -> StepServer:
+    return StepServer(launch, lambda: overlapped)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
 async def test_outcomes_come_in_order_whatever_their_size(overlapped: bool) -> None:
-    async with connected(StepServer(launch, overlapped=overlapped)) as client:
+    async with connected(serve(launch, overlapped)) as client:
         plans = [plan(step, seqs) for step, seqs in enumerate([1, 300, 2, 100_000, 1, 50_000, 3])]
         sent = [client.send(plan) for plan in plans]
         assert [await outcome for outcome in sent] == [drawn(plan) for plan in plans]
@@ -57,7 +70,7 @@ async def test_the_next_step_is_launched_while_the_output_of_the_last_is_awaited
 
         return output
 
-    async with connected(StepServer(launch_late, overlapped=True)) as client:
+    async with connected(serve(launch_late, True)) as client:
         sent = [client.send(plan(1)), client.send(plan(2))]
         async with asyncio.timeout(300):
             assert [await outcome for outcome in sent] == [drawn(plan(1)), drawn(plan(2))]
@@ -87,7 +100,7 @@ async def test_failures_arrive_as_what_they_are(overlapped: bool, late: bool) ->
 
         return output
 
-    async with connected(StepServer(fail, overlapped=overlapped)) as client:
+    async with connected(serve(fail, overlapped)) as client:
         plain, unpicklable, good = [await outcome for outcome in [client.send(plan(step)) for step in (1, 2, 3)]]
         assert isinstance(plain, StepFailure)
         assert isinstance(plain.cause, ValueError)
@@ -97,33 +110,54 @@ async def test_failures_arrive_as_what_they_are(overlapped: bool, late: bool) ->
         assert good == drawn(plan(3))
 
 
-async def test_a_worker_that_hangs_up_fails_what_waits_and_what_comes(tmp_path: Path) -> None:
-    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    async with await asyncio.start_unix_server(hang_up, tmp_path / "steps"), asyncio.timeout(300):
-        client = await StepClient.connect(str(tmp_path / "steps"))
-        for outcome in [client.send(plan(1)), client.send(plan(2))]:
-            with pytest.raises(ConnectionError):
+async def test_a_worker_that_is_lost_fails_what_waits_and_what_comes() -> None:
+    lost, listener = Lost(), Listener()
+    client = StepLink("worker of rank 1", lost.append)
+    await client.connect(listener.path)
+    outcomes = [client.send(plan(1)), client.send(plan(2))]
+    connection, _ = listener.socket.accept()
+    connection.close()
+    listener.close()
+    async with asyncio.timeout(300):
+        for outcome in outcomes:
+            with pytest.raises(ConnectionError, match=r"The worker of rank 1 was lost\."):
                 await outcome
         with pytest.raises(ConnectionError):
             await client.send(plan(3))
-        client._transport.close()
+    assert [(type(error), error.message) for error in lost] == [(EngineDiedError, "The worker of rank 1 was lost.")]
 
 
-async def test_who_is_not_awaited_any_more_disturbs_nobody() -> None:
-    async with connected(StepServer(launch, overlapped=False)) as client:
+async def test_a_worker_that_crashes_says_so() -> None:
+    lost, listener = Lost(), Listener()
+    client = StepLink("worker", lost.append)
+    await client.connect(listener.path)
+    outcome = client.send(plan(1))
+    connection, _ = listener.socket.accept()
+    connection.sendall(b"\0\0\0\0Fatal Python error: Segmentation fault\n\n\0\0\0\0  File somewhere")
+    connection.close()
+    listener.close()
+    async with asyncio.timeout(300):
+        with pytest.raises(ConnectionError):
+            await outcome
+    (error,) = lost
+    assert type(error) is EngineCrashedError
+    assert error.message == "The worker crashed: Fatal Python error: Segmentation fault"
+    assert client.link.last_words.endswith("File somewhere")
+
+
+async def test_an_outcome_that_nobody_awaits_disturbs_no_other() -> None:
+    async with connected(serve(launch)) as client:
         given_up, wanted = client.send(plan(1)), client.send(plan(2))
         given_up.cancel()
         assert await wanted == drawn(plan(2))
 
 
 async def test_nobody_else_may_connect_and_nothing_stays_on_disk() -> None:
-    server = StepServer(launch, overlapped=False)
+    server = serve(launch)
     directory = Path(server.path).parent
     assert os.stat(directory).st_mode & 0o077 == 0
     async with connected(server) as client:
         await client.send(plan(1))
         assert not directory.exists()
         with pytest.raises(OSError, match="No such file"):
-            await StepClient.connect(server.path)
+            await StepLink("worker", Lost().append).connect(server.path)

@@ -1,1 +1,0 @@
-"""Signs of life: who is lost or hangs, and which clients have gone."""
