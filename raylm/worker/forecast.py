@@ -1,4 +1,7 @@
-"""What a worker would decide here at start, by the very functions that decide it, without reading any weights."""
+"""Forecast: the decisions that a worker would make at start on this machine, without reading weights.
+
+They are made by the same functions as at start.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from raylm.worker.startup import available_threads, block_size_of, check_extras,
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """``weights_bytes`` as they lie in the checkpoint, in the dtype served; ``slower`` is what the log would say."""
+    """The decisions of a worker. ``weights_bytes`` is the size in the served dtype, ``slower`` the warnings logged."""
 
     device: str
     dtype: str
@@ -34,15 +37,15 @@ class Forecast:
 
 
 def torch_build() -> tuple[str, str | None]:
-    """The version of torch, and that of the CUDA it was built for."""
+    """(version of torch, version of CUDA that it was built for, or None)."""
     return torch.__version__, torch.version.cuda
 
 
 def forecast_pool(config: Config, checkpoint: Checkpoint, device_name: str) -> Forecast:
-    """For one rank that has all of the model, before its profile run; ``device_name`` as the knob ``device``.
+    """Forecast for one rank with the whole model, before a profile run. ``device_name`` is as the knob ``device``.
 
     Raises:
-        ConfigError: a worker would refuse the configuration.
+        ConfigError: a worker would reject the configuration.
     """
     with _warnings() as slower:
         device = resolve_device(device_name)
@@ -64,7 +67,7 @@ def forecast_pool(config: Config, checkpoint: Checkpoint, device_name: str) -> F
 
 
 def _why(config: Config, pool: KVCacheSize, size: int, model_limit: int | None) -> str:
-    """Which bound the pool has met."""
+    """The reason for the size of the pool, as text."""
     if config.cache.num_blocks is not None:
         return "as cache.num_blocks says"
     if config.cache.memory_gib is not None:
@@ -77,7 +80,7 @@ def _why(config: Config, pool: KVCacheSize, size: int, model_limit: int | None) 
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What raylm logs meanwhile as warnings, which goes nowhere else."""
+    """Collect the warnings that raylm logs inside the context. They are not logged elsewhere."""
     told: list[str] = []
 
     class Keep(logging.Handler):

@@ -1,4 +1,4 @@
-"""The forward pass of a step, by the model's modules or by the native decoder; owns the KV tensors."""
+"""Forward: the forward pass of a step, by torch modules or by the native decoder. Owns the KV tensors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from raylm.worker.input_buffers import StepInputs
 
 
 class Forward(ABC):
-    """One step through a model; with ``captures`` it has graphs to capture before the first one.
+    """Runs steps through a model. ``captures`` says that it captures graphs before the first step.
 
-    Where it is ``batch_invariant``, a position's logits are the same bits whatever else is in its step, however its
-    prompt was cut into steps, and on any number of threads. ``when_computing`` is called as the layers begin, from when
-    on other threads have the interpreter.
+    If it is ``batch_invariant``, the logits of a position are bitwise equal for any other rows in the step, any cut of
+    the prompt into steps, and any number of threads. ``when_computing`` is called when the layers begin, because they
+    release the interpreter lock.
     """
 
     captures: ClassVar[bool] = False
@@ -38,32 +38,32 @@ class Forward(ABC):
 
     @abstractmethod
     def hidden(self, inputs: StepInputs) -> Tensor:
-        """Run the step: hidden states (tokens, hidden_size)."""
+        """Run the step. Returns hidden states (tokens, hidden_size)."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of hidden states -> float32 logits (rows, vocab_size), in memory of their own."""
+        """Compute float32 logits (rows, vocab_size) from rows of hidden states, in new memory."""
 
     def serve_adapters(self, limits: AdapterLimits) -> None:  # noqa: B027  # the native decoder is ready for them
-        """Called once, before the first step, if steps may have adapters."""
+        """Prepare for steps with adapters. Called once, before the first step."""
 
     @abstractmethod
     def pack(self, weights: Mapping[str, LowRank]) -> object:
-        """An adapter, by the names of its modules, in the form that ``hidden`` reads; may be called beside a step."""
+        """Convert an adapter, given by module names, to the form that ``hidden`` reads. May be called during a step."""
 
     def compile_at_start(self) -> None:  # noqa: B027  # most have nothing to compile
-        """Compile what steps may need beyond those of the profile run."""
+        """Compile the kernels that steps may need in addition to those of the profile run."""
 
     def capture_at_start(self) -> None:  # noqa: B027  # most have nothing to capture
-        """Capture what the first steps will need."""
+        """Capture the graphs of the first steps."""
 
     def seconds(self) -> dict[str, float]:
-        """Where the time of all steps went, as far as it is known."""
+        """Seconds spent in each part of all steps so far; empty if not measured."""
         return {}
 
 
 class StepAttention:
-    """The attention of one step, as the layers call it (Attend)."""
+    """The attention of one step. Implements Attend, which the layers call."""
 
     def __init__(
         self, backend: AnyBackend, kv_caches: Sequence[Tensor], plan: object, specs: Sequence[AttentionSpec]
@@ -71,7 +71,7 @@ class StepAttention:
         self._backend, self._kv_caches, self._plan, self._specs = backend, kv_caches, plan, specs
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        kv, spec = self._kv_caches[spec.layer], self._specs[spec.layer]  # which has the scales of the cache
+        kv, spec = self._kv_caches[spec.layer], self._specs[spec.layer]  # this spec has the scales of the cache
         if k is None or v is None:
             return self._backend.attend(q, kv, self._plan, spec)
         return self._backend.forward(q, k, v, kv, self._plan, spec)
@@ -81,7 +81,7 @@ class StepAttention:
 
 
 class ModuleForward(Forward):
-    """Layer by layer through torch modules, with any attention backend."""
+    """Runs the model layer by layer through torch modules, with any attention backend."""
 
     def __init__(self, model: CausalLM, backend: AnyBackend, kv_caches: Sequence[Tensor]) -> None:
         self._model, self._backend, self._kv_caches = model, backend, list(kv_caches)
@@ -89,7 +89,7 @@ class ModuleForward(Forward):
 
     @property
     def captures_adapters(self) -> bool:
-        """Whether ``run`` is the same operations whatever the adapters of a step are."""
+        """Whether ``run`` executes the same operations for any adapters, so that a graph can be captured."""
         return self._low_rank is not None and self._low_rank.capturable
 
     def serve_adapters(self, limits: AdapterLimits) -> None:
@@ -106,26 +106,26 @@ class ModuleForward(Forward):
         return self.run(inputs)
 
     def adapt(self, runs: Sequence[AdapterRun]) -> None:
-        """Say which tokens of what runs next have which adapter."""
+        """Set the adapters of the tokens of the next run."""
         if self._low_rank is not None:
             self._low_rank.begin(runs)
 
     def hold(self, *, adapted: bool) -> None:
-        """Let what is captured next be a step with adapters, or one without."""
+        """Choose whether the next captured step includes adapters."""
         if self._low_rank is not None and self._low_rank.capturable:
             self._low_rank.hold(adapted)
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """The layers of a step, whatever its ``adapters`` say."""
+        """Run the layers of a step. Ignores ``adapters`` of the inputs; ``adapt`` sets them."""
         return self.run_planned(inputs.input_ids, inputs.positions, self._backend.prepare(inputs.metadata))
 
     def run_planned(self, input_ids: Tensor, positions: Tensor, plan: object) -> Tensor:
-        """As ``run``, of a step that the backend has planned."""
+        """Like ``run``, with an attention plan of the backend."""
         attend = StepAttention(self._backend, self._kv_caches, plan, self._model.attention_specs)
         return self._model(input_ids, positions, attend)  # type: ignore[no-any-return]
 
     def plan_in_place(self, tokens: int, width: int, scratch_slot: int) -> object | None:
-        """The backend's, if it has one; until a step is taken over all its tokens are written to the scratch slot."""
+        """The backend's plan with fixed memory, or None. Until ``refill``, all tokens go to the scratch slot."""
         device = self._kv_caches[0].device
         return self._backend.plan_in_place(tokens, width, self._model.attention_specs, scratch_slot, device)
 
@@ -143,7 +143,7 @@ class ModuleForward(Forward):
 
 
 class NativeForward(Forward):
-    """All layers in one native call."""
+    """Runs all layers in one native call."""
 
     batch_invariant: ClassVar[bool] = True
 

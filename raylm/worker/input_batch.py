@@ -1,4 +1,4 @@
-"""One permanent row per sequence, whose columns the runner and the sampler read."""
+"""InputBatch: one row per sequence. The runner and the sampler read its columns."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NO_LOGPROBS = -1
 
 
 class InputBatch:
-    """What the worker knows of every sequence it holds, as columns over rows; preemption is remove and add.
+    """The state of every sequence in the worker, as columns over rows. A preemption is a remove and an add.
 
-    A sequence keeps its row from ``add`` to ``remove``; free rows hold stale values. Columns, all numpy on the host:
+    A sequence keeps its row from ``add`` to ``remove``. Free rows hold stale values. Columns, all numpy on the host:
         token_ids          [max_num_seqs, max_model_len] int32, valid up to num_tokens
-        num_tokens         [max_num_seqs] int32, prompt and generated tokens known
+        num_tokens         [max_num_seqs] int32, known tokens of prompt and answer
         num_prompt_tokens  [max_num_seqs] int32
         block_tables       [max_num_seqs, ceil(max_model_len / block_size)] int32, valid up to num_blocks
         num_blocks         [max_num_seqs] int32
-        limits             [max_num_seqs] int32, the longest that the sequence may grow
+        limits             [max_num_seqs] int32, greatest length of the sequence in tokens
         sampling           [max_num_seqs] records of SAMPLING_DTYPE: temperature 0 is greedy, top_k is vocab_size when
-                           off, logprobs is NO_LOGPROBS when not asked for
-    What few sequences use (biases, masks, penalties) lives in ``processors``, each of which owns its own rows, and in
+                           off, logprobs is NO_LOGPROBS when not requested
+    State that few sequences need (biases, masks, penalties) is in ``processors``, each of which owns its rows, and in
     ``logprob_token_ids`` by row.
     """
 
@@ -60,11 +60,11 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, new: NewSequence) -> int:
-        """Give the sequence a row and fill it; on an error nothing has changed.
+        """Assign a row to the sequence and fill it. An error changes nothing.
 
         Raises:
-            InvalidRequestError: a token id of its parameters lies outside the vocabulary.
-            RuntimeError: it has a row already, all rows are taken, or it does not fit into one.
+            InvalidRequestError: a token id of its parameters is outside the vocabulary.
+            RuntimeError: the sequence has a row already, all rows are taken, or it does not fit in a row.
         """
         if new.seq_id in self._row_of:
             raise RuntimeError(f"sequence {new.seq_id} has a row already")
@@ -95,7 +95,7 @@ class InputBatch:
         return row
 
     def prepare_grammar(self, grammar: str) -> None:
-        """Return when it is compiled."""
+        """Compile a grammar. Returns when it is compiled."""
         if self._grammars is not None:
             self._grammars.prepare(grammar)
 
@@ -110,7 +110,7 @@ class InputBatch:
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
     def may_be_drawn_ahead(self, rows: IntArray) -> Mask:
-        """Which of the distinct rows may be drawn several at once, behind drafts, [len(rows)]."""
+        """Which of the distinct rows may draw several tokens at once, after drafts, [len(rows)]."""
         may = np.ones(len(rows), np.bool_)
         for processor in self._followers():
             owned = processor.owned(rows)
@@ -119,7 +119,7 @@ class InputBatch:
 
     @property
     def has_followers(self) -> bool:
-        """Whether the logits of any row depend on its own tokens by more than what the model computes."""
+        """Whether a processor changes the logits of any row depending on the row's own tokens."""
         return bool(self._followers())
 
     def _followers(self) -> list[LogitsProcessor[Any]]:
@@ -128,7 +128,7 @@ class InputBatch:
     def append_blocks(
         self, rows: IntArray, counts: Sequence[int] | IntArray, block_ids: Sequence[int] | IntArray
     ) -> None:
-        """Lengthen the block tables: ``counts[i]`` of the flat ``block_ids`` go to ``rows[i]`` (rows are distinct)."""
+        """Append blocks: ``counts[i]`` of the flat ``block_ids`` go to the table of ``rows[i]``. Rows are distinct."""
         if len(block_ids) == 0:
             return
         added = np.asarray(counts, np.int64)
@@ -137,13 +137,13 @@ class InputBatch:
         self.num_blocks[rows] += added.astype(np.int32)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray, offsets: IntArray | int = 0) -> None:
-        """Append a token to each of the rows; the penalties count it.
+        """Append a token to each of the rows, and tell the processors.
 
-        A row may stand there several times in succession; ``offsets`` then count its tokens from 0.
+        A row may be repeated in succession; ``offsets`` then number its tokens from 0.
         """
         lengths = self.num_tokens[rows] + offsets
         self.token_ids[rows, lengths] = token_ids
-        self.num_tokens[rows] = lengths + 1  # where a row is repeated, the last value stays
+        self.num_tokens[rows] = lengths + 1  # for a repeated row numpy keeps the last value
         for processor in self.processors:
             if processor.states:
                 processor.append_tokens(rows, token_ids)

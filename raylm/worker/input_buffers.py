@@ -1,4 +1,4 @@
-"""The preallocated columns that a step's tokens, positions and block tables are written to."""
+"""InputBuffers: preallocated memory for a step's tokens, positions and block tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raylm.worker.step_batch import StepBatch
 
 
 class Column:
-    """One array on the host and its twin on the device; on a CPU they are the same memory."""
+    """An array on the host and its copy on the device. On a CPU both are the same memory."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         staged = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
@@ -28,7 +28,7 @@ class Column:
         self.host: NDArray[Any] = staged.numpy()
 
     def upload(self, count: int) -> Tensor:
-        """The first ``count`` entries on the device; the host side may be written again once the step has ended."""
+        """Copy the first ``count`` entries to the device. The host may write again when the step has ended."""
         if self._device is not self._staged:
             self._device[:count].copy_(self._staged[:count], non_blocking=True)
         return self._device[:count]
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, flattened: ``input_ids`` and ``positions`` (tokens,) int64, where they lie, and their adapters."""
+    """The inputs of one step, flattened: ``input_ids`` and ``positions`` (tokens,) int64, their slots, and adapters."""
 
     input_ids: Tensor
     positions: Tensor
@@ -45,7 +45,7 @@ class StepInputs:
 
 
 class InputBuffers:
-    """Builds the inputs of one step after the other in the same memory."""
+    """Builds the inputs of each step in the same memory."""
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         tokens, seqs = limits.max_num_tokens, limits.max_num_seqs
@@ -58,10 +58,10 @@ class InputBuffers:
         self._query_start_loc = Column((seqs + 1,), torch.int32, device)
 
     def build(self, step: StepBatch, batch: InputBatch, adapters: Sequence[AdapterRun] = ()) -> StepInputs:
-        """The inputs of a step, whose draft tokens stand in the batch behind the known ones.
+        """Build the inputs of a step. Its draft tokens are in the batch after the known tokens.
 
         Raises:
-            RuntimeError: the step is larger than the limits, or computes tokens that are not known or have no block.
+            RuntimeError: the step exceeds the limits, or computes tokens that are unknown or have no block.
         """
         rows, computed, counts, size = step.rows, step.computed, step.counts, self._limits.block_size
         self._check(computed + counts, step, batch)

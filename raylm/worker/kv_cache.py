@@ -1,4 +1,4 @@
-"""How large the pool of KV blocks becomes, and its tensors."""
+"""The size of the pool of KV blocks, and its tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CACHED_SEQS = 16
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSize:
-    """``num_blocks`` of ``block_bytes`` each, over all layers; ``max_model_len`` in tokens."""
+    """The pool has ``num_blocks`` of ``block_bytes`` each, over all layers. ``max_model_len`` is in tokens."""
 
     num_blocks: int
     block_bytes: int
@@ -32,7 +32,7 @@ class KVCacheSize:
 
 
 def block_bytes(backend: type[AnyBackend], specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Of all layers of a model of ``dtype``."""
+    """Bytes of one KV block over all layers of a model of ``dtype``."""
     each = (backend.kv_dtype or dtype).itemsize
     return sum(prod(backend.kv_cache_shape(1, block_size, spec)) for spec in specs) * each
 
@@ -45,9 +45,9 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """One uninitialized tensor a layer; on a CPU the system gives the memory when it is first written.
+    """Allocate one uninitialized tensor per layer. On a CPU the system provides the memory on the first write.
 
-    ``dtype`` is the model's, and theirs unless the backend has one of its own.
+    ``dtype`` is the model's. The tensors have it too, unless the backend has its own ``kv_dtype``.
     """
     dtype = backend.kv_dtype or dtype
     shapes = [backend.kv_cache_shape(num_blocks, block_size, spec) for spec in specs]
@@ -57,11 +57,12 @@ def allocate(
 
 
 def useful_blocks(config: Config, block_size: int, longest: int) -> int:
-    """The most blocks that sequences of at most ``longest`` tokens have a use for.
+    """The most blocks that sequences of at most ``longest`` tokens can use.
 
-    All ``max_num_seqs`` of them at full length, each with the block to grow by that the scheduler keeps free; beside
-    them, where prefixes are cached, 16 that have ended, as what runs at full length leaves no room for the others' next
-    turns. A fixed number: how many prefixes come back does not depend on how many sequences share a step.
+    The pool holds ``max_num_seqs`` sequences of full length, each with one more block that the scheduler keeps free for
+    growth. With prefix caching it also holds 16 ended sequences, because running sequences of full length would leave
+    no room for the prefixes of next turns. The 16 is fixed: the number of reused prefixes does not depend on how many
+    sequences share a step.
     """
     each = -(-longest // block_size)
     return config.scheduler.max_num_seqs * (each + 1) + _CACHED_SEQS * each * config.cache.prefix_caching
@@ -70,10 +71,13 @@ def useful_blocks(config: Config, block_size: int, longest: int) -> int:
 def size_pool(
     config: Config, block_size: int, block_bytes: int, free: int, default: int, model_limit: int | None
 ) -> KVCacheSize:
-    """Decide blocks (of ``block_size`` tokens and ``block_bytes``) and longest sequence from ``free`` bytes.
+    """Compute the number of blocks (of ``block_size`` tokens, ``block_bytes`` each) and the longest sequence.
 
-    Unless configured the pool has the ``useful_blocks`` that fit into ``default`` bytes. ``model_limit`` is the number
-    of positions the model was made for, None if unknown.
+    By default the pool has ``useful_blocks``, as many as fit in ``default`` bytes; a configured pool must fit in
+    ``free`` bytes. ``model_limit`` is the number of positions of the model, None if unknown.
+
+    Raises:
+        ConfigError: the pool does not fit, or holds fewer than 2 blocks or than ``max_model_len`` tokens.
     """
     asked, size = config.max_model_len, block_size
     if asked is not None and model_limit is not None and asked > model_limit:
@@ -97,7 +101,7 @@ def size_pool(
 
 
 def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -> int:
-    """Of ``free`` bytes; ``default`` blocks if nothing is configured."""
+    """The configured number of blocks, which must fit in ``free`` bytes; ``default`` if none is configured."""
     if cache.num_blocks is not None and cache.memory_gib is not None:
         raise ConfigError("cache: num_blocks and memory_gib exclude each other.")
     if cache.num_blocks is not None:
@@ -114,11 +118,11 @@ def _num_blocks(cache: CacheConfig, block_bytes: int, free: int, default: int) -
 
 
 def free_memory(device: torch.device, activations: int, ranks: int, engines: int) -> list[int]:
-    """Bytes that a pool may take beside ``activations`` bytes of a step, and the most it takes by default.
+    """[bytes available for a pool beside ``activations`` bytes of a step, most bytes of a pool by default].
 
-    Each rank has a GPU of its own; on CPUs all ``ranks`` share the machine's memory. There all ``engines`` of the
-    application may start on one node at the same moment, and each sees the memory that the others will write later: the
-    default is an equal part of the share.
+    On GPUs each rank has its own. On CPUs all ``ranks`` share the machine's memory, and all ``engines`` of the
+    application may start on one node at once, when each still sees the memory that the others will write later.
+    Therefore the default share is divided equally among the engines.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

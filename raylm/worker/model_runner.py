@@ -1,4 +1,4 @@
-"""The ModelRunner, which turns a SchedulerOutput into one forward pass and its drawn tokens."""
+"""ModelRunner: runs one forward pass for a SchedulerOutput and draws its tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROMPT_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
-    """Runs steps strictly in the order given; owns the rows of all sequences."""
+    """Runs steps strictly in the given order. Owns the rows of all sequences."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Pending:
-        """Apply the difference, run the step, draw tokens and keep them; what is returned may wait for its output."""
+        """Update the rows, run the step, draw tokens and append them. The returned call may wait for the output."""
         started = time.perf_counter()
         with self.kv_memory:
             step = self._up_to_date(self.pooler.claim(StepBatch.of(plan, self._apply(plan))))
@@ -67,7 +67,7 @@ class ModelRunner:
                 return self.async_decode.launch(plan.step, step, self.batch, self.forward, adapters)
             waited = time.perf_counter()
             self.async_decode.settle(self.batch)
-            started += time.perf_counter() - waited  # that time belongs to the steps before
+            started += time.perf_counter() - waited  # the wait belongs to earlier steps
             output = self._run(plan, step, adapters, started)
         return lambda: output
 
@@ -82,7 +82,7 @@ class ModelRunner:
         draws = DrawRows.of(step)
         logits = self.forward.logits(_rows(hidden, draws.tokens))
         if logits.device.type == "cuda":
-            torch.cuda.synchronize(logits.device)  # the time is the forward pass's, and the buffers may be written anew
+            torch.cuda.synchronize(logits.device)  # to time the forward pass, and to reuse the buffers afterwards
         forward_s = time.perf_counter() - forward_started
         prompt_logprobs = self._describe_prompts(step, hidden, inputs)
         pooled, lost = self.pooler.pool(step, hidden, self.batch)
@@ -113,7 +113,7 @@ class ModelRunner:
         )
 
     def _up_to_date(self, step: StepBatch) -> StepBatch:
-        """Sequences that decode go on where their rows end: the scheduler may not have seen that they were deferred."""
+        """Let decoding sequences continue where their rows end: the scheduler may not know yet which were deferred."""
         if not (self._has_deferred or self.async_decode.has_deferred):
             return step
         decoding = (step.counts == 1) & (step.draws == 1)
@@ -139,9 +139,10 @@ class ModelRunner:
         return rows
 
     def _draw(self, logits: Tensor, step: StepBatch, draws: DrawRows) -> tuple[SamplerOutput, Ints]:
-        """Draw, append what counts; gives all draws, ``failed`` by place in the step, and which are to be reported.
+        """Draw tokens and append the accepted ones.
 
-        A late row draws in a later step; this one has computed its last token, as others may share its blocks.
+        Returns all draws, with ``failed`` by index in the step, and the indexes of the draws to report. A late row
+        draws in a later step. Its last token is computed in this step nevertheless, as others may share its blocks.
         """
         rows = step.rows[draws.places]
         drawn = self.sampler.sample(logits, rows, self.batch, draws.offsets)
@@ -149,7 +150,7 @@ class ModelRunner:
         if draws.offsets.any():
             drafts = self.batch.token_ids[rows, self.batch.num_tokens[rows] + draws.offsets]
             counts &= draws.accepted((drawn.token_ids == drafts) & (draws.offsets < step.drafts[draws.places]))
-        # Failed rows too: a step already on its way may compute the token that was to be drawn here.
+        # Failed rows too: a step already in flight may compute the token that should have been drawn here.
         self.batch.append_tokens(rows[counts], drawn.token_ids[counts], draws.offsets[counts])
         lost = {int(draws.places[at]): reason for at, reason in drawn.failed if counts[at]}
         if lost:
@@ -170,7 +171,7 @@ class ModelRunner:
         return described
 
     def _describe(self, hidden: Tensor, token_ids: NDArray[np.int32], top: int) -> Logprobs:
-        """Piece by piece, for the logits of a long chunk would dwarf everything else."""
+        """Describe prompt tokens in pieces, because the logits of a long chunk would take too much memory."""
         pieces = slices(len(token_ids), max(1, _PROMPT_LOGITS_BYTES // (4 * self.batch.vocab_size)))
         return logprob_columns.join(
             self.sampler.prompt_logprobs(self.forward.logits(hidden[at]), token_ids[at], top) for at in pieces
@@ -178,5 +179,5 @@ class ModelRunner:
 
 
 def _rows(hidden: Tensor, tokens: Ints) -> Tensor:
-    """Some rows of ``hidden``, in order; all of them where every token draws, and then nothing is copied."""
+    """The rows ``tokens`` of ``hidden``, in order. If every token draws, ``hidden`` itself, without a copy."""
     return hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens).to(hidden.device)]

@@ -1,4 +1,4 @@
-"""Grammars: makes the matchers of a worker's rows beside its steps, and computes there the masks that take long."""
+"""Grammars: compiles grammars and computes slow masks on threads, while the worker runs steps."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _KIND_OF_ERROR = re.compile(r"[A-Za-z ]{0,60}")
 
 MAX_KEPT = 256
 SLOW_S = 1e-3
-"""What takes longer is computed beside the next step; for less than that waking a thread takes too long."""
+"""Masks of a grammar with a slower one are computed on a thread. For faster masks, waking a thread takes too long."""
 QUICK_MASKS_S = 5e-3
-"""Of a step, for the masks that are not slow; those that are left are computed beside the next step too."""
+"""Time in a step for masks that are not slow. The masks that remain are computed on the thread too."""
 WAIT_S = 1e-3
-"""Of a step, for masks that are late."""
+"""Longest wait of a step for late masks."""
 LONE_WAIT_S = 10e-3
-"""The same if nothing is drawn without them."""
+"""Longest wait of a step for late masks if every draw of the step needs one."""
 
 
 class Grammars:
-    """Compiles on one thread and computes slow masks on another, so that neither stands in the other's way.
+    """Compiles grammars on one thread and computes slow masks on another, so that neither delays the other.
 
-    The tokens are read beforehand, in the background; the matchers of the last ``MAX_KEPT`` grammars are kept with
-    their first mask, and copied in microseconds. What is compiled here was proved by the grammar server. No step waits
-    for long: a row whose mask is late by then sits it out.
+    The vocabulary is read in the background at start. The matchers of the last ``MAX_KEPT`` grammars are kept with
+    their first mask, and copied in microseconds. The grammar server has checked every grammar before. A step waits for
+    late masks only briefly; a row whose mask is still missing skips its draw in this step.
     """
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -53,11 +53,11 @@ class Grammars:
             self._tokenizer = self._compiling.submit(_load, path, eos_token_ids, vocab_size)
 
     def prepare(self, grammar: str) -> None:
-        """Compile it, and return when that is done; a failure is that of the rows that use it."""
+        """Compile a grammar, and return when it is compiled. A failure is reported by the rows that use the grammar."""
         self._compiling.submit(self._fresh, grammar).result()
 
     def start(self, grammar: str, tokens: list[int]) -> Answer:
-        """The answer of a row, behind the ``tokens`` that it has; compiled now only if nobody prepared it."""
+        """The Answer of a new row that has ``tokens`` already. The grammar is compiled now if it was not prepared."""
         answer = Answer(self.vocab_size)
         if (fresh := self._kept.get(grammar)) is None:
             answer.coming = self._compiling.submit(lambda: answer.resume(self._fresh(grammar), tokens))
@@ -68,14 +68,14 @@ class Grammars:
         return answer
 
     def advance(self, answer: Answer, token: int) -> None:
-        """Hand over the next token; the mask behind it is computed when it is asked for, or, if slow, from now on."""
+        """Append a token. A slow grammar starts computing the next mask at once, a fast one when it is needed."""
         answer.settle()
         answer.tokens.append(token)
         if answer.pace.slow:
             answer.coming = self._masking.submit(answer.follow)
 
     def ready(self, answers: list[Answer], draws: int) -> list[bool]:
-        """Which of the ``answers`` have their masks, of a step with so many ``draws``; the others are late."""
+        """Which of the ``answers`` have their masks; the others are late. ``draws`` counts all draws of the step."""
         until = time.monotonic() + QUICK_MASKS_S
         for answer in answers:
             if answer.coming is None and answer.tokens:
@@ -89,7 +89,7 @@ class Grammars:
         return [answer.coming is None or answer.coming.done() for answer in answers]
 
     def _fresh(self, grammar: str) -> Answer:
-        """On the thread that compiles, which alone changes what is kept."""
+        """The kept Answer of a grammar, compiled if needed. Runs on the compiling thread, which alone changes them."""
         if grammar not in self._kept:
             fresh = Answer(self.vocab_size)
             fresh.begin(lambda: self._compile(grammar))
@@ -107,23 +107,23 @@ class Grammars:
 
 
 def _load(path: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> LLTokenizer:
-    from raylm.grammar import load_tokenizer  # on the thread: importing llguidance takes 50 ms
+    from raylm.grammar import load_tokenizer  # here on the thread: importing llguidance takes 50 ms
 
     return load_tokenizer(path, eos_token_ids, vocab_size)
 
 
 @dataclass(slots=True)
 class Pace:
-    """Of all answers of a grammar: whether one of their masks has taken longer than ``SLOW_S``."""
+    """Shared by all answers of a grammar: whether one of their masks took longer than ``SLOW_S``."""
 
     slow: bool = False
 
 
 class Answer:
-    """One answer's matcher and the mask of its next token, a bit for each: [V / 32] int32.
+    """The matcher of one answer, and the mask of its next token: one bit per token, [V / 32] int32.
 
-    ``tokens`` are those that the matcher has not seen; ``coming`` ends when another thread is done with them. A failure
-    is this answer's alone: its mask is empty.
+    ``tokens`` are the tokens that the matcher has not consumed. ``coming`` is done when another thread has consumed
+    them. A failure affects only this answer: its mask becomes empty.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -135,7 +135,7 @@ class Answer:
         self._mask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
 
     def take(self, other: Answer) -> None:
-        """Become what ``other`` is, which has seen all its tokens."""
+        """Copy the state of ``other``, which has consumed all its tokens."""
         self.failed, self.over, self.pace, self._mask = other.failed, other.over, other.pace, other._mask.copy()
         self._matcher = other._matcher.deep_copy() if other._matcher is not None else None
 
@@ -148,32 +148,32 @@ class Answer:
         self.follow()
 
     def resume(self, fresh: Answer, tokens: list[int]) -> None:
-        """Begin as ``fresh``, and see ``tokens``."""
+        """Copy ``fresh``, and consume ``tokens``."""
         self.take(fresh)
         self.tokens = list(tokens)
         self.follow()
 
     def mask(self) -> NDArray[np.int32]:
-        """The mask behind all tokens; waits for it, or computes it."""
+        """The mask after all tokens. Waits for it, or computes it."""
         self.settle()
         if self.tokens:
             self.follow()
         return self._mask
 
     def forced(self) -> list[int]:
-        """The tokens that must come behind all tokens, where there is no choice; they may be spelled otherwise."""
+        """The next tokens if the grammar allows only one text; that text may have other tokenizations."""
         self.mask()
         if self._matcher is None or self.over:
             return []
         return self._matcher.compute_ff_tokens()
 
     def num_fitting(self, drafts: list[int]) -> int:
-        """How many of the ``drafts`` may come behind all tokens, one after the other."""
+        """How many of the ``drafts`` the grammar allows in succession after all tokens."""
         self.mask()
         return 0 if self._matcher is None or self.over else self._matcher.validate_tokens(drafts)
 
     def behind(self, drafts: list[int]) -> Iterator[tuple[NDArray[np.int32], bool]]:
-        """The mask behind each of the ``drafts``, which must fit, and whether the answer is over there."""
+        """Yield (mask, whether the answer is complete) after each of the ``drafts``, which must fit the grammar."""
         if not drafts or self._matcher is None:
             return
         matcher = self._matcher.deep_copy()
@@ -185,20 +185,20 @@ class Answer:
             yield mask, matcher.is_stopped()
 
     def settle(self) -> None:
-        """Wait for the other thread; one at a time may use the matcher."""
+        """Wait for the other thread: only one thread at a time may use the matcher."""
         if self.coming is not None:
             self.coming.result()
             self.coming = None
 
     def follow(self) -> None:
-        """See the tokens and compute the mask behind them."""
+        """Consume the tokens and compute the next mask."""
         tokens, self.tokens = self.tokens, []
         if self.failed or self._matcher is None:
             return
         started = time.thread_time()
         try:
             self._step(self._matcher, tokens)
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic in llguidance is not an Exception
             self._fail(repr(error))
         if time.thread_time() - started > SLOW_S:
             self.pace.slow = True
@@ -213,7 +213,7 @@ class Answer:
             self._fail(matcher.get_error())
 
     def _fail(self, reason: str) -> None:
-        kind = _KIND_OF_ERROR.match(reason)[0]  # type: ignore[index]  # what follows may be a part of the answer
+        kind = _KIND_OF_ERROR.match(reason)[0]  # type: ignore[index]  # the rest may contain part of the answer
         logger.warning("a grammar cannot go on: %s", kind, extra=about("grammar.failed"))
         self.failed, self.over, self._matcher = True, False, None
         self._mask[:] = 0

@@ -1,10 +1,10 @@
-"""Truncation: min-p, top-k and top-p over the largest logits of many rows, or over the whole of one row.
+"""Truncation: min-p, top-k and top-p over the largest logits of many rows, or over one whole row.
 
-The rules are vLLM's and transformers', min-p first, then top-k, then top-p:
-    min-p keeps tokens at least ``min_p`` times as likely as the most likely one (a ratio: top-k cannot change it);
-    top-k keeps tokens whose logit is at least the k-th largest one: all equals of the k-th are kept;
-    top-p keeps, among what is left and renormalised, the shortest run of tokens in order of (logit falling, token id
-    rising) whose sum reaches ``top_p``: each token before which less than ``top_p`` was kept, so at least one.
+The rules are those of vLLM and transformers, applied in this order:
+    min-p keeps tokens at least ``min_p`` times as likely as the most likely one (a ratio, so top-k cannot change it);
+    top-k keeps tokens whose logit is at least the k-th largest one, including all tokens equal to the k-th;
+    top-p renormalizes the remaining tokens, and keeps the shortest prefix of them in order of (logit descending, token
+    id ascending) whose sum reaches ``top_p``, at least one token.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from raylm.worker.arrays import Floats, Floats32, Ints, Mask
 from raylm.worker.sampling.block_maxima import BlockMaxima
 from raylm.worker.sampling.draw import RandomRows
 
-# Slices of a row's log-probabilities by which top-p finds its cut without sorting: 64 e-folds in steps of 1/128.
+# Slices of a row's log-probabilities, by which top-p finds its cut without sorting: 64 e-folds in steps of 1/128.
 _SLICES_PER_E = 128
 _SLICES = 64 * _SLICES_PER_E
 
 
 def truncate_candidates(maxima: BlockMaxima, rows: RandomRows, width: int) -> tuple[Floats, Ints, Mask]:
-    """Truncate rows by looking at their ``width`` largest logits only.
+    """Truncate rows by their ``width`` largest logits.
 
     Returns:
-        Weights [R, width], unnormalised, 0 for dropped tokens; their token ids [R, width]; and whether [R] they are the
-        whole truth. They are not if a token with the last candidate's logit is kept: others could then be kept too.
+        Unnormalized weights [R, width], 0 for dropped tokens; their token ids [R, width]; and whether the result is
+        complete [R]. It is incomplete if a token with the last candidate's logit is kept, as more tokens might be.
     """
     values, ids = maxima.top(rows.positions, width)
     weights = rows.weights(values)
@@ -50,10 +50,10 @@ def truncate_candidates(maxima: BlockMaxima, rows: RandomRows, width: int) -> tu
 
 
 def _totals(maxima: BlockMaxima, rows: RandomRows, sums: Floats, last: Floats32, open_ended: Mask) -> Floats:
-    """What top-p takes its share of: the candidates' sum, and for ``open_ended`` rows the whole row's; [R].
+    """The total weight [R] of which top-p takes its share: that of the candidates, or of the row if ``open_ended``.
 
-    Where top-p is the only limit, the maxima of the blocks bound the rest of the row; the sum over the whole row is
-    taken only if the cut could fall on different tokens within the bounds. Else the candidates cannot tell: inf.
+    If top-p is the only limit, the maxima of the blocks bound the rest of the row. The exact sum over the whole row is
+    computed only if the cut is ambiguous within the bounds. With other limits the candidates do not suffice: inf.
     """
     totals = np.where(open_ended, np.inf, sums[:, -1])
     simple = np.flatnonzero(open_ended & (rows.top_k == maxima.vocab_size) & (rows.min_p == 0) & (rows.top_p < 1))
@@ -70,7 +70,7 @@ def _totals(maxima: BlockMaxima, rows: RandomRows, sums: Floats, last: Floats32,
 
 
 def _settle_equals(values: Floats32, ids: Ints, inside: Mask, kept: Mask) -> Mask:
-    """Keep as many of the equal logits, but those with the smallest ids."""
+    """Of equal logits at the cut, keep as many as before, but those with the smallest ids."""
     cut = np.where(kept, values, np.inf).min(axis=1, keepdims=True)
     equal = inside & (values == cut)
     count = (equal & kept).sum(axis=1)
@@ -81,7 +81,7 @@ def _settle_equals(values: Floats32, ids: Ints, inside: Mask, kept: Mask) -> Mas
 
 
 def truncate_row(logits: torch.Tensor, row: RandomRows) -> torch.Tensor:
-    """Logits [V] float32 -> weights [V] float64, 0 for dropped tokens: the slow way, 1 to 2 ms for 151,936 of them."""
+    """Compute weights [V] float64 (0 for dropped tokens) from logits [V] float32. Takes 1 to 2 ms for 151,936."""
     top_p, top_k = row.top_p.item(), row.top_k.item()
     scaled = logits.double().sub_(row.peak.item()).div_(row.temperature.item())
     weights = scaled.exp()
@@ -92,14 +92,14 @@ def truncate_row(logits: torch.Tensor, row: RandomRows) -> torch.Tensor:
 
 
 def _keep_nucleus(weights: torch.Tensor, scaled: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Top-p without a sort: sum thin slices of likelihood, then sort only the slice in which the cut falls."""
+    """Apply top-p without a full sort: sum thin slices of likelihood, then sort only the slice with the cut."""
     slices = scaled.mul(-_SLICES_PER_E).clamp_(max=_SLICES - 1).long()
     masses = torch.bincount(slices, weights, minlength=_SLICES)
     sums = masses.cumsum(0)
     wanted = top_p * sums[-1]
     crossed = (sums < wanted).sum().clamp_(max=_SLICES - 1)
     members = ((slices == crossed) & (weights > 0)).nonzero().squeeze(1)
-    # Stable, and nonzero gives rising ids: equals stay in order of id.
+    # The sort is stable and nonzero() gives ascending ids, so equal logits stay in order of id.
     members = members[scaled[members].sort(descending=True, stable=True).indices]
     before = sums[crossed] - masses[crossed] + weights[members].cumsum(0) - weights[members]
     weights.mul_(slices <= crossed)
