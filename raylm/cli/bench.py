@@ -1,4 +1,4 @@
-"""`raylm bench`: its options, and what they come to."""
+"""`raylm bench`: its options, and how they become a load."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def bench(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which server is asked, and where the figures go."""
+    """The server to load, and the files for the figures."""
 
     url: str
     model: str | None
@@ -112,7 +112,10 @@ class _Plan:
     record: Path | None
 
     def run(self, given: dict[str, Any], prompts: dict[str, Any], trace: list[Path]) -> int:
-        """Check all, load the server, write the files; returns the exit status. Ctrl-C keeps the loads that ended."""
+        """Check the settings, load the server and write the files. Returns the exit status.
+
+        After Ctrl-C the results of finished loads are kept.
+        """
         from raylm import bench as b
         from raylm.client import Connection
         from raylm.simulate import read_lines
@@ -145,7 +148,7 @@ class _Plan:
         return 130 if interrupted else int(any(load.errors for load in loads))
 
     def _check_files(self) -> None:
-        """Before a load that takes long: what could not be written behind it."""
+        """Check before a long load that the files can be written after it."""
         for option, path in (("--json", self.out), ("--plot", self.plot), ("--record", self.record)):
             if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
                 raise ConfigError(f"{option} {path}: it cannot be written.")
@@ -165,7 +168,7 @@ class _Plan:
 
 
 def _settings(given: dict[str, Any], lines: Sequence[TraceLine]) -> dict[str, Any]:
-    """What the options come to, beside the model."""
+    """The settings of the load from the options, without the model."""
     if sum(map(bool, (lines, given["rates"], given["concurrency"]))) > 1:
         raise ConfigError("--trace, --rate, --concurrency: one of them; each is another kind of load.")
     with_ids = any(line.prompt is not None for line in lines)
@@ -199,7 +202,7 @@ def _object(text: str) -> dict[str, Any]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal's stderr, gone at the end."""
+    """Show a progress bar on stderr if it is a terminal. The bar disappears at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""`raylm chat`: a conversation in the terminal with any OpenAI-compatible server, or turn by turn from a pipe."""
+"""`raylm chat`: a conversation with any OpenAI-compatible server, in the terminal or turn by turn from a pipe."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chat(
     from raylm.client import ServerError, is_address
 
     given = {"temperature": temperature, "max_tokens": max_tokens}
-    if sys.stdin.isatty():  # a shell that starts us in the background has it ignored
+    if sys.stdin.isatty():  # a shell that starts this process in the background ignores SIGINT for it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with asyncio.Runner() as runner:
         try:
@@ -77,7 +77,7 @@ def chat(
 
 
 def no_server(error: ServerError) -> str:
-    """What went wrong, and what helps where that is known."""
+    """The error of a server, and a remedy if there is a known one."""
     if error.kind == "connection":
         return f"{error.message}; `raylm serve embedded` starts one."
     if error.kind in ("401", "403"):
@@ -86,7 +86,7 @@ def no_server(error: ServerError) -> str:
 
 
 def speed(answer: Answer) -> str:
-    """Tokens, time to the first one, and tokens a second after it, as far as they are known."""
+    """Text with tokens, time to the first token, and tokens per second after it, as far as they are known."""
     parts = [f"{answer.tokens:,} tokens"] if answer.tokens else []
     if answer.chunks:
         parts.append(f"the first after {answer.ttft:.2f} s")
@@ -104,7 +104,7 @@ async def _connect(url: str | None, key: str | None) -> Connection:
 
 
 class _Writer:
-    """Writes the parts of one answer as they come; thoughts dimmed, or left out in a pipe."""
+    """Writes the parts of one answer as they arrive. Reasoning is dimmed in a terminal and left out in a pipe."""
 
     def __init__(self, screen: Console | None) -> None:
         self._screen, self._thinking = screen, False
@@ -128,7 +128,7 @@ class _Writer:
 
 
 async def _answer(connection: Connection, talk: Conversation, screen: Console | None) -> Answer:
-    """Ask for the next answer and write it as it comes; what there is of it is kept, however it ends."""
+    """Request the next answer and write it as it arrives. A partial answer is kept if the stream ends early."""
     import time
 
     from raylm.client import Answer, delta_of
@@ -147,7 +147,7 @@ async def _answer(connection: Connection, talk: Conversation, screen: Console | 
 
 
 def _piped(runner: asyncio.Runner, connection: Connection, talk: Conversation) -> int:
-    """Each line of stdin is a turn, its answer goes to stdout; the first failure ends it with status 1."""
+    """Answer each line of stdin as a turn, on stdout. The first failure ends the command with status 1."""
     for line in sys.stdin:
         text = line.rstrip("\r\n")
         if text.startswith("/") and not text.startswith("//"):
@@ -171,7 +171,7 @@ class Terminal:
         self._runner, self._connection, self._talk, self._screen = runner, connection, talk, screen
 
     def run(self) -> int:
-        """Until Ctrl-D or /quit; returns the exit status."""
+        """Run until Ctrl-D or /quit. Returns the exit status."""
         self._say(f"{self._talk.model} at {self._connection.url}   (/help, Ctrl-D ends)")
         for text in self._lines():
             try:
@@ -201,7 +201,7 @@ class Terminal:
             self._complain(no_server(error))
 
     def _lines(self) -> Iterator[str]:
-        """What is entered, without empty lines; a line that ends in a backslash goes on with the next one."""
+        """Yield the entered turns without empty ones. A line that ends in a backslash continues in the next line."""
         history = _read_history()
         begun = ""
         while True:
@@ -235,12 +235,12 @@ class Terminal:
 
 
 def _read_history() -> Path | None:
-    """Set up line editing, completion of commands, and what was entered before."""
+    """Set up line editing, completion of commands, and the history."""
     from raylm.cli.conversation import COMMANDS
 
     try:
         import readline
-    except ImportError:  # a Python without it reads plain lines
+    except ImportError:  # without readline, plain lines are read
         return None
     names = list(COMMANDS)
 
@@ -258,7 +258,7 @@ def _read_history() -> Path | None:
 
 
 def _write_history(path: Path | None) -> None:
-    """For its owner alone; where it cannot be written, there is none next time."""
+    """Write the history, readable only by its owner. If it cannot be written, the next start has no history."""
     if path is None:
         return
     import readline

@@ -1,4 +1,4 @@
-"""Conversation: what `raylm chat` keeps between turns, and the commands that change it; nothing here is a terminal."""
+"""Conversation: the state of `raylm chat` between turns, and the commands that change it. Uses no terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Reply:
-    """What a command comes to: a line to show, the last question to ask again, the end."""
+    """The result of a command: a line to show, a repetition of the last question, or the end of the chat."""
 
     text: str = ""
     ask: bool = False
@@ -22,13 +22,13 @@ class Reply:
 
 @dataclass
 class Conversation:
-    """Owns the messages, the system prompt and the fields that each request has beside."""
+    """Owns the messages, the system prompt and the other fields of each request."""
 
     model: str
     system: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
-    question: str = ""  # the last one, answered or not
+    question: str = ""  # the last question, answered or not
     answered: bool = False
 
     def body(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
 
     def answers(self, text: str) -> None:
-        """Take in the answer, whole or stopped; without any text its question is withdrawn."""
+        """Add a complete or stopped answer. If it has no text, its question is removed."""
         self.answered = bool(text)
         if text:
             self.messages.append({"role": "assistant", "content": text})
@@ -52,7 +52,7 @@ class Conversation:
             self.messages.pop()
 
     def command(self, line: str) -> Reply:
-        """Do what a line says that begins with a slash; ConfigError where it cannot be done."""
+        """Run a command, a line that begins with a slash. ConfigError if it fails."""
         name, _, rest = line.partition(" ")
         if name not in COMMANDS:
             raise ConfigError(f"there is no {name}; /help lists the commands, and // begins a text with a slash.")
@@ -97,7 +97,7 @@ class Conversation:
         return Reply(ask=True)
 
     def _save(self, rest: str) -> Reply:
-        """As a request that can be sent again, or as Markdown."""
+        """Save the conversation as a request that can be sent again, or as Markdown."""
         if not rest:
             raise ConfigError("/save: a file is missing, such as chat.json or chat.md.")
         path = Path(rest).expanduser()
@@ -116,7 +116,7 @@ class Conversation:
         return Reply(quit=True)
 
 
-# By name: what does it, how it is written, what it is for.
+# By name: the method, the usage, the purpose.
 COMMANDS: dict[str, tuple[Callable[[Conversation, str], Reply], str, str]] = {
     "/system": (Conversation._system, "/system TEXT", "set the system prompt; without TEXT there is none"),
     "/set": (Conversation._set, "/set NAME VALUE", "a field of each request, as temperature 0.2; alone it lists them"),

@@ -1,4 +1,4 @@
-"""`raylm doctor`: what serving here would use and why, and what would keep it from starting."""
+"""`raylm doctor`: shows how a model would be served on this machine and why, and problems that would prevent it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def doctor(
 
 
 def _show(screen: Console, finding: Finding) -> None:
-    """A line on its own, wrapped only on a terminal; and its cure below it."""
+    """Print a finding on one line, wrapped only in a terminal, and its cure below."""
     from rich.text import Text
 
     width = screen.width if screen.is_terminal else 1 << 16

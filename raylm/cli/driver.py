@@ -1,4 +1,4 @@
-"""Driver: the child of `raylm serve`. It connects to Ray, deploys the applications, watches them, takes them away."""
+"""Driver: the child process of `raylm serve`. It connects to Ray, and deploys, watches and deletes the applications."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from raylm.stages import report
 _POLL_S = 0.25
 _POLL_RUNNING_S = 2.0
 _TELL_S = 30.0
-_LINES_S = 5.0  # for the reason that an actor wrote: Ray brings its lines later than its status
+_LINES_S = 5.0  # wait for the reason that an actor logged: Ray delivers its lines later than its status
 _CONNECT_S = 60.0
-_ENDING_S = 15.0  # what applications of a server that was killed get to end, when it is started again
+_ENDING_S = 15.0  # wait for the end of the applications of a killed server when it is started again
 _DASHBOARD_NICENESS = 10
-_DECLARATIVE = ("deployments", "runtime_env", "autoscaling_policy")  # what only a file that is deployed whole can have
+_DECLARATIVE = ("deployments", "runtime_env", "autoscaling_policy")  # need a file that is deployed as a whole
 
 
 class Driver:
-    """Serves one file. On a Ray of its own it is alone; on another's it touches nothing but its applications."""
+    """Serves one file. It starts its own Ray, or joins a running one, where it changes nothing but its applications."""
 
     def __init__(self, served: ServedFile, dashboard: bool) -> None:
         self._served = served
@@ -53,11 +53,11 @@ class Driver:
         self._guard: ActorHandle | None = None
 
     def run(self, connected: Callable[[], object]) -> int:
-        """Serve until SIGINT; the exit status, 2 where the configuration or the machine must be changed first.
+        """Serve until SIGINT. Returns the exit status: 2 if the configuration or the machine must be changed first.
 
-        ``connected`` is called when this is a driver of Ray.
+        ``connected`` is called when this process has connected to Ray.
         """
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
         try:
             schema = self._schema()
             self._connect()
@@ -119,7 +119,7 @@ class Driver:
         if self._shared and here and not port_is_free(self._served.host, self._served.port):
             raise ConfigError(f"http_options.port: something listens on port {self._served.port} already.")
         self._started_serve = True
-        # On another thread, which waits for the proxy: the replicas may start meanwhile.
+        # On another thread, which waits for the proxy while the replicas start.
         starting = ThreadPoolExecutor(1, "start of serve").submit(self._start_controller_and_proxy, schema)
         while ray_private.serve_details() is None and not starting.done():
             time.sleep(_POLL_S / 5)
@@ -140,7 +140,7 @@ class Driver:
         report("stage", "serve", "controller and HTTP proxy are up")
 
     def _join_serve(self, details: dict[str, Any]) -> None:
-        """Serve runs already: what it was started with stays, so that must be what the file asks for."""
+        """Join a running Serve. Its settings cannot be changed, so they must equal those of the file."""
         running = details["http_options"]
         for key, value in {"host": self._served.host, "port": self._served.port}.items():
             if running.get(key, value) != value:
@@ -181,7 +181,7 @@ class Driver:
             self._deployed = True
             ray_private.deploy_file(schema)
             return
-        # Built here, not in a task of the cluster: that takes a process more, seconds of the start.
+        # Built here instead of in a Ray task, which would need another process and delay the start by seconds.
         targets = [self._target(schema, place) for place in range(len(self._names))]
         self._deployed = True
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -205,7 +205,7 @@ class Driver:
         )
 
     def _watch(self) -> int:
-        """Until SIGINT, or until an application cannot start or was ended by somebody else; the exit status."""
+        """Watch until SIGINT, or until an application fails to start or is deleted. Returns the exit status."""
         running: set[str] = set()
         told = time.monotonic()
         while True:
@@ -246,7 +246,7 @@ class Driver:
 
 
 def _start_dashboard() -> None:
-    """Behind all that serves: on Linux niceness is a thread's own, and the processes that it starts inherit it."""
+    """Start the dashboard at low priority: on Linux niceness belongs to a thread, and child processes inherit it."""
     os.setpriority(os.PRIO_PROCESS, 0, _DASHBOARD_NICENESS)
     if fault := ray_private.dashboard_fault():
         report("stage", "ray", f"no dashboard: {fault}; pip install 'ray[default]' brings what it needs")
@@ -259,11 +259,11 @@ def _start_dashboard() -> None:
         return
     token = ", with the token of `ray get-auth-token`" if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     report("stage", "ray", f"dashboard at {url}{token}; RAY_DASHBOARD_ADDRESS={url} serve status")
-    threading.Event().wait()  # the kernel ends the processes with the thread that has started them
+    threading.Event().wait()  # the kernel ends the child processes when the thread that started them ends
 
 
 def _statuses() -> dict[str, Any] | None:
-    """Serve's applications by name, none where it was shut down; None while its controller does not answer."""
+    """Serve's applications by name; empty if Serve was shut down, None while its controller does not answer."""
     try:
         details = ray_private.serve_details()
     except (ray.exceptions.RayError, TimeoutError):
@@ -290,7 +290,7 @@ def _last_line(text: str) -> str:
 
 
 def _give_up(address: str | None) -> None:
-    """Ray itself would wait for minutes where something else than Ray listens."""
+    """Report that Ray does not answer, and exit. Ray itself would wait for minutes if another program listens."""
     report(
         "error", "config", f"RAY_ADDRESS: what listens at {address} does not answer as Ray's GCS; is the port right?"
     )

@@ -1,4 +1,4 @@
-"""What `raylm doctor` looks at, one function each; nothing is started, and what decides is the code that serves."""
+"""The checks of `raylm doctor`, one function each. They start nothing, and use the code that serves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NVIDIA = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem keeps the model from being served; a note may make it slower. ``cure`` is one line."""
+    """A problem prevents serving; a note may make it slower. ``cure`` is one line."""
 
     name: str
     state: State
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be served where."""
+    """The model to serve, and where."""
 
     file: ServedFile
     compile: bool = False
@@ -49,13 +49,13 @@ class Subject:
 
     @property
     def gpus(self) -> list[str]:
-        """The names that the driver has for them."""
+        """The names of the GPUs according to the driver."""
         texts = [path.read_text() for path in sorted(self.nvidia.glob("gpus/*/information"))]
         return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
 
 
 def examine(words: Sequence[str], place: Place, *, compile_kernels: bool = False) -> Iterator[Finding]:
-    """Each finding as it is found; ``words`` and ``place`` are those of `raylm serve`."""
+    """Yield each finding as it is found. ``words`` and ``place`` are as for `raylm serve`."""
     try:
         file = served(words, place)
     except ConfigError as error:
@@ -72,13 +72,13 @@ def examine(words: Sequence[str], place: Place, *, compile_kernels: bool = False
 
 
 def _refusal(name: str, error: ConfigError) -> Finding:
-    """The messages of ConfigErrors have the cure behind the first semicolon, where there is one."""
+    """The finding of a ConfigError. The part of its message after the first semicolon is the cure, if there is one."""
     text, _, cure = error.message.partition("; ")
     return Finding(name, "problem", text, cure)
 
 
 def check_packages(subject: Subject) -> Iterator[Finding]:
-    """Whether every requirement of this package is there, and of a version that it was tried with."""
+    """Check that every required package is installed in a tested version."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(text) for text in metadata.requires("raylm") or ()]
@@ -129,8 +129,8 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_gpus(subject: Subject) -> Iterator[Finding]:
-    """GPUs are those that the driver lists; Ray gives a worker one unless ``device`` says otherwise."""
-    from raylm.worker import torch_build  # imports torch, after what takes no time was told
+    """Check the GPUs that the driver lists. Ray assigns one to a worker unless ``device`` says otherwise."""
+    from raylm.worker import torch_build  # imports torch, so it comes after the fast checks
 
     version, cuda = torch_build()
     built = f"torch {version} is built for {f'CUDA {cuda}' if cuda else 'CPUs'}"
@@ -171,7 +171,7 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
 
 
 def check_haproxy(subject: Subject) -> Iterator[Finding]:
-    """As Ray Serve looks for it."""
+    """Check for HAProxy, in the places where Ray Serve searches it."""
     if subject.file.environment.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         yield Finding("HAProxy", "ok", "not asked for; Serve's own proxy takes the requests")
         return
@@ -210,7 +210,7 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
 
 
 def check_store(subject: Subject) -> Iterator[Finding]:
-    """The files in which responses are stored."""
+    """Check the files of stored responses."""
     from raylm.ingress import fault_of, find_store
 
     for application in subject.file.ours:
@@ -231,7 +231,7 @@ def check_store(subject: Subject) -> Iterator[Finding]:
 
 
 def check_certificates(subject: Subject) -> Iterator[Finding]:
-    """The files that http_options name for TLS."""
+    """Check the TLS files named in http_options."""
     options = subject.file.tree.get("http_options") or {}
     names = [name for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs") if options.get(name)]
     for name in names:
@@ -290,7 +290,7 @@ def _pool(subject: Subject, config: Config, checkpoint: Checkpoint) -> Iterator[
 
 
 def _kernels_are_ready() -> bool:
-    """Whether nothing is left to compile, also because nothing can be."""
+    """Whether nothing has to be compiled; also true if nothing can be compiled."""
     try:
         return is_built(instruction_set())
     except NativeError:

@@ -1,4 +1,4 @@
-"""ApplicationGuard: on a Ray that others use, it takes away the applications of a `raylm serve` that was killed."""
+"""ApplicationGuard: on a shared Ray cluster, deletes the applications of a `raylm serve` that was killed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NAME = "ApplicationGuard:"
 
 
 def take_away(names: list[str], with_serve: bool) -> None:
-    """Delete these applications and wait for their end; ``with_serve``, end Serve too if it has no others."""
+    """Delete these applications and wait for their end. ``with_serve`` also ends Serve if it has no others."""
     if ray_private.serve_details() is None:
-        return  # somebody shut Serve down
+        return  # Serve was shut down already
     ray_private.delete_applications(names)
     for name in names:
         end_state(name)
@@ -31,7 +31,7 @@ def take_away(names: list[str], with_serve: bool) -> None:
 
 
 class ApplicationGuard:
-    """A detached actor: it outlives the driver whose job it watches, and ends itself after its work."""
+    """A detached actor: it outlives the driver that it watches, and ends itself afterwards."""
 
     def __init__(self, job_id: str, names: list[str], with_serve: bool) -> None:
         self._job_id = job_id
@@ -46,17 +46,17 @@ class ApplicationGuard:
         while not ray_private.job_has_ended(self._job_id):
             time.sleep(PERIOD_S)
         take_away(self._names, self._with_serve)
-        os._exit(0)  # an actor that may restart does so after an error only
+        os._exit(0)  # without an error, so that Ray does not restart the actor
 
 
 def guards() -> list[str]:
-    """The names of all guards: each has applications of a `raylm serve` that runs, or that was killed and is ending."""
+    """The names of all guards. Each has the applications of a `raylm serve` that runs, or was killed and is ending."""
     actors = list_named_actors(all_namespaces=True)
     return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(_NAME)]
 
 
 def start_guard(names: list[str], with_serve: bool) -> ray.actor.ActorHandle:
-    """A guard over this driver's applications, which is there when this returns."""
+    """Start a guard of this driver's applications. The guard is running when this returns."""
     job_id = ray.get_runtime_context().get_job_id()
     guard = (
         ray.remote(ApplicationGuard)

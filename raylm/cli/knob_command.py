@@ -1,4 +1,4 @@
-"""KnobCommand: a command that takes every knob as an option beside its own, and completes their names."""
+"""KnobCommand: a command that accepts every knob as an option in addition to its own, and completes their names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def hyphens(option: str) -> str:
     return option.replace("_", "-")
 
 
-KNOBS = {"ignore_unknown_options": True, "token_normalize_func": hyphens}  # settings of the context
+KNOBS = {"ignore_unknown_options": True, "token_normalize_func": hyphens}  # context settings of click
 
 
 class KnobCommand(TyperCommand):
-    """What the words come to, `raylm.cli.options` says."""
+    """A command with knobs as options. `raylm.cli.options` parses them."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Of the knobs those that begin so, by their dotted names and by the last part."""
+        """Complete the names of knobs, dotted or by their last part."""
         found: list[Any] = super().shell_complete(ctx, incomplete)
         if not incomplete.startswith("-"):
             return found

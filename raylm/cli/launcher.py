@@ -1,4 +1,4 @@
-"""Launcher: serves a Serve configuration in a child process, reports its start in clean lines, and ends it all."""
+"""Launcher: serves a configuration in a child process, reports the stages of the start, and stops every process."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _POLL_S = 0.05
 _ENGINE_LINES_S = 1.0
 _LINES_AT_ONCE = 1000
 _SHOWN_ON_FAILURE = 30
-DEPLOYED = "deploy"  # the stage that the driver reports when Serve has the applications
+DEPLOYED = "deploy"  # the stage that the driver reports when Serve has accepted the applications
 _OUR_ACTORS = re.compile(r"\((?:ServeReplica|EngineCoreActor|WorkerActor)[^)]*\) (.*)")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the command, not of what is served. ``dashboard`` is None where nothing was said: there is one, then."""
+    """Settings of the command. ``dashboard`` None is the default: the dashboard is started."""
 
     verbose: bool = False
     dashboard: bool | None = None
@@ -46,7 +46,7 @@ class Settings:
 
 
 class Launcher:
-    """Runs until a signal to stop (SIGINT, SIGTERM, SIGHUP) or the server's end; a second signal kills the server."""
+    """Runs until SIGINT, SIGTERM, SIGHUP or the end of the server. A second signal kills the server."""
 
     def __init__(self, served: ServedFile, settings: Settings) -> None:
         self._served = served
@@ -68,7 +68,11 @@ class Launcher:
         self._hidden: deque[str] = deque(maxlen=_SHOWN_ON_FAILURE)
 
     def run(self) -> int:
-        """Serve; return the exit status. A ConfigError says what to change before it can."""
+        """Serve. Returns the exit status.
+
+        Raises:
+            ConfigError: the configuration or the machine must be changed first.
+        """
         served = self._served
         if self._address is None:
             check_machine()
@@ -114,12 +118,12 @@ class Launcher:
             self._report("failed", self._failure)
 
     def _look_for_answers(self, process: ServeProcess) -> None:
-        # On a Ray that others use, what answers before may be theirs.
+        # On a shared Ray cluster, another application may answer before the deployment.
         ours = self._served.ours if DEPLOYED in self._reported else []
         answering = (app for app in ours if app.name in self._waited_for and self._is_healthy(app))
         self._waited_for -= {application.name for application in answering}
         if not self._waited_for:
-            # The engine's lines arrive a moment after it serves, and belong before 'ready'.
+            # The engine's lines arrive a moment after it is ready. They should be printed before 'ready'.
             deadline = time.monotonic() + _ENGINE_LINES_S
             while "kv" not in self._reported and time.monotonic() < deadline:
                 self._read_lines(process)
@@ -137,11 +141,11 @@ class Launcher:
             self._fail(f"{names} did not answer within {self._settings.ready_timeout_s:g} s (--ready-timeout)")
 
     def _stop(self, process: ServeProcess) -> bool:
-        """Returns whether nothing is left."""
+        """Stop the server. Returns whether no process is left."""
         began = time.monotonic()
         grace_s = max(config.ingress.shutdown_grace_s for config in self._served.configs())
         limit_s = 0.0
-        # On a Ray that was there before, killing the child would leave the actors of a server that is still starting.
+        # On a Ray cluster that was running before, killing the child would leave the actors of a starting server.
         if process.is_running and (self._ready or self._address is not None):
             limit_s = grace_s + TEARDOWN_S
             if self._ready:
@@ -215,7 +219,7 @@ def _describe(config: Config) -> str:
 
 
 def _curl(application: ServedApplication, urls: dict[str, str]) -> str:
-    """A command that asks this application something."""
+    """A curl command with a request to this application."""
     assert application.config is not None
     message = {"role": "user", "content": "What is a KV cache?"}
     body = json.dumps({"model": application.config.model_name, "messages": [message]})
@@ -235,6 +239,6 @@ def _curl(application: ServedApplication, urls: dict[str, str]) -> str:
 def _key_header(config: IngressConfig) -> dict[str, str]:
     if "/health" in config.open_paths or not config.has_keys:
         return {}
-    from raylm.ingress import read_keys  # here, so that starting need not wait for it
+    from raylm.ingress import read_keys  # imported here, so that it does not delay the start
 
     return {"x-api-key": next(key for _, key in read_keys(config) or ())}

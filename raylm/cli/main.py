@@ -1,4 +1,4 @@
-"""The `raylm` command: serve a model, chat with one, load one, look at the machine, simulate a fleet, print knobs."""
+"""The `raylm` command: serve, chat, bench, doctor, simulate, config, version."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def version() -> None:
 
 @app.command("run-serve", hidden=True)
 def run_serve(dashboard: bool = False) -> None:
-    """The child of `raylm serve`, which hands it the configuration on stdin."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)  # stop in order also if the parent was killed
+    """Run the child process of `raylm serve`, which passes the configuration on stdin."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)  # shut down cleanly also if the parent is killed
     from raylm.native import build_beside
 
     build_beside()
@@ -122,9 +122,9 @@ def run_serve(dashboard: bool = False) -> None:
 def end_with_ray(
     dead_processes: Callable[[], list[str]], end: Callable[[int], object] = os._exit, period_s: float = _WATCH_PERIOD_S
 ) -> threading.Thread:
-    """Watch Ray's own processes: without them nothing is served, so ``end`` this process with status 1."""
+    """Watch Ray's own processes. If one of them ends, call ``end`` with status 1, because nothing is served then."""
     stopped = threading.Event()
-    atexit.register(stopped.set)  # before Ray stops its processes in order
+    atexit.register(stopped.set)  # before Ray stops its processes at exit
 
     def watch() -> None:
         while not stopped.wait(period_s):

@@ -1,4 +1,4 @@
-"""From the words of `raylm serve` to a Serve configuration: a model or a file, and knobs as options."""
+"""Converts the arguments of `raylm serve` (a model or a file, and knobs as options) to a Serve configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_THE_COMMAND = ("host", "port", "name", "route_prefix", "api_key", "print_con
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is served; what is None stays as it is in a Serve file, or has the usual value."""
+    """Where a model is served. None keeps the value of the Serve file, or the default."""
 
     host: str | None = None
     port: int | None = None
@@ -34,7 +34,11 @@ class Place:
 
 
 def served(words: Sequence[str], place: Place) -> ServedFile:
-    """What `raylm serve` with these ``words`` serves: one model or Serve file, and knobs; ConfigError if it cannot."""
+    """The configuration that `raylm serve` with these ``words`` serves: one model or Serve file, and knobs.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
     targets, options = split(words)
     if len(targets) != 1:
         said = f"{len(targets)} were given: {', '.join(targets)}" if targets else "none was given"
@@ -50,7 +54,7 @@ def served(words: Sequence[str], place: Place) -> ServedFile:
 
 
 def _with_key(file: ServedFile) -> ServedFile:
-    """The environment has a key: it is that of every model that has no other source of keys."""
+    """Use the API key of the environment for every model without another source of keys."""
     tree = copy.deepcopy(file.tree)
     for place in our_places(tree):
         arguments = tree["applications"][place]["args"] = tree["applications"][place].get("args") or {}
@@ -61,7 +65,7 @@ def _with_key(file: ServedFile) -> ServedFile:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """What stands alone, and the knobs by dotted name; a ConfigError names an option that is none."""
+    """(positional arguments, knobs by dotted name). ConfigError names an unknown option."""
     alone: list[str] = []
     options: dict[str, Any] = {}
     rest = list(words)
@@ -86,7 +90,7 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _knob(written: str) -> tuple[str, bool | None]:
-    """The dotted name of the knob that an option means, and False where it is written as ``--no-NAME``."""
+    """(dotted name of the knob, False if the option is written ``--no-NAME``, else None)."""
     name = written.removeprefix("--").replace("-", "_")
     if name.startswith("no_"):
         with suppress(ConfigError):
@@ -120,7 +124,7 @@ def _is_bool(word: str) -> bool:
 
 
 def _value(name: str, text: str) -> Any:
-    """A value as YAML reads it; a knob that is a string has it as it is written."""
+    """Parse a value as YAML; the text itself if the knob is a string."""
     kind = _kinds()[name]
     if kind in (str, str | None):
         return text
@@ -144,7 +148,7 @@ def _from_model(model: str, options: dict[str, Any], place: Place) -> ServedFile
             "file ends in .yaml or .yml."
         )
     if path.is_dir() and model != "embedded":
-        # The actors have other working directories; clients send what was written, as they do to vLLM.
+        # Actors have other working directories, so the path becomes absolute. Clients use the given name, as in vLLM.
         options = {"model": os.path.abspath(path), "served_model_name": model} | options
     else:
         options = {"model": model} | options

@@ -1,4 +1,4 @@
-"""ServedFile: what `raylm serve` needs of a Serve configuration, checked before anything starts."""
+"""ServedFile: a Serve configuration for `raylm serve`, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUILDER = "raylm:build_app"
 APPLICATION = "default"
 _BUILDERS = (BUILDER, "raylm.build_app", "raylm.app:build_app", "raylm.app.build_app")
 _WILDCARDS = {"0.0.0.0", "::"}
-# What a Serve file has beside its applications; configs/llama.yaml says why. A test compares the two.
+# The settings of a Serve file besides its applications; configs/llama.yaml explains them. A test compares the two.
 SERVE_OPTIONS: dict[str, Any] = {
     "http_options": {"host": "127.0.0.1", "port": 8000},
     "controller_options": {"runtime_env": {"env_vars": SERVE_VARIABLES}},
@@ -29,7 +29,7 @@ SERVE_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ServedApplication:
-    """An application of the file; ``config`` is None where it is not one of RayLM's."""
+    """An application of the file. ``config`` is None if it is not a RayLM application."""
 
     name: str
     route_prefix: str | None
@@ -38,7 +38,7 @@ class ServedApplication:
 
 @dataclass(frozen=True)
 class ServedFile:
-    """``tree`` is the whole configuration, as Serve takes it, and ``source`` what it was read from."""
+    """``tree`` is the whole configuration in Serve's form, ``source`` the name of its origin."""
 
     source: str
     tree: dict[str, Any]
@@ -56,22 +56,22 @@ class ServedFile:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Serve's controller, its proxies and all replicas are to have in their environment.
+        """The environment variables of Serve's controller, proxies and replicas.
 
-        A variable of RayLM's that the file lacks has its usual value. A file without HAProxy stays without.
+        RayLM's variables that the file lacks get their default values. A file that turns HAProxy off keeps it off.
         """
         options = self.tree.get("controller_options") or {}
         usual = {name: value for name, value in SERVE_VARIABLES.items() if name != HAPROXY_VARIABLE}
         return usual | ((options.get("runtime_env") or {}).get("env_vars") or {})
 
     def url(self, route_prefix: str, node: str = "127.0.0.1") -> str:
-        """For clients on ``node``, without a slash at the end."""
+        """The URL for clients on ``node``, without a trailing slash."""
         host = node if self.host in _WILDCARDS else self.host
         return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}{route_prefix.rstrip('/')}"
 
 
 class HTTPOptions(Frozen):
-    """What is Any, here and below, is for Serve to check."""
+    """HTTP options of a Serve file. Serve itself checks the fields of type Any, here and below."""
 
     host: str = "0.0.0.0"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
@@ -99,7 +99,7 @@ class ApplicationEntry(Frozen):
 
 
 class DeployFile(Frozen):
-    """The whole file; Serve itself ignores keys that it does not know."""
+    """The whole file. Unknown keys are rejected, which Serve would ignore."""
 
     applications: Annotated[list[dict[str, Any]], Field(default_factory=list)]
     http_options: HTTPOptions = HTTPOptions()
@@ -112,7 +112,7 @@ class DeployFile(Frozen):
 
 
 def load_tree(path: Path) -> dict[str, Any]:
-    """The keys of a Serve file that have a value."""
+    """Read a Serve file as a dict, without keys that have no value."""
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -121,12 +121,12 @@ def load_tree(path: Path) -> dict[str, Any]:
 
 
 def read_serve_file(path: Path) -> ServedFile:
-    """Read and check a Serve configuration file; a ConfigError names the wrong knob."""
+    """Read and check a Serve configuration file. ConfigError names the invalid knob."""
     return check_tree(load_tree(path), str(path))
 
 
 def check_tree(tree: dict[str, Any], source: str) -> ServedFile:
-    """A configuration with at least one RayLM application; ConfigErrors begin with ``source``."""
+    """Check a configuration, which must have a RayLM application. Messages of ConfigErrors begin with ``source``."""
     file = checked(DeployFile, tree, source)
     applications = tuple(_application(entry, source, place) for place, entry in enumerate(file.applications))
     if not any(application.config for application in applications):
@@ -141,7 +141,7 @@ def check_tree(tree: dict[str, Any], source: str) -> ServedFile:
 
 
 def our_places(tree: dict[str, Any]) -> list[int]:
-    """Where RayLM's applications stand in the list of a tree that is right so far."""
+    """The indexes of RayLM's applications in the list of a checked tree."""
     return [place for place, entry in enumerate(tree.get("applications") or []) if _is_ours(entry)]
 
 
@@ -162,7 +162,7 @@ def _is_ours(application: dict[str, Any]) -> bool:
 
 
 def checked(model: type[M], data: object, where: str) -> M:
-    """``data`` as a ``model``; the ConfigError names each wrong key behind ``where``."""
+    """Validate ``data`` as a ``model``. ConfigError names each invalid key after ``where``."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

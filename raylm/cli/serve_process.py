@@ -1,4 +1,4 @@
-"""ServeProcess: the child that runs Serve in a session of its own, and with it everything that Ray starts."""
+"""ServeProcess: the child process that runs Serve, in its own session together with every process that Ray starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raylm.errors import ConfigError
 
 _POLL_S = 0.05
 _ENVIRONMENT = {
-    "RAY_worker_niceness": "0",  # Ray would run its workers at nice 15: behind everything else on the machine
+    "RAY_worker_niceness": "0",  # Ray would run its workers at nice 15, below all other processes of the machine
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
 }
-_HAPROXYS_PARENT = "/tmp"  # Serve's own; a socket's path has room for 29 bytes beside what Serve appends
+_HAPROXYS_PARENT = "/tmp"  # Serve's default; the path of a socket leaves 29 bytes beside the name that Serve appends
 _HAPROXYS_FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
     "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
@@ -36,7 +36,7 @@ _HAPROXYS_FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
 }
-_INTERNAL_PORTS = {  # what HAProxy and Serve's fallback proxy listen on, taken by a second server on one machine
+_INTERNAL_PORTS = {  # ports of HAProxy and Serve's fallback proxy; a second server on a machine needs other ports
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
@@ -44,7 +44,7 @@ _INTERNAL_PORTS = {  # what HAProxy and Serve's fallback proxy listen on, taken 
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now; ConfigError if none ever could."""
+    """Whether a server could listen at this address now. ConfigError if no server ever could."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -58,28 +58,29 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def claim_port(port: int, host: str = "") -> socket.socket | None:
-    """Take a port before anything listens on it, so that no other `raylm serve` on this machine chooses it meanwhile.
+    """Claim a port before a server listens on it, so that no other `raylm serve` on this machine chooses it.
 
-    The claim holds until it is closed, at the latest by this process's end; None if another process has it.
+    The claim is held until the socket is closed, at the latest when this process ends. None if another process holds
+    it.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(f"\0raylm-port-{host}-{port}")  # an abstract name: no file that could be left behind
+        claim.bind(f"\0raylm-port-{host}-{port}")  # an abstract socket leaves no file behind
     except OSError as error:
         claim.close()
         if error.errno != errno.EADDRINUSE:
-            raise  # a system without such names would never give one
+            raise  # the system has no abstract sockets, so no claim can succeed
         return None
     return claim
 
 
 def internal_ports() -> list[int]:
-    """What else is listened on, where nobody else does."""
+    """The ports of HAProxy's and Serve's internal listeners."""
     return list(_INTERNAL_PORTS.values())
 
 
 def serve_ports() -> tuple[dict[str, str], list[socket.socket]]:
-    """Ports for what HAProxy and Serve need beside the one that is configured, and the claims to them."""
+    """(environment variables with free ports for HAProxy's and Serve's internal listeners, the claims of the ports)."""
     ports, claims = {}, []
     for name, port in _INTERNAL_PORTS.items():
         claim = claim_port(port) if port_is_free("", port) else None
@@ -94,13 +95,13 @@ def serve_ports() -> tuple[dict[str, str], list[socket.socket]]:
 
 
 class ServeProcess:
-    """Every process of the session is the server's, also those whose parent has ended (Ray orphans HAProxy)."""
+    """The server process. All processes of its session belong to it, also orphans: Ray orphans HAProxy."""
 
     def __init__(self, served: ServedFile, dashboard: bool) -> None:
         ports, self._claims = serve_ports()
         self._files: dict[str, str] = {}  # of HAProxy, by the variables that name them
         self._folders: list[PrivateFolder] = []
-        # Of a Ray of our own every process inherits it, and those that Ray starts beforehand can be used.
+        # With an own Ray every process inherits the environment, so that workers started in advance can be used.
         environment = {} if ray_address() else served.environment | self._make_folders()
         self.lines: queue.Queue[str] = queue.Queue()  # a SimpleQueue's timeout is lost when a signal comes in its end
         self._child = subprocess.Popen(
@@ -110,7 +111,7 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=self._files | _ENVIRONMENT | ports | os.environ | environment,  # what the user has set stays
+            env=self._files | _ENVIRONMENT | ports | os.environ | environment,  # the user's variables stay
             start_new_session=True,
         )
         assert self._child.stdin is not None
@@ -119,7 +120,7 @@ class ServeProcess:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _make_folders(self) -> dict[str, str]:
-        """For a Ray of our own and its HAProxy; the variables that must be set."""
+        """Create the folders of an own Ray and its HAProxy. Returns the environment variables to set."""
         parent = temporary_directory()
         rays, haproxys = self._folders = [PrivateFolder(parent), PrivateFolder(_HAPROXYS_PARENT)]
         self._files = {name: str(haproxys.path / file) for name, file in _HAPROXYS_FILES.items()}
@@ -142,7 +143,7 @@ class ServeProcess:
             self._child.send_signal(signal.SIGINT)
 
     def kill(self, timeout_s: float) -> bool:
-        """Kill every process of the session; whether none was left after ``timeout_s``."""
+        """Kill every process of the session. Returns whether none is left after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while (members := session_members(self._child.pid)) or self.is_running:
             for pid in members:
@@ -161,11 +162,11 @@ class ServeProcess:
 
 
 def session_members(session: int) -> list[int]:
-    """Ids of all live processes of a session, from Linux's /proc."""
+    """The ids of all live processes of a session, from Linux's /proc."""
     members = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            # The fields of stat follow the process's name, which may hold anything, in parentheses.
+            # The fields of stat follow the process's name in parentheses. The name may contain any character.
             state, _, _, its_session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
             if entry.name.isdecimal() and state != "Z" and int(its_session) == session:
                 members.append(int(entry.name))

@@ -1,4 +1,4 @@
-"""Private folders of `raylm serve`, in which its Ray and HAProxy keep sockets, configuration and logs."""
+"""Private folders of `raylm serve` for the sockets, configuration and logs of its Ray and HAProxy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import IO
 
 MARKER = "raylm_serve.lock"
-KEPT = 1  # the logs of the last Ray say why it ended
+KEPT = 1  # keep the logs of the last Ray, which say why it ended
 _PREFIX = "raylm-"
-LONGEST_NAME = f"/{_PREFIX}12345678"  # of a folder, behind the directory that it is made in
+LONGEST_NAME = f"/{_PREFIX}12345678"  # the longest name of a folder, after its parent directory
 
 
 class PrivateFolder:
-    """A folder that its user alone can enter (0700), of a name that nobody could take before.
+    """A folder that only its user can enter (mode 0700), with an unpredictable name.
 
-    Ray's own directories can be written to by every user of the machine who reaches them. It is in use until it is
-    closed, or its process ends.
+    Ray's own directories are writable by every user of the machine who can reach them. The folder is in use until it is
+    closed or its process ends.
     """
 
     def __init__(self, parent: str) -> None:
@@ -38,16 +38,16 @@ class PrivateFolder:
 
 
 def mark(folder: Path) -> IO[str]:
-    """Make a folder known as one of `raylm serve`; it is in use until the file is closed."""
+    """Mark a folder as one of `raylm serve`. It is in use until the returned file is closed."""
     file = (folder / MARKER).open("w")
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return file
 
 
 def remove_ended(parents: Iterable[str], kept: int = KEPT) -> list[str]:
-    """Remove the marked folders in ``parents`` that nobody uses, but the last ``kept`` that had a Ray; their names.
+    """Remove unused marked folders in ``parents``, except the last ``kept`` that had a Ray. Returns their names.
 
-    A folder is in use while its server holds the mark, or while a process of any kind names it.
+    A folder is in use while its server holds the mark, or while any process has its path in its command line.
     """
     commands = _commands()
     found = sorted({path for parent in parents for path in Path(parent).glob(f"{_PREFIX}*/{MARKER}")}, key=_made)
@@ -72,7 +72,7 @@ def _has_ended(marker: Path, commands: list[str]) -> bool:
         with marker.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.fstat(file.fileno()).st_uid == os.getuid()
-    except OSError:  # held, somebody else's, or removed meanwhile
+    except OSError:  # in use, of another user, or removed meanwhile
         return False
 
 

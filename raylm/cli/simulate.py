@@ -1,4 +1,4 @@
-"""`raylm simulate`: its options, and what they come to."""
+"""`raylm simulate`: its options, and how they become a simulation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def simulate(
             return
         gc.collect()
         gc.freeze()
-        gc.set_threshold(50_000, 5, 1_000_000)  # requests leave no cycles behind, and there may be a million
+        gc.set_threshold(50_000, 5, 1_000_000)  # requests leave no reference cycles, and there may be a million
         lived = None
         if recorded:
             said = {"FLEET.yaml": fleet_file, "--trace": trace, "--steps": steps, "--engines": engines}
@@ -125,7 +125,7 @@ def _tell_costs(what: str, costs: dict[str, float], error: float) -> None:
 
 
 def token_range(name: str, text: str | None) -> tuple[int, int] | None:
-    """Of ``--name LEAST:MOST``, or of one number."""
+    """Parse the value of ``--name LEAST:MOST``, or one number."""
     if text is None:
         return None
     least, _, most = text.partition(":")
@@ -139,7 +139,7 @@ def token_range(name: str, text: str | None) -> tuple[int, int] | None:
 
 
 def checked_options(build: Callable[[], T]) -> T:
-    """What ``build`` returns; a ConfigError names the options that are wrong."""
+    """Call ``build`` and return its result. ConfigError names the invalid options."""
     try:
         return build()
     except ValidationError as error:
@@ -147,7 +147,7 @@ def checked_options(build: Callable[[], T]) -> T:
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write what an option asks for; ConfigError where that cannot be."""
+    """Write the file that an option names. ConfigError if it cannot be written."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What makes a start of Ray fail in many lines, checked before in one: each ConfigError names the cure."""
+"""Checks before the start of Ray, whose own errors take many lines. Each ConfigError names the cure."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 from raylm.cli.sessions import LONGEST_NAME
 from raylm.errors import ConfigError
 
-_LONGEST_SOCKET = 107  # bytes of the path of an AF_UNIX socket on Linux
+_LONGEST_SOCKET = 107  # most bytes in the path of an AF_UNIX socket on Linux
 _RAY_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-_OUR_SOCKET = "/raylm-12345678/supervisor"  # the longest of those that an engine listens at
+_OUR_SOCKET = "/raylm-12345678/supervisor"  # the longest path of an engine's sockets
 _LEAST_FREE = 64 * 2**20
 _CONNECT_S = 5.0
 
 
 def ray_address() -> str | None:
-    """The Ray to serve on, from RAY_ADDRESS; None where `raylm serve` starts one of its own."""
+    """The address of the Ray cluster to serve on, from RAY_ADDRESS. None if `raylm serve` starts its own."""
     address = os.environ.get("RAY_ADDRESS", "")
     return None if address in {"", "local"} else address
 
 
 def temporary_directory() -> str:
-    """In which a Ray of our own keeps its files, in a folder that is private."""
+    """The directory in which an own Ray keeps its files, in a private folder."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def check_machine() -> None:
-    """Whether a Ray of our own can start here."""
+    """Check that an own Ray can start on this machine."""
     folder = temporary_directory()
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     _check_length(name, folder, LONGEST_NAME + _RAY_SOCKET)
@@ -57,9 +57,9 @@ def _check_length(name: str, folder: str, socket_path: str) -> None:
 
 
 def keep_token_private() -> None:
-    """Make the token of Ray in the home directory where there is none, and let its user alone read it.
+    """Create Ray's token in the home directory if there is none, and make it readable only by its user.
 
-    Ray itself writes one that every user of the machine may read, and with it run any code as this user.
+    Ray itself writes a token that every user of the machine can read, who could then run any code as this user.
     """
     if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN" in os.environ:
         return
@@ -73,7 +73,7 @@ def keep_token_private() -> None:
                 _write_at_once(path, secrets.token_hex(32))
         _close_to_others(path, 0o600)
     except FileNotFoundError:
-        return  # RAY_AUTH_TOKEN_PATH: Ray says so
+        return  # Ray itself reports errors of RAY_AUTH_TOKEN_PATH
     except OSError as error:
         raise ConfigError(f"Ray's token cannot be kept in {path}: {error.strerror}.") from error
 
@@ -85,7 +85,7 @@ def _close_to_others(path: Path, mode: int) -> None:
 
 
 def _write_at_once(path: Path, text: str) -> None:
-    """The whole file or none, even where another process does the same; the first one stays."""
+    """Write a file atomically. If another process does the same, the first file stays."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 0600
         file.write(text)
         file.flush()
@@ -94,7 +94,7 @@ def _write_at_once(path: Path, text: str) -> None:
 
 
 def check_cluster(address: str) -> None:
-    """Whether somebody listens at RAY_ADDRESS, and the token that it may want is there."""
+    """Check that a server listens at RAY_ADDRESS, and that a token exists if the cluster needs one."""
     if "://" in address:
         raise ConfigError(
             f"RAY_ADDRESS: {address}: `raylm serve` connects as a driver on a node of the cluster, to HOST:PORT or "

@@ -1,4 +1,4 @@
-"""Terminal: what `raylm serve` prints, for people or as JSON."""
+"""Terminal: prints the lines of `raylm serve`, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import time
 
 from raylm.stages import Kind, LineFormatter, Source, about, parse, parse_json
 
-_PREFIX = re.compile(r"\(([^\s)]+)[^)]*\) (.*)")  # Ray's, before the line of an actor
+_PREFIX = re.compile(r"\(([^\s)]+)[^)]*\) (.*)")  # Ray's prefix of an actor's line
 
 
 class Terminal:
-    """Lines for people: seconds since the start, the stage, what is told."""
+    """Prints lines for people: seconds since the start, the stage, the text."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
 
     def stage(self, kind: Kind, stage: str, text: str, line: str = "") -> None:
-        """``line`` is the one in which a process has told it; none where it is of this command."""
+        """Print a stage. ``line`` is the line of the process that reported it; empty if this command reports it."""
         print(f"{time.monotonic() - self._started:6.1f} s  {stage:8} {text}", flush=True)
 
     def output(self, line: str, text: str | None = None) -> None:
-        """What a process has written, ``text`` without Ray's prefix; several lines have no ``text``."""
+        """Print output of a process. ``text`` is the line without Ray's prefix; None for several lines."""
         print(line if text is None else text, flush=True)
 
     def verbose(self, line: str) -> None:
-        """What a process has written, before it is looked at."""
+        """Print a line of a process before it is parsed."""
         print(line, flush=True)
 
 
 class JSONTerminal(Terminal):
-    """Each line is a JSON object: what RayLM's processes write as it is, all else as the event ``output``."""
+    """Prints each line as a JSON object. Lines of RayLM's processes stay unchanged; others get the event ``output``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class JSONTerminal(Terminal):
         self._print(line, text, f"{kind}.{stage}", logging.ERROR if kind == "error" else logging.INFO)
 
     def verbose(self, line: str) -> None:
-        if parse(line) is None:  # else it comes as a stage
+        if parse(line) is None:  # other lines are printed as stages
             self.output(line)
 
     def output(self, line: str, text: str | None = None) -> None:
