@@ -74,7 +74,7 @@ class EngineCoreActor:
     async def _await_clients(self) -> tuple[str, str]:
         """Listen for the clients of this node; returns node and path, or ("", "") if they are to come over Ray."""
         try:
-            self._listener = Listener("clients")
+            self._listener = Listener("clients", self._supervisor_path)  # which outlives this process
         except OSError as error:  # the disk is full
             logger.warning("outputs go through Ray: %s", error, extra=about("outputs.through_ray"))
             return "", ""

@@ -260,15 +260,16 @@ class Listener:
     """A Unix socket at ``path`` that listens, in a directory of its own.
 
     The directory has mode 0700. So what comes here was sent by the same user, and may be unpickled. It is below
-    TMPDIR, or below /tmp or /dev/shm where the path is too long for a socket or no directory can be made.
+    TMPDIR, or below /tmp or /dev/shm where the path is too long for a socket or no directory can be made. With
+    ``beside``, the path of another Listener, it is in the directory of that one, whose ``close`` removes both.
 
     Raises:
         OSError: no directory can be made in any of these places.
     """
 
-    def __init__(self, name: str = "link") -> None:
-        self._directory = _directory(len(name))
-        self.path = os.path.join(self._directory, name)
+    def __init__(self, name: str = "link", beside: str | None = None) -> None:
+        self._directory = _directory(len(name)) if beside is None else None
+        self.path = os.path.join(self._directory or os.path.dirname(beside or ""), name)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server: asyncio.Server | None = None
         try:
@@ -287,7 +288,8 @@ class Listener:
         if self._server is not None:
             self._server.close()
         self.socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def frame(value: Any) -> bytes:

@@ -235,6 +235,16 @@ def test_where_it_can_be_nowhere_each_place_is_named(monkeypatch: pytest.MonkeyP
         Listener("steps")
 
 
+def test_a_socket_beside_another_one_goes_with_it() -> None:
+    supervisor = Listener("supervisor")
+    clients = Listener("clients", supervisor.path)
+    assert Path(clients.path).parent == Path(supervisor.path).parent
+    clients.close()
+    assert Path(supervisor.path).exists()
+    Listener("others", supervisor.path).socket.close()  # as its process is killed
+    check_works(supervisor)
+
+
 def test_a_socket_that_cannot_be_bound_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     made: list[str] = []
