@@ -81,19 +81,15 @@ class StepLink:
     fault) ended it. A worker that is silent is killed.
     """
 
+    link: Link
+
     def __init__(self, name: str, on_lost: Callable[[EngineDiedError], None]) -> None:
         self._name, self._on_lost = name, on_lost
         self._waiting: deque[asyncio.Future[Outcome]] = deque()
-        self._link: Link | None = None
 
     async def connect(self, path: str) -> None:
         """Connect to the worker that listens at ``path``; it takes one EngineCore, once."""
-        self._link = await Link.connect(path, self._on_value, self._on_end, limit_s=START_SILENCE_S, kills=True)
-
-    @property
-    def link(self) -> Link:
-        assert self._link is not None, "the worker is not connected"
-        return self._link
+        self.link = await Link.connect(path, self._on_value, self._on_end, limit_s=START_SILENCE_S, kills=True)
 
     def send(self, plan: SchedulerOutput) -> asyncio.Future[Outcome]:
         """Hand over a step at once; the future gives its outcome, or raises ConnectionError if the worker is gone."""

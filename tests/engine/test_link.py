@@ -53,7 +53,7 @@ class End:
 
     async def silent_for(self, seconds: float) -> None:
         """Wait until nothing has come for longer than that, as this end counts it."""
-        await self.until(lambda end: end.link._silence._silent_s > seconds)
+        await self.until(lambda end: end.link._silence.silent_s > seconds)
 
     async def ended(self) -> str:
         await self.until(lambda end: end.ends)
