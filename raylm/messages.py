@@ -1,13 +1,13 @@
-"""Every value that crosses an actor boundary: frozen, slotted, columnar where hot, no tensors, no behaviour.
+"""The messages between actors: frozen dataclasses with slots, without tensors and behaviour.
 
-A *request* is what a caller asked (a string id outside; ``key``, an int unique per client, on the wire).
-A *sequence* is what is scheduled (an int id, unique in its engine); a request has ``params.n`` of them.
+A *request* comes from a caller. It has a string id, and between actors the integer ``key``, unique per client.
+A *sequence* is the unit of scheduling. It has an integer id, unique in its engine. A request has ``params.n`` of them.
 
     Ingress  --ClientBatch-->      EngineCore   --SchedulerOutput-->    Worker
     Ingress  <--EngineCoreOutputs--  EngineCore  <--ModelRunnerOutput--  Worker
 
-Hot messages hold one list per field instead of one object per row: 256 rows pickle in 0.03 ms that way, against
-1.2 ms as objects.
+Frequent messages are columnar: they hold one list per field instead of one object per row. 256 rows pickle in 0.03 ms
+that way, against 1.2 ms as objects.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from raylm.metrics import STEP_TOKENS_BUCKETS
 from raylm.params import PoolingParams, SamplingParams
 
 TokenIds: TypeAlias = "list[int] | array[int]"
-"""A prompt comes as an ``array("I")``: small, and the garbage collector does not walk through it."""
+"""A prompt arrives as an ``array("I")``: it is small, and the garbage collector does not traverse it."""
 CacheScope: TypeAlias = "str | tuple[str, str | None] | None"
 """A cache salt, or a tenant and its cache salt."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 SequenceEventKind = Literal["taken_in", "compiled", "scheduled", "token", "preempted", "ended"]
 SequenceEvent = tuple[int, int, SequenceEventKind, float, int, int, str]
-"""(key, index, what happened, seconds since the epoch, the step, tokens, the id of the request that caused it or "").
+"""(key, index, kind, seconds since the epoch, step, count, id of the request that caused it or "").
 
-The tokens are those that wait there before it (taken_in: sequences, not tokens), that it finds computed (scheduled),
-that it has with the one just drawn (token: its first one, or the first after a preemption), that it had computed and
-gives up (preempted), that it has in the end (ended).
+The count depends on the kind. taken_in: sequences waiting before it. scheduled: its tokens with cached KV. token: all
+its tokens, with the one just drawn (the first token, or the first one after a preemption). preempted: its computed
+tokens, which are given up. ended: all its tokens.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A sequence thinks from its beginning if its prompt has ``begun`` to, or if it first draws ``start_token_id``.
+    """How to recognize the reasoning at the beginning of an answer.
 
-    It does so until ``end_token_id``. ``closing_token_ids`` are the end as a model writes it.
+    Reasoning begins in the prompt (``begun``), or if the first drawn token is ``start_token_id``. It ends with
+    ``end_token_id``. ``closing_token_ids`` is the whole end as the model usually writes it.
     """
 
     start_token_id: int
@@ -50,9 +51,9 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class LoRAAdapter:
-    """An adapter as clients know it: ``name`` stands in `model`, ``path`` is where it was asked to be loaded from.
+    """A LoRA adapter. Clients use ``name`` in the field `model`; ``path`` is the directory that was given for loading.
 
-    ``digest`` is of its content, "" until an engine has loaded it; it does not tell one loading from another.
+    ``digest`` is the digest of its content, "" until an engine has loaded it. It takes no part in comparisons.
     """
 
     name: str
@@ -62,12 +63,12 @@ class LoRAAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """How a request is to be served beside others; "" and None say nothing.
+    """How a request is served relative to others. "" and None mean that there is no such requirement.
 
-    ``tenant`` is a digest of the name of the API key, by which engines share themselves out in proportion to
-    ``weight`` (above 0). The first token should be there ``ttft_s`` after the arrival (under the fair policy), and each
-    further one ``itl_s`` after the one before. The client has hung up ``timeout_s`` after the arrival if nothing was
-    answered by then. With ``own_prefixes`` the prefix cache shares its blocks with requests of the same tenant only.
+    ``tenant`` is a digest of the API key's name. Engines are shared among tenants by ``weight`` (above 0).
+    ``ttft_s`` is the target from the arrival to the first token (under the fair policy), ``itl_s`` the target between
+    two tokens, both in seconds. ``timeout_s`` is the time after the arrival at which the client gives up if it has got
+    no answer. With ``own_prefixes``, KV blocks are shared only with requests of the same tenant.
     """
 
     tenant: str = ""
@@ -80,20 +81,20 @@ class ServiceLevel:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
-    """One request as AsyncLLM hands it to an engine: tokenized, validated, every default resolved.
+    """A request from AsyncLLM to an engine: tokenized and validated, with all defaults resolved.
 
-    ``params.max_tokens`` and ``params.seed`` are set. ``eos_token_ids`` end the sequence unless ``params.ignore_eos``.
+    ``params.max_tokens`` and ``params.seed`` are set. ``eos_token_ids`` end a sequence unless ``params.ignore_eos``.
     ``bad_words_token_ids`` are the tokenized ``params.bad_words``. ``arrival_time`` is in seconds since the epoch.
-    A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is
-    ``params.structured_outputs`` in llguidance's form, for the answer; ``thinking`` delimits the reasoning before it.
-    With ``pooling`` the prompt is answered by a vector; no token is drawn, and of ``params`` only the defaults hold.
-    ``adapter`` is the name of a LoRA adapter, None for the base model. ``uncached_tokens`` of the prompt are expected
-    to be computed, None if nothing is known of the engine's cache.
+    A lower ``priority`` is served earlier (under the priority policy). ``grammar`` is ``params.structured_outputs`` as
+    an llguidance grammar for the answer; ``thinking`` delimits the reasoning before it. With ``pooling`` the result is
+    a vector: no token is drawn, and ``params`` has its defaults. ``adapter`` is the name of an adapter, None for the
+    base model. ``uncached_tokens`` is the number of prompt tokens expected to be computed, None if the cache is
+    unknown.
 
-    Of a request that a lost engine began ``drawn`` holds what each sequence has drawn, None for one that has ended; it
-    goes on behind these tokens as if it had been preempted. Else it is ().
+    If the request is continued from a lost engine, ``drawn`` has the tokens drawn by each sequence, None for a sequence
+    that has ended. The sequences continue after these tokens, as after a preemption. For a new request it is ().
 
-    ``resumable_as`` is the name under which another ingress may ask for what was drawn of it, "" if none will.
+    ``resumable_as`` is the name by which another ingress replica may take over the drawn tokens, "" if none may.
     """
 
     key: int
@@ -116,16 +117,16 @@ class EngineCoreRequest:
 
     @property
     def cache_scope(self) -> CacheScope:
-        """The requests that may share KV blocks with this one: those of an equal scope."""
+        """Requests with equal scopes may share KV blocks."""
         return (self.service.tenant, self.cache_salt) if self.service.own_prefixes else self.cache_salt
 
 
 @dataclass(frozen=True, slots=True)
 class ParkedTokens:
-    """What the sequences of a request have drawn, as columns over all of them.
+    """The drawn tokens of a request, as columns over all its sequences.
 
-    ``token_ids`` has a list for each. ``finish_reasons`` and ``stop_reasons`` are as in EngineCoreOutputs; one without
-    may also have been stopped, as its text had come to an end.
+    ``token_ids`` has one list per sequence. ``finish_reasons`` and ``stop_reasons`` are as in EngineCoreOutputs. A
+    sequence without a finish reason may have been stopped because its text was complete.
     """
 
     token_ids: list[list[int]]
@@ -139,10 +140,10 @@ class ParkedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ClientBatch:
-    """What one client sends at once: ``aborts`` are keys of whole requests, ``stops`` (key, index) of sequences.
+    """All that one client sends at once. ``aborts`` are keys of requests, ``stops`` (key, index) of single sequences.
 
-    With ``watch_blocks`` it is to be told which blocks the prefix cache holds, from now on and beginning with all.
-    ``sent`` is when, in seconds since the epoch by the client's clock, by which its requests' arrivals are told too.
+    ``watch_blocks`` asks for the blocks of the prefix cache: all of them first, then the changes. ``sent`` is the time
+    of sending in seconds since the epoch, by the client's clock. Arrival times of its requests use the same clock.
     """
 
     adds: list[EngineCoreRequest]
@@ -154,13 +155,13 @@ class ClientBatch:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the worker has no row for: first scheduled, or scheduled again after preemption.
+    """A sequence without a row in the worker: scheduled for the first time, or again after a preemption.
 
-    ``token_ids`` are all tokens known so far (prompt, then generated), ``block_ids`` its whole block table.
-    ``stop_token_ids`` (EOS and the caller's, unless ignored) may not be drawn before ``params.min_tokens``. ``limit``
-    is the longest that it may grow, in tokens with the prompt. With ``pooling`` its last token yields a vector where
-    others draw. ``adapter`` is the number that its LoRA adapter was loaded under, 0 for the base model. ``owner``
-    is whose it is, the tenant and the cache salt with a zero character between.
+    ``token_ids`` are all known tokens (prompt, then generated), ``block_ids`` the whole block table. ``stop_token_ids``
+    (EOS and the caller's, unless ignored) must not be drawn before ``params.min_tokens``. ``limit`` is the greatest
+    length in tokens, with the prompt. With ``pooling`` the last token yields a vector instead of a drawn token.
+    ``adapter`` is the number of the LoRA adapter, 0 for the base model. ``owner`` is the tenant and the cache salt,
+    separated by a zero character.
     """
 
     seq_id: int
@@ -181,21 +182,21 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step for the workers, as a difference to what they hold: they apply ``finished``, then ``new``, then run.
+    """One step for the workers, as a difference to their state: they apply ``finished``, then ``new``, then run.
 
-    Columns over the scheduled sequences, those with one token first:
-        seq_ids:          which sequence
-        num_computed:     tokens of it whose KV is in its blocks already
-        num_scheduled:    tokens to compute now, at positions num_computed ..
-        samples:          whether its last scheduled token is its last known one, so that a token is drawn (or pooled)
+    Columns over the scheduled sequences; sequences with one token come first:
+        seq_ids:          id of the sequence
+        num_computed:     number of its tokens whose KV is in its blocks already
+        num_scheduled:    number of tokens to compute now, from position num_computed
+        samples:          whether its last known token is computed, so that a token is drawn (or a vector pooled)
         new_block_counts: how many of ``new_block_ids`` (flat) are appended to its block table (0 for new sequences)
-    The worker feeds its own last drawn tokens: ids of tokens drawn in earlier steps never travel back to it.
+    The worker keeps the tokens that it draws: their ids are never sent back to it.
 
-    A worker that speculates may be further with a sequence that decodes (one token, and it samples) than
-    ``num_computed`` says, as the scheduler has not seen the steps in flight. It goes on where its own row ends, with as
-    many draft tokens as the sequence's blocks and limit and the step's budget hold, or not at all at the limit. Nor has
-    the scheduler seen that a sequence was deferred in them: then its row ends before, and its last token is computed
-    again.
+    The worker's position of a decoding sequence (one token, and it samples) may differ from ``num_computed``, because
+    the scheduler does not know the results of the steps in flight. The worker continues where its own row ends. With
+    speculation the row may be longer: the worker then adds as many draft tokens as the blocks and the limit of the
+    sequence and the step's budget allow, and skips a sequence at its limit. If the sequence was deferred, the row is
+    shorter, and its last token is computed again.
     """
 
     step: int
@@ -218,9 +219,9 @@ class Logprobs:
     """Log-probabilities of consecutive tokens, as columns.
 
     ``counts[i]`` entries of ``token_ids`` and ``logprobs`` (both flat) belong to token i: the token itself, then the
-    most likely ones in falling order, fewer where fewer tokens are possible; 0 entries where none were asked for.
-    ``ranks[i]`` is the token's own rank, 1 the most likely (0 where counts[i] is 0). Natural logarithms of the raw
-    model distribution.
+    most likely tokens in descending order, fewer if fewer tokens are possible. 0 entries mean that none were requested.
+    ``ranks[i]`` is the token's own rank; 1 is the most likely token, and 0 stands for no entries. Values are natural
+    logarithms of the raw model distribution.
     """
 
     counts: list[int]
@@ -231,17 +232,17 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What one step drew.
+    """The result of one step.
 
-    Columns over the sequences that drew: ``seq_ids``, ``token_counts`` (tokens each) and ``token_ids`` (flat);
-    ``logprobs`` over token_ids, or None if nobody asked. ``prompt_logprobs`` holds (seq_id, Logprobs over the prompt
-    positions this step computed; the entry for position p describes token p). ``deferred`` computed what was
-    planned and did not draw, as their grammars' masks were late; they draw the same token in a later step.
-    ``failed`` holds (seq_id, reason) of sequences for which the model's own numbers were not finite, ``undrawable``
-    of those whose parameters left sound logits without a token to draw. ``step_s`` is the worker's own time for the
-    step in seconds, of which ``forward_s`` went into the model. ``drafted_tokens`` were drafted and verified in
-    this step; a sequence that drew c tokens had c - 1 of its drafts accepted. ``pooled`` holds (seq_id, vector) of
-    prompts that ended in a vector, its numbers as float32 bytes in the machine's order.
+    Columns over the sequences that drew: ``seq_ids``, ``token_counts`` (tokens of each) and ``token_ids`` (flat).
+    ``logprobs`` covers token_ids; None if not requested. ``prompt_logprobs`` has (seq_id, Logprobs over the prompt
+    positions computed in this step; the entry for position p describes token p). ``deferred`` sequences computed their
+    tokens but drew none, because the mask of their grammar was late; they draw the same token in a later step.
+    ``failed`` has (seq_id, reason) of sequences whose logits or hidden states were not finite, ``undrawable`` of
+    sequences whose parameters left no token to draw from finite logits. ``step_s`` is the worker's time for the step in
+    seconds, ``forward_s`` the part of the forward pass. ``drafted_tokens`` is the number of verified draft tokens; a
+    sequence that drew c tokens had c - 1 of its drafts accepted. ``pooled`` has (seq_id, vector as float32 bytes in
+    native byte order) of completed pooled prompts.
     """
 
     step: int
@@ -261,10 +262,10 @@ class ModelRunnerOutput:
 
 @dataclass(slots=True)
 class Counters:
-    """What a Scheduler has counted since its start. It goes on counting in its own; messages carry copies.
+    """The counts of a Scheduler since its start. The Scheduler updates its own object; messages carry copies.
 
-    ``step_tokens`` are all that steps computed, ``steps_by_tokens`` how many steps fell into each of
-    STEP_TOKENS_BUCKETS, the last of them above all bounds.
+    ``step_tokens`` is the number of tokens computed in all steps. ``steps_by_tokens`` counts steps per bucket of
+    STEP_TOKENS_BUCKETS; its last entry counts the steps above all bounds.
     """
 
     preemptions: int = 0
@@ -278,7 +279,7 @@ class Counters:
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS_BUCKETS) + 1)
 
     def copy(self) -> Counters:
-        """In a fifth of the time of ``dataclasses.replace``: it is done in every step."""
+        """A copy, made in every step. Takes a fifth of the time of ``dataclasses.replace``."""
         return Counters(
             self.preemptions, self.prompt_tokens, self.generation_tokens, self.prefix_queries, self.prefix_hits,
             self.drafted_tokens, self.accepted_tokens, self.step_tokens, self.steps_by_tokens,
@@ -287,7 +288,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class OtherClients:
-    """What an engine has to do for its other clients: prompt tokens to compute, and open sequences."""
+    """The load of an engine by its other clients: prompt tokens to compute, and open sequences."""
 
     queued_tokens: int = 0
     sequences: int = 0
@@ -295,11 +296,11 @@ class OtherClients:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How busy an engine is.
+    """The load of an engine.
 
-    ``places`` sequences more could run. By the steps of late one of a single token takes ``step_s`` seconds, and a
-    prompt ``token_s`` for each token, in steps as large as they get; 0 while too few were seen. ``others`` depends on
-    which client is told.
+    ``places`` is the number of additional sequences that could run. ``step_s`` is the time of a step of one token, and
+    ``token_s`` the time per prompt token in the largest steps, both in seconds, measured in recent steps and 0 while
+    unknown. ``others`` depends on the client that receives the message.
     """
 
     running: int = 0
@@ -315,10 +316,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockChanges:
-    """Which blocks an engine's prefix cache holds: a difference to what was told before, or all of them.
+    """The blocks of an engine's prefix cache: all of them, or the changes since the message before.
 
-    ``number`` is one more than that of the difference before, and 0 for a ``snapshot``. ``stored`` and ``removed`` are
-    the keys of hashes as ``raylm.engine.block_hashes`` packs them; none is in both.
+    ``number`` is 0 for all blocks, and increases by one with each further message. ``stored`` and ``removed`` are keys
+    packed by ``raylm.engine.block_hashes``. No key is in both.
     """
 
     number: int
@@ -328,16 +329,16 @@ class BlockChanges:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:
-    """What one or more steps mean for one client.
+    """The outputs of one or more steps for one client.
 
-    Columns over entries, in order of time: ``keys`` (request), ``indexes`` (which of its n sequences),
-    ``token_counts`` and ``token_ids`` (flat), ``finish_reasons`` (None while it goes on), ``stop_reasons`` (the
-    stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens served by the prefix cache); ``logprobs``
-    over token_ids or None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error), the request is over.
-    ``pooled``: (key, vector as float32 bytes), the request is over too.
-    ``adapters`` are all that the engine has, None where they have not changed; ``blocks`` are for clients that watch.
-    ``created`` is the time of the newest entry in seconds since the epoch. ``draining`` says that the engine is about
-    to end; entries that follow do not repeat it. ``events`` are the few turns in the life of a sequence, no tokens.
+    Columns over entries in chronological order: ``keys`` (request), ``indexes`` (sequence of the request),
+    ``token_counts`` and ``token_ids`` (flat), ``finish_reasons`` (None while the sequence continues), ``stop_reasons``
+    (the stop_token_id that matched, else None), ``cached_tokens`` (prompt tokens found in the prefix cache).
+    ``logprobs`` covers token_ids, or is None. ``prompt_logprobs``: (key, Logprobs). ``errors``: (key, error) of failed
+    requests. ``pooled``: (key, vector as float32 bytes) of completed requests.
+    ``adapters`` lists all adapters of the engine, None if they have not changed. ``blocks`` is for clients that watch
+    the prefix cache. ``created`` is the time of the newest entry in seconds since the epoch. ``draining`` says that the
+    engine is about to stop; later messages do not repeat it. ``events`` are the events in the life of sequences.
     """
 
     keys: list[int]
@@ -374,10 +375,10 @@ class CoreReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """What an engine holds at a moment; asked for by who looks, never on the path of a token.
+    """The state of an engine at one moment, for inspection. Never made while tokens are served.
 
     Columns over the open sequences: ``request_ids``, ``indexes``, ``statuses``, ``num_tokens``, ``num_computed`` and
-    ``block_ids``. ``cached`` are the free blocks that can still be found, those that are evicted first before others.
+    ``block_ids``. ``cached`` are the free blocks in the prefix cache, in eviction order.
     """
 
     stats: EngineStats
@@ -394,13 +395,13 @@ class EngineSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker found out at start; configuration is never written, discoveries are returned.
+    """The properties of a worker, determined at start.
 
-    ``num_blocks`` KV blocks of ``block_size`` tokens were allocated (``kv_cache_bytes``); ``max_model_len`` is the
-    longest sequence in tokens that model and pool allow. ``stages`` are (name, seconds) of the start-up.
-    ``quantization`` says in words how linear layers are quantized, None where they are not. Of several ranks
-    (``tensor_parallel_size``) each has so many threads and bytes, and all have the same blocks. Engines of the same
-    ``fingerprint`` give equal requests equal tokens, unless it ends with ``_varies``.
+    ``num_blocks`` KV blocks of ``block_size`` tokens were allocated (``kv_cache_bytes``). ``max_model_len`` is the
+    longest sequence in tokens that the model and the pool allow. ``stages`` are (name, seconds) of the start.
+    ``quantization`` describes the quantization of the linear layers, None without one. With several ranks
+    (``tensor_parallel_size``), threads and bytes are those of each rank; all ranks have the same blocks. Engines with
+    equal ``fingerprint`` give equal requests equal tokens, unless it ends with ``_varies``.
     """
 
     num_blocks: int
