@@ -201,13 +201,12 @@ def test_ids_that_are_refused(stack: Stack) -> None:
     body = {"model": "embedded", "stream": True, "messages": MESSAGES, "seed": 1}
     (event_id, _), *_ = stack.events(CHAT, body)
     raw = base64.b64decode(event_id)
-    for place in range(len(raw) - 3):
+    for place in range(len(raw)):
         changed = raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :]
         refused(stack, base64.b64encode(changed).decode(), 400)
     for text in ("x", "§", event_id[:-4], event_id[:-1], event_id + "AAAA" * 11, "A" * 5000):
         answer = stack.runner.run(stack.clients[0].post(CHAT, json=body, headers={"last-event-id": text.encode()}))
         error_of(answer, 400)
-    refused(stack, base64.b64encode(raw[:-3] + b"\x00\xff\xff").decode(), 400)  # more than there is
     refused(stack, event_id, 409, seed=2)
     refused(stack, event_id, 400, stream=False)
 

@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import hmac
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,9 +21,9 @@ LAST_EVENT_ID = "Last-Event-ID"
 RESUMABLE = "x-raylm-resumable"
 MOST_CHOICES = 11  # more do not fit into MAX_ID
 MAX_ID = 80  # bytes
-_NONCE, _KEY, _FINGERPRINT, _BODY, _MAC = 8, 3, 3, 6, 7  # bytes of the head of an id, in this order
-_HEAD = _NONCE + _KEY + _FINGERPRINT + _BODY + _MAC
-_STATE = 3  # bytes of each choice behind the head
+_NONCE, _KEY, _FINGERPRINT, _BODY, _MAC = 8, 3, 3, 6, 7  # bytes of an id, in this order; states follow
+_HEAD = _NONCE + _KEY + _FINGERPRINT + _BODY
+_STATE = 3  # bytes of each choice
 MOST_STATE = 2 ** (8 * _STATE) - 1
 _VARYING = "_varies"  # what a fingerprint ends with that promises nothing
 _BYTES_A_THING = 64  # which are hashed while Python walks through one thing, at the least
@@ -31,6 +31,9 @@ _BYTES_A_THING = 64  # which are hashed while Python walks through one thing, at
 # How far a choice was told; from OPEN on, so many of its tokens more, with all that they come to. USAGE is a state of
 # the first choice, behind the ends of all.
 NOTHING, FIRST_OPENING, TEXT_TO_THE_END, FINISH, USAGE, OPEN = range(6)
+
+
+Mac = Callable[[bytes | bytearray], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,13 @@ def reads_all_events(headers: Headers) -> bool:
 class StreamId:
     """The id of a stream's events: a head that stays, and how far each choice ``was`` told when the stream began.
 
-    A message of Anthropic's has counts of its own in place of states of choices. One without a head gives no ids: its
-    stream cannot be gone on with.
+    A message of Anthropic's has counts of its own in place of states of choices. One without a ``mac`` gives no ids:
+    its stream cannot be gone on with by its client.
     """
 
-    def __init__(self, head: bytes, seed: bytes, was: Sequence[int]) -> None:
-        self._line = b"id: " + head if head else b""
+    def __init__(self, head: bytes, seed: bytes, was: Sequence[int], mac: Mac | None = None) -> None:
+        self._head = head
+        self._mac = mac
         self._seed = seed
         self.was = tuple(was)
         self._states = bytearray(b"".join(state.to_bytes(_STATE) for state in was))
@@ -77,7 +81,7 @@ class StreamId:
         The name by which engines know what they drew is a digest that only ingresses can make; what has
         log-probabilities has none, as engines keep the tokens alone.
         """
-        if not self._line:
+        if not self._head:
             return head, params
         states = self.was[place * params.n : (place + 1) * params.n]
         told = [None if state in (TEXT_TO_THE_END, FINISH, USAGE) else max(state - OPEN, 0) for state in states]
@@ -105,12 +109,14 @@ class StreamId:
 
     def reach(self, index: int, state: int) -> None:
         """The next event tells the choice up to there."""
-        if self._line:
+        if self._mac is not None:
             self._states[_STATE * index : _STATE * (index + 1)] = state.to_bytes(_STATE)
 
     def line(self) -> bytes:
         """The line that the next event begins with, which says all that was reached."""
-        return self._line + binascii.b2a_base64(self._states) if self._line else b""
+        if self._mac is None:
+            return b""
+        return b"id: " + binascii.b2a_base64(self._head + self._mac(self._states) + self._states)
 
 
 UNRESUMABLE = StreamId(b"", b"", ())
@@ -119,8 +125,8 @@ UNRESUMABLE = StreamId(b"", b"", ())
 class StreamIds:
     """Makes and reads ids; ``secret`` is the same in all ingresses of an application.
 
-    An id is base64 of a nonce, digests of key, fingerprint and body, a MAC of these, and a state of three bytes for
-    each choice. The states are not authenticated: who changes them leaves out or repeats a part of their own answer.
+    An id is base64 of a nonce, digests of key, fingerprint and body, a MAC, and a state of three bytes for each choice.
+    The MAC is over all the rest. It holds the states too, as a stream that goes on is charged for what they leave open.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
@@ -150,8 +156,7 @@ class StreamIds:
         else:
             nonce, was = os.urandom(_NONCE), [NOTHING] * num_choices
         head = nonce + b"".join(parts)
-        seed = self._digest(b"seed", 32, nonce)
-        return StreamId(base64.b64encode(head + self._digest(b"mac", _MAC, head)), seed, was)
+        return StreamId(head, self._digest(b"seed", 32, nonce), was, self._mac(head))
 
     def _read(self, text: str, parts: list[bytes]) -> tuple[bytes, list[int]]:
         """The nonce and the states of an id, which must hold ``parts``: the digests of key, fingerprint and body."""
@@ -159,8 +164,8 @@ class StreamIds:
             raw = base64.b64decode(text, validate=True) if len(text) <= MAX_ID else b""
         except ValueError:
             raw = b""
-        head, mac, states = raw[: _HEAD - _MAC], raw[_HEAD - _MAC : _HEAD], raw[_HEAD:]
-        if len(states) % _STATE or not states or not hmac.compare_digest(mac, self._digest(b"mac", _MAC, head)):
+        head, mac, states = raw[:_HEAD], raw[_HEAD : _HEAD + _MAC], raw[_HEAD + _MAC :]
+        if len(states) % _STATE or not states or not hmac.compare_digest(mac, self._mac(head)(states)):
             raise _not_from_here()
         key, numbers, body = parts
         at = _NONCE + _KEY
@@ -173,6 +178,17 @@ class StreamIds:
             message = "names a stream of another body; send the very same bytes."
             raise ConflictError(f"'{LAST_EVENT_ID}' {message}", param=LAST_EVENT_ID)
         return head[:_NONCE], [int.from_bytes(states[at : at + _STATE]) for at in range(0, len(states), _STATE)]
+
+    def _mac(self, head: bytes) -> Mac:
+        """The MAC of ids with this head, as a function of their states."""
+        begun = hashlib.blake2b(head, digest_size=_MAC, key=self._secret, person=b"mac")
+
+        def mac(states: bytes | bytearray) -> bytes:
+            whole = begun.copy()
+            whole.update(states)
+            return whole.digest()
+
+        return mac
 
     def _digest(self, purpose: bytes, size: int, content: bytes) -> bytes:
         return hashlib.blake2b(content, digest_size=size, key=self._secret, person=purpose).digest()

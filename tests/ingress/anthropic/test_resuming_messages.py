@@ -85,13 +85,11 @@ def joined(told: Told) -> dict[str, Any]:
             is_open = False
             assert blocks[-1]["type"] != "thinking" or blocks[-1]["signature"] == SIGNATURE
     assert not is_open
-    # Text that comes between two calls, or behind them, may be one with what is before them: what merges has no order.
-    found: dict[str, Any] = {"calls": [(b["name"], b["pieces"]) for b in blocks if b["type"] == "tool_use"]}
-    assert len({block["id"] for block in blocks if block["type"] == "tool_use"}) == len(found["calls"])
-    for kind in ("thinking", "text"):
-        found[kind] = "".join(block["pieces"] for block in blocks if block["type"] == kind)
+    calls = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    assert len(set(calls)) == len(calls)
+    found = [(block["type"], block.get("name"), block["pieces"]) for block in blocks]
     end = told[-2][1]
-    return found | {"stop": end["delta"], "output_tokens": end["usage"]["output_tokens"]}
+    return {"blocks": found, "stop": end["delta"], "output_tokens": end["usage"]["output_tokens"]}
 
 
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=4)  # shares of the events that are still to come
@@ -113,16 +111,13 @@ def test_a_message_goes_on_behind_any_event(
         going_on = events(stack, body, told[-1][0], said=said)
     else:
         told += going_on
-    want, got = joined(undisturbed), joined(told)
-    if "tool_choice" in fields:  # how much is drawn behind the one call depends on how the engine's tokens come
-        del want["output_tokens"], got["output_tokens"]
-    assert got == want
+    assert joined(told) == joined(undisturbed)
 
 
 def test_every_event_is_a_place_to_go_on_from(stack: Stack) -> None:
     body = BODY | {"tools": TOOLS, "thinking": {"type": "adaptive"}}
     undisturbed = events(stack, body, said=2)
-    assert len(joined(undisturbed)["calls"]) == 2
+    assert [kind for kind, _, _ in joined(undisturbed)["blocks"]].count("tool_use") == 2
     ids = [event_id for event_id, _ in undisturbed]
     assert all(len(event_id) <= 80 for event_id in ids)
     assert len(set(ids)) == len(ids) - 1  # message_stop tells nothing more
@@ -148,11 +143,9 @@ def test_ids_that_are_refused(stack: Stack) -> None:
         headers = {"last-event-id": base64.b64encode(changed).decode()}
         error_of(stack.runner.run(stack.clients[0].post(PATH, json=BODY | fields, headers=headers)), status)
 
-    for place in range(27):
+    for place in range(len(raw)):
         refused(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :], 400)
     refused(raw[:-3], 400)
-    for place, count in ((0, 2), (0, 77), (2, 5), (3, 2**24 - 1), (4, 1000)):  # no counts of this message
-        refused(raw[: 27 + 3 * place] + count.to_bytes(3) + raw[30 + 3 * place :], 400)
     refused(raw, 409, max_tokens=399)
     refused(raw, 400, stream=False)
 

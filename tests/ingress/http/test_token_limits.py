@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -75,4 +76,12 @@ async def test_a_stream_that_goes_on_counts_for_the_rest_alone(tmp_path: Path) -
         for event_id in (ids[-1], ids[-1], ids[len(ids) // 2]):
             again = await client.post("/v1/completions", json=body, headers=ALICE | {"last-event-id": event_id})
             assert again.status_code == 200, again.text
-        assert before - 2 - 60 < await left(client) < before - 2, "half of the answer, and never its prompt"
+        rest = await left(client)
+        assert before - 2 - 60 < rest < before - 2, "half of the answer, and never its prompt"
+        for place in (-1, -2, -3, -4):  # counts that say that more was told
+            forged = bytearray(base64.b64decode(ids[0]))
+            forged[place] ^= 1
+            headers = ALICE | {"last-event-id": base64.b64encode(forged).decode()}
+            again = await client.post("/v1/completions", json=body, headers=headers)
+            assert error_of(again, 400)["param"] == "Last-Event-ID"
+        assert await left(client) >= rest - 2
