@@ -151,11 +151,11 @@ async def test_a_rank_that_is_killed_in_a_step_is_the_one_cause(victim: int) -> 
 class FakeRank(FakeWorker):
     """A rank without a model."""
 
-    def open_rendezvous(self) -> int:
+    def open_rendezvous(self) -> str:
         """Nobody comes."""
-        return 1
+        return "nowhere"
 
-    def start(self, port: int = 0) -> WorkerInfo:
+    def start(self, meeting: str = "") -> WorkerInfo:
         """Start alone."""
         return super().start()
 

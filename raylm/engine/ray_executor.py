@@ -80,8 +80,8 @@ class WorkerActor(Worker):
         self._turns = Turns()
         self._overlapped = False
 
-    def start(self, port: int = 0) -> WorkerInfo:
-        info = super().start(port)
+    def start(self, meeting: str = "") -> WorkerInfo:
+        info = super().start(meeting)
         self._overlapped = info.device != "cpu"
         if info.device == "cpu":
             lower_priority(_NICENESS)

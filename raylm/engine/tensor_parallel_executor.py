@@ -26,8 +26,8 @@ class TensorParallelExecutor(RayExecutor):
     """
 
     async def _start_workers(self) -> WorkerInfo:
-        port: int = await answer(self._workers[0].open_rendezvous.remote())
-        info: WorkerInfo = await _first([worker.start.remote(port) for worker in self._workers])
+        meeting: str = await answer(self._workers[0].open_rendezvous.remote())
+        info: WorkerInfo = await _first([worker.start.remote(meeting) for worker in self._workers])
         return info
 
     def execute(self, plan: SchedulerOutput) -> Awaitable[ModelRunnerOutput]:

@@ -32,15 +32,15 @@ class Worker:
         self._runner: ModelRunner | None = None
         self.when_computing: Callable[[], None] | None = None
 
-    def open_rendezvous(self) -> int:
-        """On rank 0, listen for the other ranks. Call before any rank starts. Returns the port on loopback."""
+    def open_rendezvous(self) -> str:
+        """On rank 0, create the place where the ranks meet. Call before any rank starts. Returns its path."""
         self._rendezvous = open_rendezvous()
-        return self._rendezvous.port
+        return self._rendezvous.path
 
-    def start(self, port: int = 0) -> WorkerInfo:
+    def start(self, meeting: str = "") -> WorkerInfo:
         """Load the weights, profile the memory and allocate the KV pool. Returns the properties of the worker.
 
-        Several ranks must be started at the same time: they wait for each other at the ``port`` that rank 0 opened.
+        Several ranks must be started at the same time: they wait for each other at ``meeting``, the path from rank 0.
 
         Raises:
             ConfigError: the model cannot be served with this configuration.
@@ -53,7 +53,7 @@ class Worker:
         from raylm.worker.startup import start_runner
 
         imported = ("import torch", time.perf_counter() - started)
-        self._runner, info = start_runner(self._config, replace(self._rendezvous, port=port))
+        self._runner, info = start_runner(self._config, replace(self._rendezvous, path=meeting))
         self._runner.forward.when_computing = self.when_computing
         info.stages.insert(0, imported)
         return info

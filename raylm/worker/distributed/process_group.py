@@ -14,17 +14,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
     Backend,
+    FileStore,
     PrefixStore,
     ProcessGroup,
     ReduceOp,
     Store,
-    TCPStore,
 )
 
 from raylm.errors import PeerLostError
 from raylm.models import SINGLE_RANK, Ranks
-from raylm.worker.distributed.rendezvous import LOOPBACK, Rendezvous
+from raylm.worker.distributed.rendezvous import Rendezvous, close_rendezvous
 
+_LOOPBACK = "127.0.0.1"
 # Longest wait for the other ranks: at start they may read the same files one after the other.
 TIMEOUT = timedelta(minutes=10)
 _TEAR_DOWN_AS_IT_IS = "3"  # ErrorHandlingMode::SkipCleanUp of torch's ProcessGroupNCCL
@@ -101,19 +102,13 @@ class DistributedRanks(Ranks):
 def join_ranks(rendezvous: Rendezvous, size: int, device: torch.device) -> Ranks:
     if size == 1:
         return SINGLE_RANK
-    try:
-        store = TCPStore(
-            LOOPBACK,
-            rendezvous.port,
-            size,
-            is_master=rendezvous.listener is not None,
-            timeout=TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=None if rendezvous.listener is None else rendezvous.listener.detach(),
-        )
-    except RuntimeError as error:
-        raise PeerLostError(f"Rank {rendezvous.rank} of {size} does not find rank 0: {_first_line(error)}") from error
-    return DistributedRanks(store, rendezvous.rank, size, device)
+    store = FileStore(rendezvous.path, size)  # a TCPStore would let any user of the machine join
+    store.set_timeout(TIMEOUT)
+    ranks = DistributedRanks(store, rendezvous.rank, size, device)
+    ranks.all_reduce_min([0])  # every rank has the addresses of the others
+    if rendezvous.rank == 0 and device.type != "cuda":  # NCCL uses the store later
+        close_rendezvous(rendezvous)
+    return ranks
 
 
 def _first_line(error: RuntimeError) -> str:
@@ -125,7 +120,7 @@ def _gloo(store: Store, rank: int, size: int) -> Backend:
 
     gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    options._devices = [gloo.create_device(hostname=_LOOPBACK)]
     options._timeout = TIMEOUT
     found: Backend = gloo(PrefixStore("gloo", store), rank, size, options)
     return found

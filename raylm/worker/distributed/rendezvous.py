@@ -1,23 +1,33 @@
-"""Rendezvous of an engine's ranks at start. Imports no torch, because that would delay the listening socket."""
+"""Rendezvous of an engine's ranks at start. Imports no torch, because that would delay the other ranks."""
 
 from __future__ import annotations
 
-import socket
+import atexit
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The rendezvous as seen by one ``rank``: the ``port`` on loopback, and on rank 0 the listening socket."""
+    """The rendezvous as seen by one ``rank``: the ``path`` of a file that all ranks read and write."""
 
     rank: int = 0
-    port: int = 0
-    listener: socket.socket | None = None
+    path: str = ""
 
 
 def open_rendezvous() -> Rendezvous:
-    """Create the rendezvous on rank 0. The socket listens at once, so that ranks may connect in any order."""
-    listener = socket.create_server((LOOPBACK, 0))
-    return Rendezvous(0, listener.getsockname()[1], listener)
+    """Create the rendezvous on rank 0. Ranks may come in any order.
+
+    The file lies in a new directory with mode 0700, so that no other user can join the ranks. The directory is removed
+    by ``close_rendezvous``, or when this process exits.
+    """
+    directory = tempfile.mkdtemp(prefix="raylm-ranks-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Rendezvous(0, os.path.join(directory, "store"))
+
+
+def close_rendezvous(rendezvous: Rendezvous) -> None:
+    """On rank 0, remove the directory once no rank needs it."""
+    shutil.rmtree(os.path.dirname(rendezvous.path), ignore_errors=True)

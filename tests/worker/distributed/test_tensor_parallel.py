@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +20,7 @@ from raylm.messages import Logprobs
 from raylm.models import Ranks
 from raylm.params import SamplingParams
 from raylm.worker import startup
+from raylm.worker.distributed import process_group
 from raylm.worker.distributed.process_group import join_ranks
 from raylm.worker.distributed.rendezvous import Rendezvous, open_rendezvous
 from raylm.worker.forward import ModuleForward
@@ -43,7 +46,7 @@ def _load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def meet(size: int, work: Callable[[Rendezvous], T]) -> list[T]:
     """What ``work`` gives on each rank, with a place to meet."""
     first = open_rendezvous()
-    meetings = [first, *(Rendezvous(rank, first.port) for rank in range(1, size))]
+    meetings = [first, *(Rendezvous(rank, first.path) for rank in range(1, size))]
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(work, meetings))
 
@@ -124,8 +127,9 @@ def test_operations_between_ranks() -> None:
 _GOES = """
 import sys, os, torch
 from raylm.worker.distributed.rendezvous import Rendezvous
+from raylm.worker.distributed import process_group
 from raylm.worker.distributed.process_group import join_ranks
-ranks = join_ranks(Rendezvous(1, int(sys.argv[1])), 2, torch.device("cpu"))
+ranks = join_ranks(Rendezvous(1, sys.argv[1]), 2, torch.device("cpu"))
 ranks.all_reduce(torch.ones(3))
 os._exit(9)
 """
@@ -133,7 +137,7 @@ os._exit(9)
 
 def test_a_rank_does_not_wait_for_one_that_is_gone() -> None:
     rendezvous = open_rendezvous()
-    with subprocess.Popen([sys.executable, "-c", _GOES, str(rendezvous.port)]) as other:
+    with subprocess.Popen([sys.executable, "-c", _GOES, rendezvous.path]) as other:
         ranks = join_ranks(rendezvous, 2, torch.device("cpu"))
         assert ranks.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
         assert other.wait() == 9
@@ -141,8 +145,20 @@ def test_a_rank_does_not_wait_for_one_that_is_gone() -> None:
             ranks.all_reduce(torch.ones(3))
 
 
-def test_a_meeting_is_open_to_this_machine_alone() -> None:
+def test_a_meeting_is_open_to_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a port on loopback any user of the machine could join the ranks and add to their sums."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rendezvous = open_rendezvous()
-    assert rendezvous.listener is not None
-    assert rendezvous.listener.getsockname()[0] == "127.0.0.1"
-    rendezvous.listener.close()
+    (directory,) = tmp_path.iterdir()
+    assert rendezvous.path.startswith(f"{directory}/")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    with subprocess.Popen([sys.executable, "-c", _GOES, rendezvous.path]) as other:
+        join_ranks(rendezvous, 2, torch.device("cpu")).all_reduce(torch.ones(3))
+        assert other.wait() == 9
+    assert not directory.exists()
+
+
+def test_ranks_of_which_one_does_not_come_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(PeerLostError, match="Rank 0 of 2"):
+        join_ranks(open_rendezvous(), 2, torch.device("cpu"))

@@ -68,11 +68,11 @@ def on_ranks(machine: Machine, size: int, path: Path, work: Callable[[Worker], T
     tree = {"model": str(path), "device": "cuda", "dtype": "float32", "cache": {"num_blocks": 96, "block_size": 16}}
     tree |= {"scheduler": {"max_num_seqs": 8}, "max_model_len": 128, "engine": engine}
     workers = [Worker(Config.model_validate(tree | config), rank) for rank in range(size)]
-    port = workers[0].open_rendezvous()
+    meeting = workers[0].open_rendezvous()
 
     def run(worker: Worker) -> T:
         with using(machine.gpu):
-            worker.start(port)
+            worker.start(meeting)
             return work(worker)
 
     with ThreadPoolExecutor(size) as threads:
