@@ -252,12 +252,19 @@ async def test_a_lost_engine_is_told_and_then_away(stack: Stack) -> None:
     async with served(stack.app) as url, httpx.AsyncClient(base_url=url, timeout=300) as client:
         assert (await client.get("/health")).status_code == 200
         body = TEXT | {"max_tokens": 200}
-        stream = asyncio.create_task(client.post("/v1/completions", json=body | {"stream": True}))
+        heard: list[str] = []
+
+        async def read() -> None:
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                async for part in answer.aiter_text():
+                    heard.append(part)  # noqa: PERF401 - others look at it meanwhile
+
+        stream = asyncio.create_task(read())
         whole = asyncio.create_task(client.post("/v1/completions", json=body))
-        await until(lambda: stack.running == 2)
-        await asyncio.sleep(0.1)
+        await until(lambda: stack.running == 2 and bool(heard))
         stack.executor.die()
-        *chunks, last = events((await stream).text)
+        await stream
+        *chunks, last = events("".join(heard))
         assert chunks
         assert set(last) == {"error"}
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)

@@ -74,7 +74,7 @@ def test_the_thread_ends_with_the_worker(halves: list[torch.Tensor]) -> None:
         time.sleep(0.1)
         assert thread.is_alive(), "it waits for the step to end"
     del memory
-    thread.join(1)
+    thread.join(300)
     assert not thread.is_alive()
 
 

@@ -66,12 +66,11 @@ async def test_answers_of_a_limited_key_tell_where_it_stands(tmp_path: Path) -> 
 async def test_open_requests_of_a_key_are_bounded(tmp_path: Path) -> None:
     llm = FakeAsyncLLM(gate=asyncio.Event())
     async with limited(tmp_path, "concurrency=2", llm) as client:
-        task = asyncio.gather(*(client.post("/v1/completions", json=TEXT, headers=ALICE) for _ in range(5)))
-        await until(lambda: len(llm.calls) == 2)
-        await asyncio.sleep(0.05)
+        tasks = [asyncio.create_task(client.post("/v1/completions", json=TEXT, headers=ALICE)) for _ in range(5)]
+        await until(lambda: len(llm.calls) == 2 and sum(task.done() for task in tasks) == 3)
         assert llm.gate is not None
         llm.gate.set()
-        answers = await task
+        answers = await asyncio.gather(*tasks)
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
         assert "'concurrency' of 2" in next(error_of(a, 429) for a in answers if a.status_code == 429)["message"]
         again = [await client.post("/v1/completions", json=TEXT, headers=ALICE) for _ in range(3)]
