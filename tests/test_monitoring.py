@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.monitoring import boards
 from raylm import metrics
@@ -52,15 +51,15 @@ def told() -> dict[str, set[str]]:
     record, part = Record("r", "alice", "/v1/completions", lambda: 1.0), Part("r", lambda: 1.0)
     part.prompt_tokens, part.drawn, part.first_token = 7, [[1, 2]], 1.5
     record.parts.append(part)
-    texts = {}
+    told = {}
     for replica in ("a", "b"):
         telemetry = Telemetry("m", lambda: {"e.0": EngineStats(counters=Counters())})
         telemetry.ended(record)
         http = HTTPMetrics(FakeAsyncLLM(), Config())  # type: ignore[arg-type]
         http.answers[200, "alice"] += 1
-        texts[replica] = telemetry.text() + http.text()
+        told[replica] = (*telemetry.collect(), *http.collect())
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(merge(texts["a"], "a", texts, []).decode()):
+    for family in merge(told["a"], "a", told, []).collect():
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

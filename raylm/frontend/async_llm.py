@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from prometheus_client.core import Metric
+
 from raylm.checkpoint import resolve
 from raylm.config import Config
 from raylm.errors import RayLMError, UnsupportedFieldError
@@ -130,8 +132,8 @@ class AsyncLLM:
         """Of what all ready engines compute with, as OpenAI's ``system_fingerprint``; "" without any."""
         return self._router.fingerprint
 
-    def metrics_text(self) -> bytes:
-        return self._telemetry.text()
+    def metrics(self) -> Iterator[Metric]:
+        return self._telemetry.collect()
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, head: RequestHead, answer_format: AnswerFormat | None = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -139,9 +138,6 @@ class Telemetry(Collector):
             sizes = str(worker.block_size), str(worker.num_blocks)
             family.add_metric([self._model_name, engine_id, *sizes, cache.dtype, str(cache.prefix_caching)], 1)
         return family
-
-    def text(self) -> bytes:
-        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         engines = self._engines()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.core import Metric
 from ray.util.metrics import Gauge
 
 logger = logging.getLogger("raylm.ingress")
@@ -30,25 +30,25 @@ class RayMetrics:
     def __init__(
         self,
         application: str,
-        text: Callable[[], Awaitable[bytes | None]],
+        series: Callable[[], Awaitable[Iterable[Metric] | None]],
         gauge: Callable[[str, str, tuple[str, ...]], _Gauge] = Gauge,
     ) -> None:
-        """``text`` are the metrics as Prometheus reads them, None where another replica tells them."""
-        self._application, self._text, self._create = application, text, gauge
+        """``series`` gives the metrics of all replicas, None where another replica tells them."""
+        self._application, self._series, self._create = application, series, gauge
         self._gauges: dict[str, _Gauge] = {}
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
-                if (text := await self._text()) is not None:
-                    await asyncio.to_thread(self.copy, text)
+                if (families := await self._series()) is not None:
+                    await asyncio.to_thread(self.copy, families)
             except Exception as error:  # of any class: requests are served all the same
                 logger.warning("Ray's metrics do not have ours: %s", error)
 
-    def copy(self, text: bytes) -> None:
+    def copy(self, families: Iterable[Metric]) -> None:
         """Hand over each sample as it is now."""
-        for family in text_string_to_metric_families(text.decode()):
+        for family in families:
             if family.name.startswith("process_"):
                 continue
             for sample in family.samples:

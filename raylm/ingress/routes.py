@@ -87,7 +87,7 @@ def build_asgi_app(
     what other replicas ask for operators; the functions of ``state.jobs`` run beside it.
     """
     http_metrics, state = HTTPMetrics(async_llm, config), surroundings.state or StateClient()
-    state.share(lambda: async_llm.metrics_text() + http_metrics.text(), async_llm.adapters)
+    state.share(lambda: (*async_llm.metrics(), *http_metrics.collect()), async_llm.adapters)
     unqueued, gate = Admission(), Gate(config.ingress, state)
     lifecycle = gate.lifecycle
     incoming = (KnownFields if config.ingress.unknown_fields == "warn" else IncomingFields)(async_llm)

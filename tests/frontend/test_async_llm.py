@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import re
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -240,8 +239,9 @@ async def test_each_sequence_that_an_error_ends_is_counted(llm: AsyncLLM, engine
     engine.say((key, 1, [-1], None))
     with pytest.raises(RayLMError, match="could not be decoded"):
         await reading
-    counts = dict(re.findall(r'finished_reason="(\w+)",.*} (\d+)', llm.metrics_text().decode()))
-    assert counts == {"stop": "1", "error": "2", "abort": "0", "length": "0"}
+    samples = [sample for family in llm.metrics() for sample in family.samples]
+    counts = {s.labels["finished_reason"]: s.value for s in samples if "finished_reason" in s.labels}
+    assert counts == {"stop": 1, "error": 2, "abort": 0, "length": 0}
 
 
 @pytest.mark.parametrize("error", [ContextLengthError("Too long.", param="prompt"), EngineUnavailableError("Later.")])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from raylm.frontend.telemetry import Telemetry
 from raylm.frontend.timelines.record import Part, Record
 from raylm.messages import Counters, EngineCoreRequest, EngineStats
@@ -14,8 +12,7 @@ from raylm.params import SamplingParams
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    families = text_string_to_metric_families(telemetry.text().decode())
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    return {(s.name, frozenset(s.labels.items())): s.value for family in telemetry.collect() for s in family.samples}
 
 
 def test_engines_speak_through_it() -> None:

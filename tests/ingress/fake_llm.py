@@ -6,9 +6,11 @@ import asyncio
 import codecs
 import math
 import struct
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from raylm.errors import ContextLengthError, InvalidRequestError
 from raylm.frontend import Admission, ChatPrompt, ChatRequest, RequestHead, Timelines
@@ -67,8 +69,8 @@ class FakeAsyncLLM:
     engines: tuple[()] = ()
     engine_stats: dict[str, Any] = field(default_factory=dict)
 
-    def metrics_text(self) -> bytes:
-        return b"# HELP vllm:num_requests_running x\nvllm:num_requests_running 0\n"
+    def metrics(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("vllm:num_requests_running", "x", 0)
 
     def token_bytes(self, token_id: int) -> bytes:
         return SPECIAL.get(token_id) or bytes([token_id])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
 from raylm.frontend.engines.adapters import AdapterDirectory
-from raylm.frontend.state.application_state import ApplicationState
+from raylm.frontend.state.application_state import ApplicationState, Departed, Series
 from raylm.frontend.state.client import LocalState, StateClient, StateLostError
-from raylm.frontend.state.messages import Holdings, StateReport
+from raylm.frontend.state.messages import StateReport
 from raylm.ingress.ray_metrics import RayMetrics
 
-TEXT = b"""# HELP vllm:generation_tokens_total Tokens generated.
+TEXT = """# HELP vllm:generation_tokens_total Tokens generated.
 # TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{model_name="m",engine="e.0"} 7.0
 # HELP vllm:time_to_first_token_seconds TTFT.
@@ -21,6 +24,7 @@ vllm:time_to_first_token_seconds_sum{model_name="m"} 4.5
 # TYPE process_open_fds gauge
 process_open_fds 9.0
 """
+SERIES = tuple(text_string_to_metric_families(TEXT))
 
 
 class Gauges:
@@ -53,7 +57,7 @@ def test_each_sample_is_a_gauge() -> None:
     gauges = Gauges()
     copier = RayMetrics("chat", nothing, gauges)
     for _ in range(2):
-        copier.copy(TEXT)
+        copier.copy(SERIES)
     both = ("application", "chat"), ("model_name", "m")
     ttft = "vllm_time_to_first_token_seconds"
     assert gauges.values == {
@@ -68,7 +72,7 @@ def test_each_sample_is_a_gauge() -> None:
 
 def replica(name: str, state: LocalState) -> StateClient:
     client = StateClient(state, name)
-    client.share(lambda: TEXT, AdapterDirectory())
+    client.share(lambda: SERIES, AdapterDirectory())
     return client
 
 
@@ -76,17 +80,21 @@ async def test_one_replica_tells_for_all() -> None:
     state = ApplicationState()
     told = {name: replica(name, LocalState(state)) for name in ("a", "b", "c")}
     for name in told:
-        state.exchange(StateReport(name, "", Holdings((), ()), series=TEXT))
-    texts = {name: await client.series_for_all() for name, client in told.items()}
-    assert texts["a"] == await told["a"].series()
-    assert texts["b"] is texts["c"] is None
+        state.exchange(StateReport(name, 0.0, series=SERIES))
+    found = {name: await client.series_for_all() for name, client in told.items()}
+    assert found["a"] == await shown(told["a"])
+    assert found["b"] is found["c"] is None
     state.leave("a")
-    assert await told["b"].series_for_all() == await told["b"].series()
+    assert await told["b"].series_for_all() == await shown(told["b"])
     assert await told["c"].series_for_all() is None
 
 
+async def shown(client: StateClient) -> tuple[Metric, ...]:
+    return tuple(text_string_to_metric_families((await client.series()).decode()))
+
+
 class NoState(LocalState):
-    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+    async def series(self) -> tuple[Series, Departed]:
         raise StateLostError("gone")
 
 

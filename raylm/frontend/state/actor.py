@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any, cast
 
 import ray
@@ -11,11 +10,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from raylm.engine import NAMESPACE
-from raylm.frontend.state.application_state import ApplicationState
+from raylm.frontend.state.application_state import SETTLE_S, ApplicationState, Departed, Series
 from raylm.frontend.state.client import StateLostError
 from raylm.frontend.state.messages import StateReply, StateReport
 
-SETTLE_S = 2.0  # after its start each replica has introduced itself, and nothing is granted twice
 SILENCE_S = 60.0  # without any replica the application is over
 
 
@@ -23,29 +21,19 @@ class StateActor:
     """Made by whichever replica needs it first, and ended by itself when no replica has spoken to it for SILENCE_S.
 
     No replica owns it: it outlives all of them, so that what was decided about adapters is known when ingresses and
-    engines start anew together. Ray starts it again when it is lost; the replicas then tell it what they know.
+    engines start anew together. Ray starts it again when it is lost; the replicas then send it whole reports.
     """
 
     shared = True
 
     def __init__(self) -> None:
-        self._state = ApplicationState()
-        loop = asyncio.get_event_loop()
-        self._settled = loop.time() + SETTLE_S
-        self._watch = loop.create_task(self._end_in_silence())
+        self._state = ApplicationState(settle_s=SETTLE_S)
+        self._watch = asyncio.get_event_loop().create_task(self._end_in_silence())
 
     async def exchange(self, report: StateReport) -> StateReply:
-        wait_s = self._settled - asyncio.get_running_loop().time()
-        if report.claims and wait_s > 0:
-            reply = self._state.exchange(replace(report, claims=()))  # what it says of itself counts for others' claims
-            if reply.standings is None:
-                return reply
-            await asyncio.sleep(wait_s)
-            version = report.adapters_version
-            report = StateReport(report.replica, reply.incarnation, claims=report.claims, adapters_version=version)
         return self._state.exchange(report)
 
-    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+    async def series(self) -> tuple[Series, Departed]:
         return self._state.series()
 
     async def leave(self, replica: str) -> None:
@@ -69,8 +57,8 @@ class RemoteState:
     async def exchange(self, report: StateReport) -> StateReply:
         return cast(StateReply, await self._call("exchange", report))
 
-    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
-        return cast(tuple[dict[str, bytes], list[bytes]], await self._call("series"))
+    async def series(self) -> tuple[Series, Departed]:
+        return cast(tuple[Series, Departed], await self._call("series"))
 
     async def leave(self, replica: str) -> None:
         await self._call("leave", replica)

@@ -5,96 +5,105 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from raylm.frontend.state.ledger import KeyLedger
-from raylm.frontend.state.messages import AdapterEntry, Holdings, StateReply, StateReport
+from prometheus_client.core import Metric
+
+from raylm.frontend.state.ledger import Ledger
+from raylm.frontend.state.messages import AdapterEntry, StateReply, StateReport
 from raylm.frontend.state.series import fold
 
 LEASE_S = 5.0  # a replica that has not reported for so long is gone
+SETTLE_S = 2.0  # after which each replica has told a new state its rows
 MOST_DEPARTED = 32  # whose series are kept apart
+_NEVER = float("-inf")
+
+Series = dict[str, tuple[Metric, ...]]
+Departed = list[tuple[Metric, ...]]
+
+
+@dataclass(slots=True)
+class _Lease:
+    heard: float  # by the state's clock
+    at: float = _NEVER  # the replica's clock in its last report; _NEVER if only others have told of it
 
 
 class ApplicationState:
-    """Owns the ledgers of keys, the newest decision about each adapter, and what each replica's metrics were.
+    """Owns the ledger of keys, the newest decision about each adapter, and the newest metrics of each replica.
 
-    It is never asked for a token, and what it knows is also known by those who told it: one that takes the place of a
-    lost one is told again by each replica, as it introduces itself. Only the counters of replicas that had ended
-    before are lost then.
+    The replicas know the same: they tell it to a state that takes the place of a lost one. Such a state grants nothing
+    for ``settle_s`` seconds. Only the counters of replicas that had ended before are lost.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, settle_s: float = 0.0) -> None:
         self.incarnation = uuid.uuid4().hex
         self._clock = clock
         self._heard = clock()  # from any replica
-        self._replicas: dict[str, float] = {}  # when each has reported last
-        self._ledgers: dict[str, KeyLedger] = {}
+        self._settled = self._heard + settle_s
+        self._leases: dict[str, _Lease] = {}
+        self._ledger = Ledger()
         self._adapters: dict[str, AdapterEntry] = {}
         self._adapters_version = 0
-        self._series: dict[str, bytes] = {}
-        self._departed: dict[str, bytes] = {}  # by replica, "" for those before them
+        self._series: Series = {}
+        self._departed: Series = {}  # by replica, "" for those before them
 
     def exchange(self, report: StateReport) -> StateReply:
-        """Take in a report and answer it; of one to another incarnation nothing is taken in."""
+        """Take in a report and answer it; of one that is late, or for another incarnation, nothing is taken in."""
         now = self._heard = self._clock()
         self._end_leases(now)
-        if report.holdings is not None:
-            self._restore(report.replica, report.holdings, now)
-        elif report.incarnation != self.incarnation or report.replica not in self._replicas:
-            return StateReply(self.incarnation)
-        self._replicas[report.replica] = now
-        for settlement in report.settlements:
-            self._ledger(settlement.key).settle(report.replica, settlement, now)
-        standings = tuple(self._ledger(claim.key).claim(report.replica, claim, now) for claim in report.claims)
-        if report.series is not None:
-            self._series[report.replica] = report.series
-        self._merge(report.adapters)
-        known = report.adapters_version == self._adapters_version
-        adapters = None if known else tuple(self._adapters.values())
-        return StateReply(self.incarnation, standings, adapters, self._adapters_version)
+        replica, whole, lease = report.replica, not report.incarnation, self._leases.get(report.replica)
+        is_late = lease is not None and report.at < lease.at
+        if is_late or not (whole or (lease is not None and report.incarnation == self.incarnation)):
+            return StateReply(self.incarnation, now)
+        self._leases[replica] = _Lease(now, report.at)
+        self._departed.pop(replica, None)
+        self._take_in(report, now, whole=whole)
+        standings = None
+        if not report.claims or now >= self._settled:
+            standings = tuple(self._ledger.claim(replica, claim, now) for claim in report.claims)
+        others = self._ledger.others(replica, -1 if whole else report.version)
+        adapters = None if report.adapters_version == self._adapters_version else tuple(self._adapters.values())
+        return StateReply(
+            self.incarnation, now, standings, others, self._ledger.version, adapters, self._adapters_version
+        )
 
     def leave(self, replica: str) -> None:
         """A replica has ended in order."""
-        if replica in self._replicas:
+        if replica in self._leases:
             self._lose(replica, self._clock())
 
     def silent_s(self) -> float:
         """Seconds since any replica has reported."""
         return self._clock() - self._heard
 
-    def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+    def series(self) -> tuple[Series, Departed]:
         """The metrics of each replica as it told them last, and those of replicas that have ended."""
         self._end_leases(self._clock())
         return dict(self._series), list(self._departed.values())
 
-    def _ledger(self, key: str) -> KeyLedger:
-        return self._ledgers.setdefault(key, KeyLedger())
-
-    def _restore(self, replica: str, holdings: Holdings, now: float) -> None:
-        self._departed.pop(replica, None)
-        for key in {claim.key for claim in holdings.claims} | {spent.key for spent in holdings.spent}:
-            self._ledger(key)
-        for key, ledger in self._ledgers.items():
-            claims = [claim for claim in holdings.claims if claim.key == key]
-            ledger.restore(replica, claims, [spent for spent in holdings.spent if spent.key == key], now)
-
-    def _merge(self, entries: tuple[AdapterEntry, ...]) -> None:
-        for entry in entries:
+    def _take_in(self, report: StateReport, now: float, *, whole: bool) -> None:
+        ahead_s = now - report.at  # with the time that the report took: it counts longer, never shorter
+        self._ledger.version = max(self._ledger.version, report.version)
+        self._ledger.replace(report.replica, report.rows, ahead_s, whole=whole)
+        for other, rows in report.others.items():
+            if self._leases.setdefault(other, _Lease(now)).at == _NEVER:
+                self._ledger.hear(other, rows, ahead_s)
+        if report.series is not None:
+            self._series[report.replica] = report.series
+        for entry in report.adapters:
             known = self._adapters.get(entry.name)
             if known is None or known.revision < entry.revision:
                 self._adapters[entry.name] = entry
                 self._adapters_version += 1
 
     def _end_leases(self, now: float) -> None:
-        for replica in [replica for replica, heard in self._replicas.items() if heard < now - LEASE_S]:
+        for replica in [replica for replica, lease in self._leases.items() if lease.heard < now - LEASE_S]:
             self._lose(replica, now)
 
     def _lose(self, replica: str, now: float) -> None:
-        del self._replicas[replica]
-        for key, ledger in list(self._ledgers.items()):
-            ledger.lose(replica, now)
-            if ledger.is_empty(now):
-                del self._ledgers[key]
+        del self._leases[replica]
+        self._ledger.end(replica, now)
         if (series := self._series.pop(replica, None)) is not None:
             self._departed[replica] = series
         if len(self._departed) > MOST_DEPARTED:
-            self._departed = {"": fold(list(self._departed.values()))}
+            self._departed = {"": fold(self._departed.values())}

@@ -7,27 +7,18 @@ import logging
 import math
 import time
 import uuid
-from collections import deque
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from contextvars import Context
-from itertools import count
 from typing import Protocol
 
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+
 from raylm.errors import EngineUnavailableError, RateLimitError
-from raylm.frontend.state.application_state import ApplicationState
-from raylm.frontend.state.ledger import WINDOW_S
-from raylm.frontend.state.messages import (
-    AdapterEntry,
-    Claim,
-    Holdings,
-    KeyLimits,
-    Settlement,
-    Spent,
-    Standing,
-    StateReply,
-    StateReport,
-)
+from raylm.frontend.state.application_state import ApplicationState, Departed, Series
+from raylm.frontend.state.messages import AdapterEntry, Claim, KeyLimits, Standing, StateReply, StateReport, Usage
 from raylm.frontend.state.series import merge
 from raylm.stages import about
 
@@ -53,7 +44,7 @@ class StateLink(Protocol):
 
     async def exchange(self, report: StateReport) -> StateReply: ...
 
-    async def series(self) -> tuple[dict[str, bytes], list[bytes]]: ...
+    async def series(self) -> tuple[Series, Departed]: ...
 
     async def leave(self, replica: str) -> None: ...
 
@@ -68,7 +59,7 @@ class LocalState:
     async def exchange(self, report: StateReport) -> StateReply:
         return self._state.exchange(report)
 
-    async def series(self) -> tuple[dict[str, bytes], list[bytes]]:
+    async def series(self) -> tuple[Series, Departed]:
         return self._state.series()
 
     async def leave(self, replica: str) -> None:
@@ -86,16 +77,69 @@ class SharedAdapters(Protocol):
 
 
 class Hold:
-    """A claim that was granted; ``end`` says how many tokens were served, and gives back the rest. Safe to repeat."""
+    """A claim, from when it is asked for. ``end`` says how many tokens were served, and gives back the rest."""
 
     def __init__(self, client: StateClient, claim: Claim) -> None:
+        self.claim = claim
+        self.answer: asyncio.Future[Standing] = asyncio.get_running_loop().create_future()
         self._client = client
-        self._claim: Claim | None = claim
+        self._granted = False
+
+    def decide(self, standing: Standing) -> None:
+        """The answer has come. What nobody waits for any more is given back."""
+        self._granted = standing.refused_by is None
+        if self.answer.cancelled():
+            self.end()
+        else:
+            self.answer.set_result(standing)
 
     def end(self, tokens: int = 0) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            self._client.settle(claim, tokens)
+        """Safe to repeat, and before the answer: the claim is then given up."""
+        self.answer.cancel()
+        granted, self._granted = self._granted, False
+        if granted:
+            self._client.give_back(self.claim, tokens)
+
+
+class _Rows:
+    """What this replica has taken of the limits of its keys, and what it has heard of other replicas."""
+
+    def __init__(self) -> None:
+        self.others: dict[str, dict[str, Usage]] = {}  # by replica and key, by the own clock
+        self.version = -1  # of the newest of them
+        self._own: defaultdict[str, Usage] = defaultdict(Usage)
+        self._changed: set[str] = set()  # keys with news since the last report
+
+    def take(self, claim: Claim, now: float) -> None:
+        self._own[claim.key].take(claim.tokens, now)
+        self._changed.add(claim.key)
+
+    def give_back(self, claim: Claim, served: int, now: float) -> None:
+        self._own[claim.key].give_back(claim.tokens, served, now)
+        self._changed.add(claim.key)
+
+    def all(self, now: float) -> dict[str, Usage]:
+        return self.news(self._own.keys(), now)
+
+    def news(self, keys: Iterable[str], now: float) -> dict[str, Usage]:
+        """The rows of these keys, and those that have changed since the last call."""
+        rows = {key: self._own[key] for key in self._changed.union(keys)}
+        self._changed.clear()
+        for key in [key for key, row in rows.items() if row.expire(now)]:
+            del self._own[key]
+        return rows
+
+    def hear(self, reply: StateReply, now: float) -> None:
+        self.version = reply.version
+        for replica, rows in reply.others.items():
+            self.others.setdefault(replica, {}).update({key: row.moved(now - reply.at) for key, row in rows.items()})
+
+    def forget_others(self, now: float) -> None:
+        """Forget rows that do not count any more."""
+        for replica, rows in list(self.others.items()):
+            self.others[replica] = {key: row for key, row in rows.items() if not row.expire(now)}
+            if not self.others[replica]:
+                del self.others[replica]
 
 
 class StateClient:
@@ -105,25 +149,28 @@ class StateClient:
     request only puts into this client's lists. All methods belong to one event loop.
     """
 
-    def __init__(self, link: StateLink | None = None, replica: str = "") -> None:
+    def __init__(
+        self, link: StateLink | None = None, replica: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.replica = replica or uuid.uuid4().hex
         self._link: StateLink = link or LocalState()
-        self._own_series: Callable[[], bytes] = bytes
-        self._shared = _Shared()
-        self._incarnation = ""
-        self._numbers = count(1)
-        self._claims: dict[int, tuple[Claim, asyncio.Future[Standing]]] = {}
-        self._held = _Held()
+        self._clock = clock
+        self._own_series: Callable[[], Iterable[Metric]] = tuple
+        self._adapters: SharedAdapters | None = None
+        self._adapters_told: tuple[AdapterEntry, ...] = ()
+        self._adapters_version = -1
+        self._incarnation = ""  # of the state that knows this replica; "" makes the next report a whole one
+        self._rows = _Rows()
+        self._asked: list[Hold] = []
         self._standings: dict[str, Standing] = {}
         self._wake = asyncio.Event()
         self._told: asyncio.Future[None] | None = None  # by the next report
         self._series_told = -math.inf
         self._task: asyncio.Task[None] | None = None
 
-    def share(self, series: Callable[[], bytes], adapters: SharedAdapters) -> None:
+    def share(self, series: Callable[[], Iterable[Metric]], adapters: SharedAdapters) -> None:
         """What this replica tells the others of itself, and what it hears of them."""
-        self._own_series = series
-        self._shared = _Shared(adapters)
+        self._own_series, self._adapters = series, adapters
         adapters.connect(self.publish)
 
     def start(self) -> None:
@@ -148,56 +195,45 @@ class StateClient:
             EngineUnavailableError: the state did not answer in time.
         """
         self.start()
-        claim = Claim(next(self._numbers), key, limits, tokens)
-        answer: asyncio.Future[Standing] = asyncio.get_running_loop().create_future()
-        self._claims[claim.number] = claim, answer
+        hold = Hold(self, Claim(key, limits, tokens))
+        self._asked.append(hold)
         self._wake.set()
-        taken = False
         try:
             async with asyncio.timeout(CLAIM_TIMEOUT_S):
-                standing = await answer
-            taken = True
+                standing = await hold.answer
         except TimeoutError:
+            hold.end()
             message = "The limits of the API keys could not be asked for; try again shortly."
             raise EngineUnavailableError(message) from None
-        finally:
-            if not taken:
-                answer.cancel()
-                self.settle(claim, 0)  # if it was granted to a request that has just been given up
+        except BaseException:
+            hold.end()  # it may have been granted in the same turn of the event loop
+            raise
         if standing.refused_by is not None:
-            raise RateLimitError(_refusal(claim, standing), retry_after_s=math.ceil(standing.retry_after_s))
-        return Hold(self, claim)
+            raise RateLimitError(_refusal(hold.claim, standing), retry_after_s=math.ceil(standing.retry_after_s))
+        return hold
 
-    def settle(self, claim: Claim, tokens: int) -> None:
-        """A claim has ended; one that was not granted is ignored."""
-        if self._held.end(claim, tokens):
-            self._wake.set()
+    def give_back(self, claim: Claim, served: int) -> None:
+        """A claim that was granted has ended, with so many tokens served."""
+        self._rows.give_back(claim, served, self._clock())
+        self._wake.set()
 
     def standing(self, key: str) -> Standing | None:
         """Where a key stood when its last claim was answered."""
         return self._standings.get(key)
 
     async def series(self) -> bytes:
-        """The metrics of all replicas; of this one alone where the state does not answer."""
-        own = self._own_series()
-        try:
-            async with asyncio.timeout(SERIES_TIMEOUT_S):
-                others, departed = await self._link.series()
-        except (StateLostError, TimeoutError):
-            others, departed = {}, []
-        return await asyncio.to_thread(merge, own, self.replica, others, departed)
+        """The metrics of all replicas as Prometheus reads them; of this one alone where the state does not answer."""
+        own = tuple(self._own_series())
+        others, departed = await self._series_of_others() or ({}, [])
+        return await asyncio.to_thread(lambda: generate_latest(merge(own, self.replica, others, departed)))
 
-    async def series_for_all(self) -> bytes | None:
+    async def series_for_all(self) -> tuple[Metric, ...] | None:
         """As ``series`` in one of the replicas, the first by its name; None in others, and without the state."""
-        own = self._own_series()
-        try:
-            async with asyncio.timeout(SERIES_TIMEOUT_S):
-                others, departed = await self._link.series()
-        except (StateLostError, TimeoutError):
+        own = tuple(self._own_series())
+        found = await self._series_of_others()
+        if found is None or min(found[0], default=self.replica) < self.replica:
             return None
-        if min(others, default=self.replica) < self.replica:
-            return None
-        return await asyncio.to_thread(merge, own, self.replica, others, departed)
+        return await asyncio.to_thread(lambda: tuple(merge(own, self.replica, *found).collect()))
 
     async def publish(self) -> None:
         """Tell now what was decided about adapters; returns when it is told, or after PERIOD_S without the state."""
@@ -208,133 +244,74 @@ class StateClient:
             async with asyncio.timeout(PERIOD_S):
                 await asyncio.shield(told)
 
+    async def _series_of_others(self) -> tuple[Series, Departed] | None:
+        with suppress(StateLostError, TimeoutError):
+            async with asyncio.timeout(SERIES_TIMEOUT_S):
+                return await self._link.series()
+        return None
+
     async def _run(self) -> None:
         was_lost = False
         while True:
             self._wake.clear()
             told, self._told = self._told, None
             try:
-                while not await self._exchange():
-                    self._introduce()
-            except Exception as error:  # whatever it fails with, it may be well the next time
+                taken_in, was_lost = await self._exchange(), False
+            except Exception as error:  # any exception: the next report may succeed
                 if not was_lost:
                     known = isinstance(error, StateLostError)
                     logger.warning(
                         "the application's state is asked again: %s", error, exc_info=not known, extra=about("state")
                     )
-                was_lost, self._told = True, told or self._told
-                self._introduce()  # it may or may not have taken in the last report
+                taken_in, was_lost = False, True
+            if not taken_in:
+                self._incarnation, self._series_told = "", -math.inf
+                self._told = told or self._told
                 await asyncio.sleep(_RETRY_S)
                 continue
-            was_lost = False
             if told is not None and not told.done():
                 told.set_result(None)
             with suppress(TimeoutError):
                 async with asyncio.timeout(PERIOD_S):
                     await self._wake.wait()
 
-    def _introduce(self) -> None:
-        """Say everything in the next report."""
-        self._incarnation, self._series_told = "", -math.inf
-        self._shared.forget()
-
     async def _exchange(self) -> bool:
-        """Whether the state has taken in what is new here."""
-        self._claims = {number: one for number, one in self._claims.items() if not one[1].cancelled()}
-        asked = [claim for claim, _ in self._claims.values()]
-        now = time.monotonic()
+        """Send one report. Returns whether the state has taken it in and has answered its claims."""
+        self._asked = [hold for hold in self._asked if not hold.answer.cancelled()]
+        asked, whole, now = tuple(self._asked), not self._incarnation, self._clock()
         series = None
         if self._link.shared and now - self._series_told >= PERIOD_S:
-            self._series_told, series = now, self._own_series()
+            self._series_told, series = now, tuple(self._own_series())
+            self._rows.forget_others(now)
+        entries = tuple(self._adapters.entries()) if self._adapters is not None else ()
         report = StateReport(
             self.replica,
+            now,
             self._incarnation,
-            holdings=None if self._incarnation else self._held.all(now),
-            settlements=self._held.settlements(),
-            claims=tuple(asked),
+            rows=self._rows.all(now) if whole else self._rows.news({hold.claim.key for hold in asked}, now),
+            others=self._rows.others if whole else {},
+            version=self._rows.version,
+            claims=tuple(hold.claim for hold in asked),
             series=series,
-            adapters=self._shared.changed(),
-            adapters_version=self._shared.version,
+            adapters=entries if whole or entries != self._adapters_told else (),
+            adapters_version=-1 if whole else self._adapters_version,
         )
         reply = await self._link.exchange(report)
         if reply.standings is None:
             return False
         self._incarnation = reply.incarnation
-        for claim, standing in zip(asked, reply.standings, strict=True):
-            self._answer(claim, standing)
-        self._shared.exchanged(report, reply)
-        return True
-
-    def _answer(self, claim: Claim, standing: Standing) -> None:
-        _, answer = self._claims.pop(claim.number)
-        self._standings[claim.key] = standing
-        if standing.refused_by is None:
-            self._held.begin(claim)
-        if answer.cancelled():
-            self.settle(claim, 0)
-        else:
-            answer.set_result(standing)
-
-
-class _Held:
-    """What this replica holds and has spent: enough to tell a state that knows nothing of it."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, Claim] = {}
-        self._spent: deque[tuple[float, str, int | None]] = deque()  # when, by which key, tokens or a request
-        self._ended: list[Settlement] = []
-
-    def begin(self, claim: Claim) -> None:
-        self._open[claim.number] = claim
-        if claim.tokens is None:
-            self._spent.append((time.monotonic(), claim.key, None))
-
-    def end(self, claim: Claim, tokens: int) -> bool:
-        if self._open.pop(claim.number, None) is None:
-            return False
-        if tokens:
-            self._spent.append((time.monotonic(), claim.key, tokens))
-        self._ended.append(Settlement(claim.number, claim.key, tokens))
-        return True
-
-    def all(self, now: float) -> Holdings:
-        """As one: what has ended need not be settled any more."""
-        self._ended.clear()
-        self._forget(now)
-        spent = tuple(Spent(key, now - at, tokens) for at, key, tokens in self._spent)
-        return Holdings(tuple(self._open.values()), spent)
-
-    def settlements(self) -> tuple[Settlement, ...]:
-        """What has ended since the last call."""
-        ended, self._ended = self._ended, []
-        self._forget(time.monotonic())
-        return tuple(ended)
-
-    def _forget(self, now: float) -> None:
-        while self._spent and self._spent[0][0] <= now - WINDOW_S:
-            self._spent.popleft()
-
-
-class _Shared:
-    """What is told and heard of adapters: entries by their revisions."""
-
-    def __init__(self, adapters: SharedAdapters | None = None) -> None:
-        self.version = -1  # of all entries, as the state counts
-        self._adapters = adapters
-        self._told: dict[str, int] = {}
-
-    def forget(self) -> None:
-        self.version, self._told = -1, {}
-
-    def changed(self) -> tuple[AdapterEntry, ...]:
-        entries = self._adapters.entries() if self._adapters is not None else ()
-        return tuple(entry for entry in entries if self._told.get(entry.name) != entry.revision)
-
-    def exchanged(self, report: StateReport, reply: StateReply) -> None:
-        self.version = reply.adapters_version
-        self._told |= {entry.name: entry.revision for entry in (*report.adapters, *(reply.adapters or ()))}
+        self._asked = self._asked[len(asked) :]
+        now = self._clock()
+        for hold, standing in zip(asked, reply.standings, strict=True):
+            self._standings[hold.claim.key] = standing
+            if standing.refused_by is None:
+                self._rows.take(hold.claim, now)
+            hold.decide(standing)
+        self._rows.hear(reply, now)
+        self._adapters_told, self._adapters_version = entries, reply.adapters_version
         if reply.adapters is not None and self._adapters is not None:
             self._adapters.merge(reply.adapters)
+        return True
 
 
 def _refusal(claim: Claim, standing: Standing) -> str:

@@ -1,156 +1,121 @@
-"""KeyLedger: what one API key has taken of its limits, over all ingress replicas; owned by the ApplicationState."""
+"""Ledger: what the replicas have taken of the limits of API keys; owned by the ApplicationState."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
 
-from raylm.frontend.state.messages import Claim, KeyLimits, LimitName, Settlement, Spent, Standing
+from raylm.frontend.state.messages import COUNTED_S, WINDOW_S, Claim, LimitName, Standing, Usage
 
-WINDOW_S = 60.0
 _RETRY_S = 1.0  # where nothing says when what is open will end
 
 
-@dataclass(slots=True)
-class _Entry:
-    """Counted at ``time``, for a replica: so many requests or tokens."""
+class Ledger:
+    """Rows of usage by key and replica. A claim is granted if the sum over the rows of its key and the claim fit.
 
-    time: float
-    replica: str
-    amount: int
-
-
-class _Window:
-    """What was counted in the last WINDOW_S, in order of time."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._entries: deque[_Entry] = deque()
-
-    def add(self, time: float, replica: str, amount: int) -> None:
-        if amount:
-            self.total += amount
-            self._entries.append(_Entry(time, replica, amount))
-
-    def expire(self, now: float) -> None:
-        while self._entries and self._entries[0].time <= now - WINDOW_S:
-            self.total -= self._entries.popleft().amount
-
-    def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until so much of it does not count any more; _RETRY_S if there is not so much."""
-        for entry in self._entries:
-            amount -= entry.amount
-            if amount <= 0:
-                return entry.time + WINDOW_S - now
-        return _RETRY_S
-
-    def reset_s(self, now: float) -> float:
-        return self._entries[-1].time + WINDOW_S - now if self._entries else 0.0
-
-    def forget(self, replica: str) -> None:
-        self._entries = deque(entry for entry in self._entries if entry.replica != replica)
-        self.total = sum(entry.amount for entry in self._entries)
-
-    def sort(self) -> None:
-        self._entries = deque(sorted(self._entries, key=lambda entry: entry.time))
-
-
-class KeyLedger:
-    """Requests count when they begin; tokens from when they are claimed until a minute after their claim has ended.
-
-    So in any minute no more is served than the limits say. ``now`` is in seconds, of one clock that never goes back.
+    Requests count when they begin; tokens from when they are claimed until a minute after their claim has ended. So in
+    any minute no more is served than the limits say. ``now`` is in seconds, of one clock that never goes back.
     """
 
     def __init__(self) -> None:
-        self._requests = _Window()
-        self._tokens = _Window()
-        self._open: dict[tuple[str, int], Claim] = {}
-        self._num_open = 0  # requests
-        self._reserved = 0  # tokens
+        self.version = 0  # of the newest change
+        self._rows: defaultdict[str, dict[str, Usage]] = defaultdict(dict)
+
+    def replace(self, replica: str, rows: Mapping[str, Usage], ahead_s: float, *, whole: bool) -> None:
+        """Take in rows of a replica, whose clock this one is ``ahead_s`` ahead of; ``whole`` if it has no others."""
+        if whole:
+            for by_replica in self._rows.values():
+                by_replica.pop(replica, None)
+        for key, row in rows.items():
+            self._rows[key][replica] = self._changed(row.moved(ahead_s))
+
+    def hear(self, replica: str, rows: Mapping[str, Usage], ahead_s: float) -> None:
+        """Take in rows of a replica that another one has told: the newest version counts."""
+        for key, row in rows.items():
+            known = self._rows[key].get(replica)
+            if known is None or known.version < row.version:
+                self._rows[key][replica] = row.moved(ahead_s)
+
+    def end(self, replica: str, now: float) -> None:
+        """A replica is gone."""
+        for key, by_replica in list(self._rows.items()):
+            if (row := by_replica.get(replica)) is not None:
+                row.end(now)
+                self._changed(row)
+            if not self._counting(key, now):
+                del self._rows[key]
+
+    def others(self, replica: str, since: int) -> dict[str, dict[str, Usage]]:
+        """The rows of other replicas that have changed since a version, by replica and key."""
+        found: dict[str, dict[str, Usage]] = {}
+        for key, by_replica in self._rows.items():
+            for other, row in by_replica.items():
+                if row.version > since and other != replica:
+                    found.setdefault(other, {})[key] = row
+        return found
 
     def claim(self, replica: str, claim: Claim, now: float) -> Standing:
         """Grant a claim, or refuse it, which changes nothing."""
-        self._expire(now)
-        refused_by, retry_after_s = self._fault(claim, now)
-        if refused_by is None:
-            self._hold(replica, claim)
-            if claim.tokens is None:
-                self._requests.add(now, replica, 1)
-        return self._standing(claim.limits, now, refused_by, retry_after_s)
-
-    def settle(self, replica: str, settlement: Settlement, now: float) -> None:
-        """A claim has ended; one that is not known is ignored."""
-        if self._release((replica, settlement.number)):
-            self._tokens.add(now, replica, settlement.tokens)
-
-    def restore(self, replica: str, claims: list[Claim], spent: list[Spent], now: float) -> None:
-        """Take over what a replica says of itself, in place of what was known of it."""
-        self.forget(replica)
-        for claim in claims:
-            self._hold(replica, claim)
-        for one in spent:
-            window, amount = (self._requests, 1) if one.tokens is None else (self._tokens, one.tokens)
-            window.add(now - one.age_s, replica, amount)
-        for window in (self._requests, self._tokens):
-            window.sort()
-
-    def lose(self, replica: str, now: float) -> None:
-        """A replica is gone: its requests are over, and what they might have been served counts as served."""
-        for key in [key for key in self._open if key[0] == replica]:
-            self._tokens.add(now, replica, self._open[key].tokens or 0)
-            self._release(key)
-
-    def forget(self, replica: str) -> None:
-        for key in [key for key in self._open if key[0] == replica]:
-            self._release(key)
-        self._requests.forget(replica)
-        self._tokens.forget(replica)
-
-    def is_empty(self, now: float) -> bool:
-        self._expire(now)
-        return not (self._open or self._requests.total or self._tokens.total)
-
-    def _fault(self, claim: Claim, now: float) -> tuple[LimitName | None, float]:
-        limits = claim.limits
+        limits, rows = claim.limits, self._counting(claim.key, now)
+        own, of_all = rows.setdefault(replica, Usage()), rows.values()
+        requests = _Taken(limits.requests_per_minute, [row.requests for row in of_all])
+        tokens = _Taken(limits.tokens_per_minute, [row.tokens for row in of_all], sum(row.reserved for row in of_all))
+        refused_by: LimitName | None = None
         if claim.tokens is not None:
-            most = limits.tokens_per_minute
-            if most is not None and (over := self._tokens.total + self._reserved + claim.tokens - most) > 0:
-                return "tokens_per_minute", self._tokens.wait_s(over, now)
-            return None, 0.0
-        if limits.concurrency is not None and self._num_open >= limits.concurrency:
-            return "concurrency", _RETRY_S
-        most = limits.requests_per_minute
-        if most is not None and (over := self._requests.total + 1 - most) > 0:
-            return "requests_per_minute", self._requests.wait_s(over, now)
-        return None, 0.0
+            retry_after_s = tokens.wait_s(claim.tokens, now)
+            refused_by = "tokens_per_minute" if retry_after_s else None
+        elif limits.concurrency is not None and sum(row.open for row in of_all) >= limits.concurrency:
+            refused_by, retry_after_s = "concurrency", _RETRY_S
+        else:
+            retry_after_s = requests.wait_s(1, now)
+            refused_by = "requests_per_minute" if retry_after_s else None
+        if refused_by is None:
+            own.take(claim.tokens, now)
+            self._changed(own)
+            if claim.tokens is None:
+                requests.total += 1
+            else:
+                tokens.total += claim.tokens
+                tokens.held += claim.tokens
+        left = requests.left(), tokens.left()
+        return Standing(limits, refused_by, retry_after_s, *left, requests.reset_s(now), tokens.reset_s(now))
 
-    def _hold(self, replica: str, claim: Claim) -> None:
-        self._open[replica, claim.number] = claim
-        self._num_open += claim.tokens is None
-        self._reserved += claim.tokens or 0
+    def _changed(self, row: Usage) -> Usage:
+        self.version += 1
+        row.version = self.version
+        return row
 
-    def _release(self, key: tuple[str, int]) -> bool:
-        claim = self._open.pop(key, None)
-        if claim is None:
-            return False
-        self._num_open -= claim.tokens is None
-        self._reserved -= claim.tokens or 0
-        return True
+    def _counting(self, key: str, now: float) -> dict[str, Usage]:
+        """The rows of a key that still count for something."""
+        rows = self._rows[key]
+        for replica in [replica for replica, row in rows.items() if row.expire(now)]:
+            del rows[replica]
+        return rows
 
-    def _expire(self, now: float) -> None:
-        self._requests.expire(now)
-        self._tokens.expire(now)
 
-    def _standing(self, limits: KeyLimits, now: float, refused_by: LimitName | None, retry_after_s: float) -> Standing:
-        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        taken = self._tokens.total + self._reserved
-        reset_tokens_s = WINDOW_S if self._reserved else self._tokens.reset_s(now)
-        return Standing(
-            limits,
-            refused_by,
-            retry_after_s,
-            None if requests is None else max(0, requests - self._requests.total),
-            None if tokens is None else max(0, tokens - taken),
-            None if requests is None else self._requests.reset_s(now),
-            None if tokens is None else reset_tokens_s,
-        )
+class _Taken:
+    """What all replicas have taken of a limit: counted by second, and held until it is counted."""
+
+    def __init__(self, most: int | None, counts: list[dict[float, int]], held: int = 0) -> None:
+        self.total = held + sum([sum(one.values()) for one in counts]) if most is not None else 0
+        self.held = held
+        self._most, self._counts = most, counts
+
+    def wait_s(self, number: int, now: float) -> float:
+        """Seconds until so many more fit, 0 if they fit now; _RETRY_S where what is held has to end first."""
+        if self._most is None or (over := self.total + number - self._most) <= 0:
+            return 0.0
+        for second, counted in sorted(pair for one in self._counts for pair in one.items()):
+            over -= counted
+            if over <= 0:
+                return second + COUNTED_S - now
+        return _RETRY_S
+
+    def left(self) -> int | None:
+        return None if self._most is None else max(0, self._most - self.total)
+
+    def reset_s(self, now: float) -> float | None:
+        """Seconds until nothing of it counts any more, if nothing is taken meanwhile."""
+        if self._most is None or self.held:
+            return None if self._most is None else WINDOW_S
+        return max((second + COUNTED_S - now for one in self._counts for second in one), default=0.0)

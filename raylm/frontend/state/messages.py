@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from prometheus_client.core import Metric
 
 from raylm.messages import LoRAAdapter
 
+WINDOW_S = 60.0
+BUCKET_S = 1.0  # usage counts by second
+COUNTED_S = BUCKET_S + WINDOW_S  # from the begin of a second: whatever happened in it counts for the whole window
 LimitName = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
 
@@ -32,33 +39,68 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What is asked of the limits of ``key``: to let one request in (``tokens`` None), or to serve so many tokens.
+    """What is asked of the limits of ``key``: to let one request in (``tokens`` None), or to serve so many tokens."""
 
-    It is held from when it is granted until it is settled. ``number`` is unique in its replica.
-    """
-
-    number: int
     key: str
     limits: KeyLimits
     tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """A claim of ``key`` has ended, with so many tokens served; what it held beyond them is given back."""
+@dataclass(slots=True)
+class Usage:
+    """What one replica has taken of the limits of one key: a row.
 
-    number: int
-    key: str
-    tokens: int
+    A row is always sent whole and replaces the row that was known, so a row that arrives twice counts once.
+    ``open`` are requests, ``reserved`` are tokens of open requests. ``requests`` that have begun and ``tokens`` that
+    were served count by second: the number by the second's begin, of one clock that never goes back. The state gives
+    each change a ``version``; the higher one is newer.
+    """
+
+    open: int = 0
+    reserved: int = 0
+    requests: dict[float, int] = field(default_factory=dict)
+    tokens: dict[float, int] = field(default_factory=dict)
+    version: int = 0
+
+    def take(self, tokens: int | None, now: float) -> None:
+        """Add a claim that was granted."""
+        if tokens is None:
+            self.open += 1
+            _count(self.requests, 1, now)
+        else:
+            self.reserved += tokens
+
+    def give_back(self, tokens: int | None, served: int, now: float) -> None:
+        """End a claim of which so many tokens were served."""
+        if tokens is None:
+            self.open -= 1
+        else:
+            self.reserved -= tokens
+        _count(self.tokens, served, now)
+
+    def end(self, now: float) -> None:
+        """The replica is gone: its requests have ended, and what they might have been served counts as served."""
+        _count(self.tokens, self.reserved, now)
+        self.open = self.reserved = 0
+
+    def moved(self, by_s: float) -> Usage:
+        """A copy for a clock that is ``by_s`` seconds ahead."""
+        requests = {at + by_s: number for at, number in self.requests.items()}
+        tokens = {at + by_s: number for at, number in self.tokens.items()}
+        return Usage(self.open, self.reserved, requests, tokens, self.version)
+
+    def expire(self, now: float) -> bool:
+        """Forget seconds that have left the window. Returns whether nothing is left."""
+        for counts in (self.requests, self.tokens):
+            while counts and (first := next(iter(counts))) + COUNTED_S <= now:
+                del counts[first]
+        return not (self.open or self.reserved or self.requests or self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """What counted ``age_s`` seconds ago: one request (``tokens`` None), or tokens that were served by then."""
-
-    key: str
-    age_s: float
-    tokens: int | None = None
+def _count(counts: dict[float, int], number: int, now: float) -> None:
+    if number:
+        second = float(math.floor(now))
+        counts[second] = counts.get(second, 0) + number
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +136,41 @@ class AdapterEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
-    """What a replica holds and has spent in the last minute: all that a state actor which is new to it must know."""
-
-    claims: tuple[Claim, ...]
-    spent: tuple[Spent, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StateReport:
-    """What is new in one replica since its last report, which also says that it lives.
+    """What one replica tells the state; it also says that the replica lives.
 
-    ``incarnation`` is the state actor that the replica believes to speak to. To any other one it introduces itself:
-    ``holdings`` then say everything. ``series`` are its metrics in Prometheus's text format, None if they were told a
-    moment ago. ``adapters`` are entries that it has changed, ``adapters_version`` the set that it knows.
+    ``at`` is the replica's clock in seconds; a report older than the last one of the replica is ignored.
+    ``incarnation`` is the state that the replica believes to speak to. "" is a whole report: it has all rows, and as
+    ``others`` the rows of other replicas, by replica and key, as the replica has heard of them. A report that is not
+    whole has the ``rows``, by key, that have changed since the last report that was answered, and those of claims.
+    ``version`` is the newest row of others that the replica knows. ``series`` are its metrics, None if they were told
+    a moment ago. ``adapters`` are all its entries, if they have changed, ``adapters_version`` the set that it knows.
     """
 
     replica: str
+    at: float
     incarnation: str = ""
-    holdings: Holdings | None = None
-    settlements: tuple[Settlement, ...] = ()
+    rows: Mapping[str, Usage] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, Usage]] = field(default_factory=dict)
+    version: int = -1
     claims: tuple[Claim, ...] = ()
-    series: bytes | None = None
+    series: tuple[Metric, ...] | None = None
     adapters: tuple[AdapterEntry, ...] = ()
     adapters_version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StateReply:
-    """``standings`` answer the claims, in their order; None if the replica must introduce itself first.
+    """``standings`` answer the claims, in their order. None: nothing was granted; send a whole report with the claims.
 
-    ``adapters`` are all entries, None where the replica knows them.
+    ``at`` is the state's clock in seconds. ``others`` are the rows of other replicas that have changed since
+    ``version`` of the report, by replica and key. ``adapters`` are all entries, None where the replica knows them.
     """
 
     incarnation: str
+    at: float
     standings: tuple[Standing, ...] | None = None
+    others: Mapping[str, Mapping[str, Usage]] = field(default_factory=dict)
+    version: int = -1
     adapters: tuple[AdapterEntry, ...] | None = None
     adapters_version: int = -1

@@ -1,4 +1,4 @@
-"""Metrics of several ingress replicas as one text: what whichever is asked tells, in Prometheus's text format."""
+"""Metrics of several ingress replicas as one set; between processes they are numbers by name and labels, not text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import generate_latest
 from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from raylm import metrics
@@ -35,9 +33,9 @@ class Merged(Collector):
         self._families: dict[str, _Family] = {}
         self._steps: dict[str, float] = {}  # of each engine, as the newest told
 
-    def add(self, text: bytes, replica: str) -> None:
+    def add(self, families: Iterable[Metric], replica: str) -> None:
         """Take in the metrics of a replica."""
-        families = list(text_string_to_metric_families(text.decode()))
+        families = tuple(families)
         newest = self._newest(families)
         for metric in families:
             for sample in metric.samples:
@@ -47,9 +45,9 @@ class Merged(Collector):
                 elif engine in newest:
                     self._family(metric).values[sample.name, tuple(sample.labels.items())] = sample.value
 
-    def add_departed(self, text: bytes) -> None:
+    def add_departed(self, families: Iterable[Metric]) -> None:
         """Take in what a replica that has ended had counted."""
-        for metric in text_string_to_metric_families(text.decode()):
+        for metric in families:
             for sample in metric.samples if _is_summed(metric) else ():
                 if "engine" not in sample.labels:
                     self._add(metric, sample.name, sample.labels, sample.value, "")
@@ -88,21 +86,26 @@ def _is_summed(metric: Metric) -> bool:
     return metric.type in _SUMMED and not metric.name.startswith(_PROCESS)
 
 
-def fold(departed: Iterable[bytes]) -> bytes:
-    """What several replicas that have ended had counted, as one text."""
+def fold(departed: Iterable[Iterable[Metric]]) -> tuple[Metric, ...]:
+    """What several replicas that have ended had counted, as one."""
     merged = Merged()
-    for text in departed:
-        merged.add_departed(text)
-    return generate_latest(merged)
+    for families in departed:
+        merged.add_departed(families)
+    return tuple(merged.collect())
 
 
-def merge(own: bytes, replica: str, others: Mapping[str, bytes], departed: Iterable[bytes]) -> bytes:
+def merge(
+    own: Iterable[Metric],
+    replica: str,
+    others: Mapping[str, Iterable[Metric]],
+    departed: Iterable[Iterable[Metric]],
+) -> Merged:
     """All metrics: of the replica that is asked, of the ``others`` as they were told last, and of the ``departed``."""
     merged = Merged()
     merged.add(own, replica)
-    for name, text in others.items():
+    for name, families in others.items():
         if name != replica:
-            merged.add(text, name)
-    for text in departed:
-        merged.add_departed(text)
-    return generate_latest(merged)
+            merged.add(families, name)
+    for families in departed:
+        merged.add_departed(families)
+    return merged

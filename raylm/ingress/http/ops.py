@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -41,9 +41,6 @@ class HTTPMetrics(Collector):
             (metrics.ENGINES_WANTED, config.engine.min_replicas),
         )
         self._process = ProcessCollector(registry=None)
-
-    def text(self) -> bytes:
-        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", *metrics.HTTP_ANSWERS.labels]

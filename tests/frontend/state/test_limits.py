@@ -8,19 +8,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from functools import partial
+from math import floor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.core import Metric
 
 from raylm.errors import EngineUnavailableError, RateLimitError
 from raylm.frontend.engines.adapters import AdapterDirectory
-from raylm.frontend.state import actor as actor_module
 from raylm.frontend.state import client as client_module
 from raylm.frontend.state.application_state import LEASE_S, ApplicationState
 from raylm.frontend.state.client import Hold, LocalState, StateClient, StateLostError
-from raylm.frontend.state.ledger import WINDOW_S, KeyLedger
-from raylm.frontend.state.messages import Claim, KeyLimits, Settlement, StateReply, StateReport
+from raylm.frontend.state.ledger import Ledger
+from raylm.frontend.state.messages import COUNTED_S, Claim, KeyLimits, StateReply, StateReport, Usage
 
 
 class Clock:
@@ -148,19 +149,15 @@ async def test_a_state_that_takes_anothers_place_knows_what_was_granted() -> Non
         await other.claim("a", limits, 800)
 
 
-async def test_an_actor_that_starts_anew_grants_nothing_before_all_have_introduced_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(actor_module, "SETTLE_S", 0.3)
+async def test_a_new_state_grants_nothing_before_all_have_told_their_rows() -> None:
     limits = KeyLimits(requests_per_minute=9)
     async with replicas(2, ApplicationState()) as clients:
         for place in range(8):
             (await clients[place % 2].claim("a", limits)).end()
-        actor = actor_module.StateActor()
+        new = ApplicationState(settle_s=0.3)
         for client in clients:
-            client._link = actor
+            client._link = SlowState(new)
         granted, _ = await at_once([partial(clients[place % 2].claim, "a", limits) for place in range(20)])
-        actor._watch.cancel()
     assert len(granted) == 1
 
 
@@ -186,10 +183,10 @@ async def test_reports_that_are_lost_are_not_counted_twice() -> None:
 async def test_what_fails_in_a_report_does_not_end_reporting() -> None:
     failures = [ZeroDivisionError("planted")]
 
-    def series() -> bytes:
+    def series() -> tuple[Metric, ...]:
         if failures:
             raise failures.pop()
-        return b""
+        return ()
 
     client = StateClient(LocalState(ApplicationState()))
     client.share(series, AdapterDirectory())
@@ -212,63 +209,87 @@ async def test_what_a_lost_replica_held_is_free_and_counts_as_served() -> None:
     clock, limits = Clock(), KeyLimits(tokens_per_minute=100, concurrency=1)
     state = ApplicationState(clock)
 
-    def exchange(replica: str, *claims: Claim) -> StateReply:
-        reply = state.exchange(StateReport(replica, state.incarnation, claims=claims))
-        if reply.standings is None:
-            client = StateClient(LocalState(state), replica)
-            reply = state.exchange(StateReport(replica, "", client._held.all(clock.now), claims=claims))
-        return reply
+    def ask(replica: str, *tokens: int | None) -> list[str | None]:
+        claims = tuple(Claim("a", limits, one) for one in tokens)
+        reply = state.exchange(StateReport(replica, clock.now, claims=claims))
+        assert reply.standings is not None
+        return [standing.refused_by for standing in reply.standings]
 
-    assert exchange("x", Claim(1, "a", limits), Claim(2, "a", limits, 60)).standings[0].refused_by is None  # type: ignore[index]
-    refused = exchange("y", Claim(1, "a", limits), Claim(2, "a", limits, 60)).standings
-    assert refused is not None
-    assert [standing.refused_by for standing in refused] == ["concurrency", "tokens_per_minute"]
+    assert ask("x", None, 60) == [None, None]
+    assert ask("y", None, 60) == ["concurrency", "tokens_per_minute"]
     clock.now += LEASE_S + 0.1
-    later = exchange("y", Claim(3, "a", limits), Claim(4, "a", limits, 60)).standings
-    assert later is not None
-    assert [standing.refused_by for standing in later] == [None, "tokens_per_minute"]
-    clock.now += WINDOW_S + 1
-    assert exchange("y", Claim(5, "a", limits, 60)).standings[0].refused_by is None  # type: ignore[index]
+    assert ask("y", None, 60) == [None, "tokens_per_minute"]
+    clock.now += COUNTED_S
+    assert ask("y", 60) == [None]
+
+
+def test_a_report_that_is_late_or_repeated_changes_nothing() -> None:
+    clock, limits = Clock(), KeyLimits(requests_per_minute=3)
+    state, claims = ApplicationState(clock), (Claim("a", KeyLimits(requests_per_minute=3)),)
+
+    def remaining(report: StateReport) -> int | None:
+        standings = state.exchange(report).standings
+        return standings[0].remaining_requests if standings else None
+
+    first = StateReport("x", 1.0, claims=claims)
+    assert remaining(first) == remaining(first) == 2
+    row = Usage()
+    row.take(None, 1.0)
+    second = StateReport("x", 2.0, state.incarnation, {"a": row}, claims=claims)
+    assert remaining(second) == 1
+    assert remaining(first) is None, "late"
+    assert remaining(StateReport("y", 0.0, claims=(Claim("a", limits),))) == 0
+
+
+def test_what_was_told_to_others_holds_when_a_replica_and_the_state_are_lost() -> None:
+    clock, limits = Clock(), KeyLimits(requests_per_minute=10)
+    state = ApplicationState(clock)
+    granted = state.exchange(StateReport("x", clock.now, claims=(Claim("a", limits),) * 10)).standings
+    others = state.exchange(StateReport("y", clock.now)).others
+    new = ApplicationState(clock)
+    again = new.exchange(StateReport("y", clock.now, others=others, claims=(Claim("a", limits),) * 10)).standings
+    assert granted is not None
+    assert again is not None
+    assert {standing.refused_by for standing in granted} == {None}
+    assert {standing.refused_by for standing in again} == {"requests_per_minute"}
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_in_no_minute_more_is_served_than_the_limits_say(data: st.DataObject) -> None:
-    """Against a list of everything that was ever granted, looked through minute by minute."""
+def test_a_ledger_grants_whatever_fits(data: st.DataObject) -> None:
+    """Against a list of all that was ever granted. Usage counts by second, so for 60 to 61 seconds."""
     limits = KeyLimits(requests_per_minute=4, tokens_per_minute=50, concurrency=3)
-    ledger, now = KeyLedger(), 0.0
+    ledger, rows, now = Ledger(), {name: Usage() for name in "xy"}, 0.0
     begun: list[float] = []
-    open_tokens: dict[int, tuple[float, int]] = {}
-    served: list[tuple[float, float, int]] = []
-    seats: set[int] = set()
-    for number in range(data.draw(st.integers(1, 25))):
+    served: list[tuple[float, int]] = []
+    held: list[tuple[str, int | None]] = []
+    for _ in range(data.draw(st.integers(1, 25))):
         now += data.draw(st.sampled_from([0.0, 0.5, 7.0, 31.0]))
+        replica = data.draw(st.sampled_from("xy"))
         kind = data.draw(st.sampled_from(["request", "tokens", "end"]))
-        if kind == "request":
-            standing = ledger.claim("x", Claim(number, "a", limits), now)
-            fits = len(seats) < 3 and sum(at > now - WINDOW_S for at in begun) < 4
-            assert (standing.refused_by is None) == fits
-            if fits:
-                begun.append(now)
-                seats.add(number)
-        elif kind == "tokens":
-            asked = data.draw(st.integers(1, 30))
-            standing = ledger.claim("x", Claim(number, "a", limits, asked), now)
-            taken = sum(tokens for _, tokens in open_tokens.values())
-            taken += sum(tokens for _, end, tokens in served if end > now - WINDOW_S)
-            assert (standing.refused_by is None) == (taken + asked <= 50)
-            if standing.refused_by is None:
-                open_tokens[number] = now, asked
-            elif not open_tokens:
+        if kind == "end":
+            if held:
+                replica, asked = held.pop(data.draw(st.integers(0, len(held) - 1)))
+                used = data.draw(st.integers(0, asked)) if asked else 0
+                rows[replica].give_back(asked, used, now)
+                served.append((now, used))
+                ledger.replace(replica, {"a": rows[replica]}, 0.0, whole=False)
+            continue
+        asked = data.draw(st.integers(1, 30)) if kind == "tokens" else None
+        claim = Claim("a", limits, asked)
+        standing = ledger.claim(replica, claim, now)
+        if asked is None:
+            seats = sum(tokens is None for _, tokens in held)
+            fits = seats < 3 and sum(floor(at) + COUNTED_S > now for at in begun) < 4
+        else:
+            reserved = sum(tokens or 0 for _, tokens in held)
+            fits = reserved + sum(n for at, n in served if floor(at) + COUNTED_S > now) + asked <= 50
+            if not fits and not reserved:
                 later = [now + standing.retry_after_s + more for more in (-0.01, 0.01)]
-                answers = [deepcopy(ledger).claim("x", Claim(-1, "a", limits, asked), at).refused_by for at in later]
+                answers = [deepcopy(ledger).claim(replica, claim, at).refused_by for at in later]
                 assert answers == ["tokens_per_minute", None]
-        elif open_tokens or seats:
-            ending = data.draw(st.sampled_from(sorted(seats | open_tokens.keys())))
-            seats.discard(ending)
-            used = 0
-            if ending in open_tokens:
-                start, most = open_tokens.pop(ending)
-                used = data.draw(st.integers(0, most))
-                served.append((start, now, used))
-            ledger.settle("x", Settlement(ending, "a", used), now)
+        assert (standing.refused_by is None) == fits
+        if fits:
+            rows[replica].take(asked, now)
+            held.append((replica, asked))
+            begun += [now] if asked is None else []
