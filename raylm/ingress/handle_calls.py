@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing, closing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 from raylm.config import Config
 from raylm.errors import InvalidRequestError, UnsupportedFieldError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from raylm.ingress.openai.outputs import Outputs
 
     Started = tuple[SamplingParams, Outputs]
+    Start = Callable[[Place], Awaitable[Started]]
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -62,31 +63,36 @@ class HandleCalls:
         self._score = Score(llm, config)
         self._rerank = Rerank(llm, config)
 
-    async def completion(self, prompt: object, params: SamplingParams | None, fields: JSONObject) -> Started:
-        _check_params(SamplingParams, params, fields)
-        place = Place(self._llm.admission)
-        with place.wait(len(str(prompt))):
+    def completion(self, prompt: object, params: SamplingParams | None, fields: JSONObject) -> Start:
+        async def start(place: Place) -> Started:
+            _check_params(SamplingParams, params, fields)
+            place.wait(len(str(prompt)))
             body = (await self._read(CompletionRequest, {"prompt": prompt} | fields)).at(place)
             _check_one(len(body.prompt))
             started = await self._completions.start(body, _name(body), time.time(), params)
-        return started.params, started.outputs[0]
+            return started.params, started.outputs[0]
 
-    async def conversation(self, messages: object, params: SamplingParams | None, fields: JSONObject) -> Started:
-        _check_params(SamplingParams, params, fields)
-        place = Place(self._llm.admission)
-        with place.wait(len(str(messages))):
+        return start
+
+    def conversation(self, messages: object, params: SamplingParams | None, fields: JSONObject) -> Start:
+        async def start(place: Place) -> Started:
+            _check_params(SamplingParams, params, fields)
+            place.wait(len(str(messages)))
             body = (await self._read(ChatCompletionRequest, {"messages": messages} | fields)).at(place)
             return await self._conversations.start(body, _name(body), time.time(), params)
 
-    async def stream(self, starting: Coroutine[Any, Any, Started]) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a call, of which ``starting`` comes from ``completion`` or ``conversation``.
+        return start
+
+    async def stream(self, start: Start) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a call. ``start`` comes from ``completion`` or ``conversation``.
 
         Raises:
             RayLMError: what a client of HTTP would get as an error; also where the engine gave the request up.
         """
-        with closing(starting), self._lifecycle.admit() as ongoing:
+        with self._open() as place:
+            ongoing = place.ongoing
             with ongoing:
-                _, outputs = await starting
+                _, outputs = await start(place)
             usage = Usage()
             async with aclosing(outputs):
                 while usage.unfinished:
@@ -98,10 +104,10 @@ class HandleCalls:
                     yield output
             usage.check_finished()
 
-    async def whole(self, starting: Coroutine[Any, Any, Started]) -> RequestOutput:
+    async def whole(self, start: Start) -> RequestOutput:
         """As ``stream``, with everything in one output."""
-        with closing(starting), self._lifecycle.admit() as ongoing, ongoing:
-            params, outputs = await starting
+        with self._open() as place, place.ongoing:
+            params, outputs = await start(place)
             (output,) = await gather([outputs], params.n, Usage(), at_once=1)
         return output
 
@@ -133,10 +139,20 @@ class HandleCalls:
             return await self._llm.detokenize(token_ids)
 
     @contextmanager
-    def _admitted(self, asked: object) -> Iterator[Place]:
-        """A call that is answered at once, for as long as it takes; ``asked`` is as long as its texts, about."""
+    def _open(self) -> Iterator[Place]:
+        """A place for one call. At the end of the block the call gives back everything that it has taken."""
         place = Place(self._llm.admission)
-        with self._lifecycle.admit(place.ongoing) as ongoing, ongoing, place.wait(len(str(asked))):
+        with self._lifecycle.admit(place.ongoing):
+            try:
+                yield place
+            finally:
+                place.leave()
+
+    @contextmanager
+    def _admitted(self, asked: object) -> Iterator[Place]:
+        """A place for a call with one answer. The length of ``asked`` as text estimates the prompt's size."""
+        with self._open() as place, place.ongoing:
+            place.wait(len(str(asked)))
             yield place
 
     async def _read(self, body: type[B], fields: JSONObject) -> B:

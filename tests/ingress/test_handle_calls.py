@@ -19,6 +19,7 @@ from raylm.frontend.admission import Lifecycle
 from raylm.ingress.http.errors import clip
 from raylm.params import PoolingParams, SamplingParams
 from tests.ingress.bad_inputs import ENDPOINTS
+from tests.ingress.console.test_requests import Stack
 from tests.ingress.fake_llm import FakeAsyncLLM, think_and_call
 
 with warnings.catch_warnings():
@@ -170,6 +171,19 @@ async def test_params_or_fields_say_how_to_sample_but_not_both() -> None:
             with pytest.raises(InvalidRequestError, match="params") as caught:
                 await outcome(llm, call, first, params, **{name: value})
             assert caught.value.param == name
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_call_that_was_admitted_is_not_refused_when_its_prompt_turns_out_longer(*, streamed: bool) -> None:
+    async with Stack() as stack:
+        stack.llm.admission = Admission(max_tokens=60)
+        calls = HandleCalls(stack.llm, stack.config, Lifecycle(8))
+        with stack.llm.admission.enter(40):  # another call waits
+            start = calls.completion("7%" * 50, None, {"max_tokens": 2, "ignore_eos": True})
+            outputs = [output async for output in calls.stream(start)] if streamed else [await calls.whole(start)]
+            assert len(outputs[0].prompt_token_ids) > 60, "longer than what was left for it"
+            assert outputs[-1].finished
+        assert (stack.llm.admission.requests, stack.llm.admission.tokens) == (0, 0)
 
 
 async def test_a_model_is_an_adapter_or_unknown() -> None:
