@@ -226,6 +226,7 @@ class ThreadLink:
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._lock = connection, Lock()
         self._stream = connection.makefile("rb")
+        self._has_last_words = False
         Thread(target=self._beat, name="raylm-beats", daemon=True).start()
 
     def send(self, value: Any) -> None:
@@ -244,6 +245,15 @@ class ThreadLink:
     def send_last_words(self) -> None:
         """From now on a fatal signal writes its traceback to the other end."""
         faulthandler.enable(self._socket.fileno(), all_threads=False)
+        self._has_last_words = True
+
+    def close(self) -> None:
+        """Close the connection, which also ends the signs of life."""
+        if self._has_last_words:  # the number of the closed socket may become that of another file
+            faulthandler.disable()
+        self._stream.close()  # the socket stays open as long as its stream
+        with self._lock:
+            self._socket.close()
 
     def _send(self, data: bytes) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import Thread
 
@@ -53,7 +53,7 @@ class StepServer:
         connection, _ = self._listener.socket.accept()
         self._listener.close()
         link = ThreadLink(connection)
-        with connection, suppress(ConnectionError):  # the EngineCore may end first
+        with closing(link), suppress(ConnectionError):  # the EngineCore may end first
             link.send_last_words()
             plan = link.read()
             with ThreadPoolExecutor(1, thread_name_prefix="raylm-results") as sender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -55,6 +56,14 @@ async def test_outcomes_come_in_order_whatever_their_size(overlapped: bool) -> N
         plans = [plan(step, seqs) for step, seqs in enumerate([1, 300, 2, 100_000, 1, 50_000, 3])]
         sent = [client.send(plan) for plan in plans]
         assert [await outcome for outcome in sent] == [drawn(plan) for plan in plans]
+
+
+def test_a_worker_closes_its_connection_and_gives_no_more_signs_of_life_when_its_core_is_gone() -> None:
+    server = serve(launch)
+    with socket.socket(socket.AF_UNIX) as core:
+        core.connect(server.path)
+        core.shutdown(socket.SHUT_WR)
+        assert not all(core.recv(4096) for _ in range(20)), "20 signs of life behind the end"
 
 
 async def test_the_next_step_is_launched_while_the_output_of_the_last_is_awaited() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,8 @@ async def test_a_child_and_a_server_that_were_lost_are_replaced() -> None:
     server = template_process._SERVER._server
     assert server is not None
     for child in children_of(server.pid):
-        os.kill(child, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a child of an earlier test, which ends meanwhile
+            os.kill(child, signal.SIGKILL)
     server.kill()
     server.wait()
     assert await render(template, HI) == "Hi"
