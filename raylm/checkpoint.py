@@ -92,11 +92,11 @@ def read_object(file: Path) -> dict[str, Any]:
         ConfigError: the file does not exist, is not valid JSON, or holds no object.
     """
     if not file.is_file():
-        raise ConfigError(f"model: {file} is no file.")
+        raise ConfigError(f"model: {file} is not a regular file.")
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: {file} is not valid JSON: {error}; was it copied to its end?") from error
+        raise ConfigError(f"model: {file} is not valid JSON: {error}; the copy may be incomplete") from error
     if not isinstance(data, dict):
         raise ConfigError(f"model: {file} does not hold a JSON object.")
     return data

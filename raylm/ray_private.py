@@ -232,8 +232,8 @@ def _text_of(template: str, section: str, following: str) -> str:
 def _replaced(template: str, old: str, new: str) -> str:
     if template.count(old) != 1:
         raise RuntimeError(
-            f"Ray Serve's template for HAProxy has {old.strip()!r} {template.count(old)} times, not once: this version "
-            "of Ray is not one that RayLM was made for."
+            f"Ray Serve's template for HAProxy contains {old.strip()!r} {template.count(old)} times instead of once: "
+            "RayLM does not support this version of Ray."
         )
     return template.replace(old, new)
 

@@ -187,9 +187,9 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "infinite": (
         lambda base, path: rewrite(make_adapter(base, path, scale=1e36), lora_alpha=1e6), "not finite in float32"),
     "config is a pipe": (
-        lambda base, path: as_pipe(make_adapter(base, path) / "adapter_config.json"), "adapter_config.json is no file"),
+        lambda base, path: as_pipe(make_adapter(base, path) / "adapter_config.json"), "is not a regular file"),
     "weights are a pipe": (
-        lambda base, path: as_pipe(make_adapter(base, path) / "adapter_model.safetensors"), "safetensors is no file"),
+        lambda base, path: as_pipe(make_adapter(base, path) / "adapter_model.safetensors"), "is not a regular file"),
 }  # fmt: skip
 
 

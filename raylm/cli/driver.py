@@ -302,6 +302,6 @@ def _why_no_ray(error: Exception, address: str | None) -> str:
     if address is None:
         return f"Ray could not be started: {_last_line(text)}; --verbose shows everything."
     return (
-        f"RAY_ADDRESS: no Ray lets us in at {address}: {_last_line(text)}; look at the port, which `ray start --head` "
-        "prints, and at the token: RAY_AUTH_MODE=token, RAY_AUTH_TOKEN as `ray get-auth-token` prints it on the head."
+        f"RAY_ADDRESS: cannot connect to Ray at {address}: {_last_line(text)}. Check the port, which `ray start "
+        "--head` prints, and the token: RAY_AUTH_MODE=token, RAY_AUTH_TOKEN as `ray get-auth-token` prints on the head."
     )

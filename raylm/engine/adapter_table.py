@@ -66,7 +66,7 @@ class AdapterTable:
             )
         if len(self._numbers) + len(self._loading) >= self._most:
             raise OverloadedError(
-                f"{self._most} LoRA adapters are loaded, which is lora.max_adapters; unload one first.",
+                f"{self._most} LoRA adapters are loaded, the limit of lora.max_adapters. Unload one first.",
                 param="lora_name",
             )
         self._loading[adapter] = asyncio.Event()

@@ -298,7 +298,9 @@ class EngineCore:
             self._hand_over(self._config.scheduler.steps_in_flight)
         given_up = self.scheduler.take_given_up()
         for client_id, key in given_up:
-            self._refuse(client_id, key, DeadlineExceededError("The request was given up: its client waits no longer."))
+            self._refuse(
+                client_id, key, DeadlineExceededError("The request was stopped because its time limit has passed.")
+            )
         if not self._in_flight:
             assert given_up or not self.scheduler.has_work, (
                 "requests are open, nothing is in flight, and nothing can be scheduled"

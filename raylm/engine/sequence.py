@@ -77,7 +77,9 @@ class RequestState:
             raise InvalidRequestError("The prompt has no tokens.", param="prompt")
         limit = length + min(available, params.max_tokens or available)
         if request.drawn and any(length + len(drawn or ()) >= limit for drawn in request.drawn):
-            raise RayLMError(f"The answer that another engine began is longer than this one's {max_model_len} tokens.")
+            raise RayLMError(
+                f"The tokens that another engine generated exceed max_model_len of this engine ({max_model_len})."
+            )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         has_drawn = any(drawn != () for drawn in request.drawn)
         num_unforked = 0 if has_drawn else params.n - 1

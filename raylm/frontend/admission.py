@@ -58,9 +58,10 @@ class ClientDisconnectedError(Exception):
 
 
 class OngoingRequest:
-    """One admitted request: while its task is inside ``with ongoing:`` it can be interrupted for a stated reason.
+    """One admitted request. While its task is inside ``with ongoing:``, ``interrupt`` ends the block with a reason.
 
-    In the manner of asyncio.timeout the block raises the reason in place of the cancellation; one from outside stays.
+    As asyncio.timeout does, the block raises the reason in place of CancelledError. A cancellation from elsewhere stays
+    a CancelledError.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class OngoingRequest:
         self._cancelling = 0
 
     def interrupt(self, reason: Exception) -> None:
-        """End the block with ``reason``, now or when it is entered; only the first reason counts."""
+        """End the block with ``reason``, now or when it is entered. Later reasons are ignored."""
         if self._reason is None:
             self._reason = reason
             if self._task is not None:
@@ -91,10 +92,10 @@ class OngoingRequest:
 
 
 class Lifecycle:
-    """Admits requests up to a bound and drains them at shutdown; the owner of ``shutting_down``.
+    """Admits requests up to a limit, and drains them at shutdown. Owns ``shutting_down``.
 
-    A request whose body is still coming is drained with the others, and does not count for the bound; nor does a
-    connection whose request outlives it.
+    Neither a request whose body is still arriving nor a connection whose request outlives it counts towards the limit.
+    Both are drained with the others.
     """
 
     def __init__(self, max_ongoing_requests: int) -> None:
@@ -112,7 +113,7 @@ class Lifecycle:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """While an admitted request receives its body it does not count; it is refused if there is no place then."""
+        """While a request receives its body it does not count. At the end it is refused if the replica is full."""
         self._num_receiving += 1
         try:
             yield
@@ -123,7 +124,7 @@ class Lifecycle:
 
     @contextmanager
     def admit(self, ongoing: OngoingRequest | None = None) -> Iterator[OngoingRequest]:
-        """Hold one request until the end of the block, or refuse it."""
+        """Hold one request until the end of the block. ShuttingDownError or OverloadedError if it is refused."""
         if self.shutting_down:
             raise ShuttingDownError("The server is shutting down.")
         if self.num_ongoing >= self._max_ongoing_requests:
@@ -133,7 +134,7 @@ class Lifecycle:
 
     @contextmanager
     def succeed(self, connection: OngoingRequest) -> Iterator[OngoingRequest]:
-        """Hold a request in the place of its ``connection``, which is still drained but counts no more."""
+        """Hold a request in place of its ``connection``. The connection is still drained, but no longer counts."""
         if connection in self._ongoing:
             self._outlived.add(connection)
         with self._hold(OngoingRequest()) as held:
@@ -152,7 +153,7 @@ class Lifecycle:
                 self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests from now on, give running ones ``grace_s`` seconds, then end them with an error."""
+        """Refuse new requests, give running requests ``grace_s`` seconds, then end them with an error."""
         self.shutting_down = True
         await self._until_idle(grace_s)
         for ongoing in tuple(self._ongoing):
@@ -166,25 +167,25 @@ class Lifecycle:
 
 
 class QueuePolicy(Protocol):
-    """How places of a finite queue are shared by keys."""
+    """How keys share the places of a finite queue."""
 
     def share(self, most: float, free: float, weight: float) -> float:
-        """How many of ``most`` places a key may have, where so many are not taken by any."""
+        """How many of ``most`` places a key of this ``weight`` may have, when ``free`` places are not taken."""
         ...
 
 
 class FirstCome:
-    """Whoever comes first has the place."""
+    """Places go to requests in the order of arrival."""
 
     def share(self, most: float, free: float, weight: float) -> float:
         return most
 
 
 class FairShares:
-    """A key may have as many places as are free, times its weight (the dynamic thresholds of shared-memory switches).
+    """A key may have as many places as are free, times its weight (dynamic thresholds, as in shared-memory switches).
 
-    So alone it fills half of the queue, two a third each, and there is always room for one that comes. The only key
-    that there is may fill it whole.
+    So one busy key fills half of the queue, two busy keys a third each, and a new key always finds room. If there is
+    only one key, it may fill the queue.
     """
 
     def __init__(self, num_keys: Callable[[], int]) -> None:
@@ -195,13 +196,13 @@ class FairShares:
 
 
 class Admission:
-    """Counts the sequences that wait for their first token, and their prompt tokens; without bounds it only counts.
+    """The queue in front of the engines: counts sequences that wait for their first token, and their prompt tokens.
 
-    What is being received, rendered or tokenized counts by an estimate from its bytes, and by its tokens once they
-    are known. A request that finds no other one of its key waiting is let in whatever its size and however many wait
-    of other keys: so none can turn another away. What a key may have beyond that the ``policy`` says. Of one request
-    the prompts that are ``at_once`` wait; the others are to come when these have begun.
-    All methods may raise OverloadedError, which says when to come back.
+    A request that is being received, rendered or tokenized counts by an estimate from its bytes, then by its tokens.
+    A request is always admitted if no other request of its key waits, whatever its size. So no key can shut out
+    another. Beyond that the ``policy`` limits each key. At most ``at_once`` prompts of one request wait; its other
+    prompts follow when these have begun. Without limits Admission only counts.
+    All methods may raise OverloadedError, which says when to try again.
     """
 
     def __init__(
@@ -224,15 +225,15 @@ class Admission:
         self._begun: deque[float] = deque(maxlen=_RATE_SAMPLES)  # when the last sequences got their first token
 
     def at_once(self, num_sequences: int) -> float:
-        """How many prompts of one request, of so many sequences each, may wait at once."""
+        """How many prompts of one request, of ``num_sequences`` each, may wait at once."""
         return max(1.0, self._max_requests // _PARTS // num_sequences)
 
     def check(self, num_bytes: int, key: str = "", weight: float = 1.0) -> None:
-        """Refuse a prompt of so many bytes before work is done on it."""
+        """Refuse a prompt of ``num_bytes`` before any work is done on it."""
         self._check(1, self._estimate(num_bytes), Reservation(self, key, weight))
 
     def enter(self, num_bytes: int, key: str = "", weight: float = 1.0) -> Reservation:
-        """Let in a request of a key that is not read yet; the caller releases it in the end."""
+        """Admit a request of a key before its body is parsed. The caller releases the Reservation."""
         reservation = Reservation(self, key, weight)
         reservation.grow(1, num_bytes)
         return reservation
@@ -240,7 +241,7 @@ class Admission:
     def prompt(self, num_tokens: int, num_sequences: int, request: Reservation | None = None) -> Reservation:
         """Let a tokenized prompt wait for the first tokens of its sequences.
 
-        As a part of a ``request`` that was let in it takes over that one's estimate; else it may be refused.
+        As part of an admitted ``request`` it takes over the estimate of that request. Otherwise it may be refused.
         """
         reservation = Reservation(self, request.key, request.weight) if request is not None else Reservation(self)
         if request is None or request.released:
@@ -264,7 +265,7 @@ class Admission:
             raise OverloadedError(message, retry_after_s=self._retry_after_s())
 
     def _has_room(self, mine: int, others: int, more: int, most: float, weight: float) -> bool:
-        """``mine`` and ``others`` are what waits without the ``more`` that is asked for."""
+        """``mine`` and ``others`` wait already; ``more`` is asked for."""
         return mine + more <= self.policy.share(most, most - others, weight) and others + more <= most
 
     def _estimate(self, num_bytes: int) -> int:
@@ -278,7 +279,7 @@ class Admission:
             del self._requests_of[key], self._tokens_of[key]
 
     def _retry_after_s(self) -> int:
-        """Until what waits now has its first tokens, at the pace of the last ones that got theirs."""
+        """Seconds until the waiting sequences have their first tokens, at the recent rate of first tokens."""
         if len(self._begun) < 2:
             return 1
         rate = len(self._begun) / max(self.clock() - self._begun[0], 1e-3)
@@ -286,7 +287,7 @@ class Admission:
 
 
 class Reservation:
-    """What one request of a key, or one prompt of it, counts for in the queue at this moment."""
+    """The sequences and tokens for which one request, or one of its prompts, counts in Admission."""
 
     __slots__ = ("_admission", "_bytes", "_started", "key", "released", "requests", "tokens", "weight")
 
@@ -309,21 +310,21 @@ class Reservation:
             self._admission._begun.clear()  # the pace so far says nothing about the requests to come
 
     def grow(self, requests: int, num_bytes: int) -> None:
-        """Count for more than it was let in for; if that is refused, it counts for what it did."""
+        """Count for more. If that is refused, the Reservation stays as it was."""
         requests, self._bytes = max(requests, self.requests), max(num_bytes, self._bytes)
         tokens = self._admission._estimate(self._bytes)
         self._admission._check(requests, tokens, self)
         self.set(requests, tokens)
 
     def expect(self, prompts: int, num_sequences: int) -> None:
-        """It turns out to have so many prompts, of so many sequences each, and counts for those that wait at once."""
+        """Set the number of prompts and of sequences for each. Counts the prompts that wait at once."""
         waiting = int(min(prompts, self._admission.at_once(num_sequences)))
         self._bytes = self._bytes * waiting // prompts
         self.set(self.requests, self._admission._estimate(self._bytes))
         self.grow(waiting * num_sequences, 0)
 
     def give(self, requests: int) -> int:
-        """Hand over the share of so many sequences; returns the bytes that they were estimated from."""
+        """Hand over the share of ``requests`` sequences. Returns the bytes from which they were estimated."""
         share = min(1.0, requests / self.requests) if self.requests else 0.0
         given = round(share * self._bytes)
         self._bytes -= given
@@ -331,14 +332,14 @@ class Reservation:
         return given
 
     def begin(self, indexes: Iterable[int]) -> None:
-        """These sequences have their first token: they, and the prompt that all share, wait no more."""
+        """Note that these sequences have their first token. They, and the prompt they share, wait no longer."""
         fresh = set(indexes) - self._started
         self._started |= fresh
         self._admission._begun.extend([self._admission.clock()] * len(fresh))
         self.set(max(0, self.requests - len(fresh)), 0)
 
     def release(self) -> None:
-        """It waits no more; what prompts of its request are still to come wait by themselves."""
+        """Stop counting. Prompts of the request that are still to come count by themselves."""
         self.released = True
         self.set(0, 0)
 

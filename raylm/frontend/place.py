@@ -1,4 +1,4 @@
-"""Place: one admitted request on its way to the engines, with the key it came with; and what that key may ask for."""
+"""Place: everything that one admitted request has taken. ApiKey: the rights and limits of an API key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from raylm.frontend.state.messages import NO_LIMITS, KeyLimits
 from raylm.messages import ServiceLevel
 
 Told = Sequence[int | None] | None
-"""Tokens of each sequence that an earlier connection was told, None for all; () for none; None for a new request."""
+"""Number of tokens of each sequence that an earlier connection delivered (None: all of them).
+
+() if it delivered none. None in place of the sequence for a new request.
+"""
 
 if TYPE_CHECKING:
     from raylm.frontend.state.client import Hold, StateClient
@@ -23,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key's name and rights, without the key itself.
+    """The name and rights of an API key, without the key itself.
 
-    Keys share by their ``weight``. ``max_output`` is its longest answer in tokens. An ``admin`` may change what is
-    served, and sees and ends the requests of all keys. ``ttft_s`` and ``itl_s`` are the targets of its requests that
-    name none. With ``own_prefixes`` the prefix cache shares nothing between it and other keys.
+    Keys get shares in proportion to ``weight``. ``max_output`` is the longest answer in tokens. An ``admin`` may load
+    and unload adapters, and sees and ends the requests of all keys. ``ttft_s`` and ``itl_s`` are the latency targets,
+    in seconds, of requests that state none. With ``own_prefixes`` this key shares no cached prefix with other keys.
     """
 
     name: str
@@ -41,11 +44,11 @@ class ApiKey:
 
 
 class Place:
-    """One request from when it is admitted to its end; of calls by handle ``key`` and ``state`` are None.
+    """Everything that one request has taken, from its admission to its end.
 
-    It owns what the request has taken: its place in the replica, its room in the queue, what it holds of the limits of
-    its key, and its ``record``. ``leave`` gives all of it back, once. A request that is ``kept`` outlives its
-    connection: the task that goes on with it calls ``leave``.
+    This is its slot in the replica, its room in the queue, its share of the key's limits, and its ``record``. ``leave``
+    gives all of it back, once. A request that is ``kept`` outlives its connection: the task that continues the request
+    calls ``leave``. For calls by handle ``key`` and ``state`` are None.
     """
 
     def __init__(self, queue: Admission, key: ApiKey | None = None, state: StateClient | None = None) -> None:
@@ -66,29 +69,29 @@ class Place:
         self._prompt_tokens: int | None = None  # of all prompts, None while they are not known
 
     def check(self, num_bytes: int) -> None:
-        """Refuse a body of so many bytes before it is read, where it will not find room in the queue."""
+        """Refuse a body of ``num_bytes`` before it is read. OverloadedError if the queue has no room for it."""
         self._queue.check(num_bytes, *self._name_and_weight())
 
     async def claim(self) -> None:
-        """Count as a request of its key; RateLimitError if that is one too many."""
+        """Count as a request of its key. RateLimitError if the key has reached a limit."""
         if self.key is not None and self._state is not None and self.key.limits.bounds_requests:
             self._owned.callback((await self._state.claim(self.key.name, self.key.limits)).end)
 
     def wait(self, num_bytes: int) -> Reservation:
-        """Join the queue with a body of so many bytes; OverloadedError if there is no room."""
+        """Enter the queue with a body of ``num_bytes``. OverloadedError if there is no room."""
         self.reservation = self._queue.enter(num_bytes, *self._name_and_weight())
         self._owned.callback(self.reservation.release)
         return self.reservation
 
     def record_as(self, record: Record) -> None:
-        """``record`` is that of the request, and can end it."""
+        """Set the record of the request, through which an operator can end the request."""
         self.record = record
         record.kept, record.cancel = self.kept, self.ongoing.interrupt
 
     def keep(self, account: AbstractContextManager[OngoingRequest]) -> None:
-        """The request outlives its connection. ``account`` is its place in the replica from now on.
+        """Let the request outlive its connection. From now on ``account`` is its slot in the replica.
 
-        The connection may still be interrupted by the former ``ongoing``.
+        The former ``ongoing`` still interrupts the connection.
         """
         self.ongoing = self._owned.enter_context(account)
         self.kept = True
@@ -96,19 +99,19 @@ class Place:
             self.record_as(self.record)
 
     def expect(self, num_prompts: int, num_sequences: int) -> None:
-        """It turns out to have so many prompts, of so many sequences each; OverloadedError if there is no room."""
+        """Set the number of prompts, and of sequences for each. OverloadedError if the queue has no room."""
         if self.reservation is not None:
             self.reservation.expect(num_prompts, num_sequences)
 
     def at_once(self, num_sequences: int) -> float:
-        """How many of its prompts, of so many sequences each, may wait for their first tokens at once."""
+        """How many of its prompts, of ``num_sequences`` each, may wait for their first tokens at once."""
         return self._queue.at_once(num_sequences)
 
     def bounded(self, request: EngineCoreRequest, max_tokens: int | None) -> EngineCoreRequest:
-        """``request`` with an answer no longer than its key may ask for, where its client, by ``max_tokens``, does not.
+        """Limit the length of the answer to what the key may ask for, if the client gave no ``max_tokens``.
 
         Raises:
-            InvalidRequestError: it asks for more, or for more than its key is ever served in a minute.
+            InvalidRequestError: the client asks for more, or for more than the key's limit of tokens a minute.
         """
         if request.pooling is not None:
             return request
@@ -124,17 +127,17 @@ class Place:
 
     @property
     def bounds_tokens(self) -> bool:
-        """Whether its key has a limit of tokens, so that ``claim_tokens`` is to be called before the first prompt."""
+        """Whether the key has a limit of tokens. Then call ``claim_tokens`` before the first prompt is sent."""
         return self.key is not None and self._state is not None and self.key.limits.tokens_per_minute is not None
 
     async def claim_tokens(self, requests: Iterable[tuple[EngineCoreRequest, Told]], max_tokens: int | None) -> None:
-        """Reserve in one claim what all prompts of the request may take at most, of each what was told before.
+        """Reserve, in one claim, the most tokens that all prompts of the request and their answers can take.
 
-        ``max_tokens`` is what the client asks for.
+        Tokens that an earlier connection delivered are not reserved again. ``max_tokens`` is the client's own limit.
 
         Raises:
-            RateLimitError: they do not fit into what is left of this minute.
-            InvalidRequestError: they never will.
+            RateLimitError: the tokens exceed what is left of this minute.
+            InvalidRequestError: the tokens exceed the limit of a whole minute.
         """
         if self.key is None or self._state is None or (limit := self.key.limits.tokens_per_minute) is None:
             return
@@ -153,20 +156,20 @@ class Place:
         self._reserved = True
 
     def count_served(self, tokens: int) -> None:
-        """One of the prompts has ended; with the last one what was reserved beyond what was served is given back."""
+        """Count the ``tokens`` served for one ended prompt. After the last prompt the unused tokens are given back."""
         self._served += tokens
         self._unserved -= 1
         if self._tokens is not None and self._unserved <= 0:
             self._tokens.end(self._served)
 
     def leave(self) -> None:
-        """It has ended; safe to repeat."""
+        """Give back everything that the request has taken. Safe to repeat."""
         if self._tokens is not None:
             self._tokens.end(self._served)
         self._owned.close()
 
     def _longest_answer(self, request: EngineCoreRequest) -> int | None:
-        """Tokens of each sequence that the key may ask for."""
+        """The longest answer, in tokens of each sequence, that the key may ask for. None if unlimited."""
         key, bounds = self.key, []
         if key is not None and key.max_output is not None:
             bounds.append(key.max_output)
@@ -180,7 +183,7 @@ class Place:
 
 
 def _most_tokens(request: EngineCoreRequest, told: Told) -> int:
-    """Tokens that a prompt and its answers may come to, beyond what an earlier connection was told."""
+    """The most tokens that a prompt and its answers can take, without those that an earlier connection delivered."""
     most, params = len(request.prompt_token_ids) if told is None else 0, request.params
     if request.pooling is None:
         longest = params.max_tokens or 0

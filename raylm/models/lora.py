@@ -125,7 +125,7 @@ def _digest(path: Path) -> str:
 def _check_is_file(file: Path) -> None:
     """Opening a pipe would wait until there is a writer."""
     if file.exists() and not file.is_file():
-        raise _UnservedError(f"its {file.name} is no file")
+        raise _UnservedError(f"its {file.name} is not a regular file")
 
 
 def _read_pairs(file: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:

@@ -149,8 +149,8 @@ def _load(config: Config, device: torch.device, ranks: Ranks) -> _Loaded:
     except torch.OutOfMemoryError as error:
         files = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
         raise ConfigError(
-            f"model: its weights take {files / GIB:.1f} GiB as they lie in {checkpoint.path}, and {device} had "
-            f"{free / GIB:.1f} GiB free. A smaller model, or a quantized one, would fit."
+            f"model: the weights in {checkpoint.path} take {files / GIB:.1f} GiB, but {device} had only "
+            f"{free / GIB:.1f} GiB free. Use a smaller or a quantized model."
         ) from error
     threads = config.engine.threads or useful_threads(available_threads(config.engine), weights_bytes)
     torch.set_num_threads(threads)

@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index to no safetensors": (lambda path: index(path, "config.json"), "a file beside it"),
     "an index without a map": (
         lambda path: (path / "model.safetensors.index.json").write_text("{}"), "no index of safetensors files"),
-    "a pipe as config": (lambda path: pipe(path / "config.json"), "config.json is no file"),
+    "a pipe as config": (lambda path: pipe(path / "config.json"), "config.json is not a regular file"),
     "a pipe as weights": (lambda path: pipe(path / "model.safetensors"), "has no model.safetensors"),
     "a deep config": (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
     "eos is a float": (lambda path: generation(path, eos_token_id=1e30), "eos_token_id of .* is 1e"),

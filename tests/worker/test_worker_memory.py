@@ -30,7 +30,7 @@ def full(*args: Any, **kwargs: Any) -> Any:
 
 def test_weights_that_do_not_fit(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raylm.worker.startup.load_model", full)
-    with pytest.raises(ConfigError, match=r"^model: its weights take 0\.0 GiB .* cpu had [\d.]+ GiB free"):
+    with pytest.raises(ConfigError, match=r"^model: the weights in .* take 0\.0 GiB, but cpu had only [\d.]+ GiB free"):
         Worker(config).start()
 
 

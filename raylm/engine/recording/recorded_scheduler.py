@@ -82,7 +82,7 @@ class Recording:
 
     def _end(self, file: int, reason: str) -> None:
         self._file = None
-        logger.error("engine.record_dir: the recording %s ends here, serving goes on: %s.", self.path, reason)
+        logger.error("engine.record_dir: the recording %s has stopped; serving continues: %s.", self.path, reason)
         with suppress(OSError):
             os.ftruncate(file, self._size)  # remove a partly written line
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Recovery: what becomes of requests whose engine was lost; they go on on another one, from the tokens they have."""
+"""Recovery: sends the requests of a lost engine to another engine, with the tokens drawn so far."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Fail = Callable[[Iterable[int], RayLMError], None]
 
 
 class Recovery:
-    """Requests between two engines, and those under suspicion of bringing engines down.
+    """Sends the requests of a lost engine to another engine.
 
-    ``resume`` gives a request with what it has drawn, None if its caller has gone; ``send`` hands it to an engine of
-    the same fingerprint or raises EngineUnavailableError, and then it waits for one, at most ``timeout_s``.
+    ``resume`` returns a request together with its drawn tokens, or None if its caller has gone. ``send`` hands the
+    request to an engine of the same fingerprint. If there is no such engine, ``send`` raises EngineUnavailableError,
+    and the request waits for one for at most ``timeout_s`` seconds.
 
-    A request with which two engines crashed, one after the other, without a token in between is a suspect: suspects
-    are sent one at a time, and one with which a third engine crashes is given up.
+    A request is suspected of crashing engines if two engines crashed in a row while they ran it and neither produced a
+    token. Recovery sends suspects one at a time. If a third engine crashes, the suspect fails with EngineDiedError.
     """
 
     def __init__(self, resume: Resume, send: Send, fail: Fail, timeout_s: float) -> None:
@@ -33,20 +34,23 @@ class Recovery:
         self._on_trial: int | None = None
 
     def suspect(self, keys: Iterable[int]) -> None:
-        """An engine crashed with these requests; called before they are taken."""
+        """Note that an engine crashed while it ran these requests. Call it before ``take``."""
         self._crashes.update(keys)
         if (key := self._on_trial) is not None and self._crashes[key] >= MOST_CRASHES:
-            self._fail([key], EngineDiedError(f"{MOST_CRASHES} engines crashed with this request; it is given up."))
+            self._fail(
+                [key],
+                EngineDiedError(f"This request was stopped because {MOST_CRASHES} engines crashed while running it."),
+            )
 
     def take(self, keys: Iterable[int], fingerprint: str, error: RayLMError) -> None:
-        """An engine of this ``fingerprint`` was lost with these; without another in time ``error`` ends them."""
+        """Send the requests of a lost engine to another of this ``fingerprint``; ``error`` ends them if none comes."""
         for key in keys:
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, key, error)
             self._waiting[key] = fingerprint, timer
         self.retry()
 
     def retry(self) -> None:
-        """Send what waits: called when there is an engine more, or one has an adapter more."""
+        """Send the waiting requests. Call it when an engine has started or has loaded an adapter."""
         for key in list(self._waiting):
             is_suspect = self._crashes[key] >= MOST_CRASHES - 1
             if is_suspect and self._on_trial not in (None, key):
@@ -55,7 +59,7 @@ class Recovery:
                 self._on_trial = key
 
     def on_tokens(self, keys: Iterable[int]) -> None:
-        """These requests have made progress; called only while ``watches``."""
+        """Clear the suspicion of requests that got tokens. Call it only while ``watches``."""
         for key in keys:
             if self._crashes.pop(key, 0) and key == self._on_trial:
                 self._end_trial()
@@ -65,7 +69,7 @@ class Recovery:
         return bool(self._crashes)
 
     def forget(self, key: int) -> None:
-        """The request is over."""
+        """Drop a request that has ended."""
         self._crashes.pop(key, None)
         if (waiting := self._waiting.pop(key, None)) is not None:
             waiting[1].cancel()
@@ -73,7 +77,7 @@ class Recovery:
             self._end_trial()
 
     def close(self, error: RayLMError) -> None:
-        """No engine will come any more."""
+        """Fail all waiting requests with ``error``."""
         for key in list(self._waiting):
             self._give_up(key, error)
 

@@ -317,7 +317,7 @@ class Router:
             open_requests = f"{len(engine.open)} open requests"
             engine_id = engine.client.info.engine_id
             lost_with = about("engine.lost", engine=engine_id, open_requests=len(engine.open))
-            logger.info("engine %s was lost with %s: %s", engine_id, open_requests, error, extra=lost_with)
+            logger.info("lost engine %s with %s: %s", engine_id, open_requests, error, extra=lost_with)
             lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
             crashed = isinstance(error, EngineCrashedError)
         except Exception as error:

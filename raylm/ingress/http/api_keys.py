@@ -138,21 +138,21 @@ def _parse(text: str, source: str, before: _Named) -> _Named:
             raise ConfigError(f"{source}: the name in line {number} must have 1 to {_MAX_NAME} printable characters.")
         described = _described(name, options, f"{source}: line {number}: ")
         if any(other.name == name and other != described for other, _ in (*before, *keys)):
-            raise ConfigError(f"{source}: line {number}: another key has this name, and other options.")
+            raise ConfigError(f"{source}: line {number}: another key has this name and different options.")
         keys.append((described, key))
     if not keys:
-        raise ConfigError(f"{source}: it holds no key.")
+        raise ConfigError(f"{source}: contains no key.")
     return keys
 
 
 def _described(name: str, options: list[str], where: str) -> ApiKey:
-    """What stands behind a key; nothing of it is shown in an error, as it may be a part of the key."""
+    """Read the options of a key. An error shows none of them, because an option may be a part of the key."""
     given: dict[str, str] = {}
     for place, option in enumerate(options, 1):
         what, _, value = option.partition("=")
         known = ("weight", "admin", *_BOUNDS, *_TARGETS)
         if what in given or what not in known or (what == "admin") != (option == "admin"):
-            raise ConfigError(f"{where}what stands at place {place} behind the key is none of {_OPTIONS}, or twice.")
+            raise ConfigError(f"{where}option {place} is unknown or repeated. Options: {_OPTIONS}.")
         given[what] = value
     for what in _BOUNDS:
         if not given.get(what, "1").isascii() or not given.get(what, "1").isdecimal() or int(given.get(what, "1")) < 1:
