@@ -189,7 +189,10 @@ class SlowWorker(FakeWorker):
         return super().execute(plan)
 
 
-async def test_the_end_of_a_link_ends_what_its_client_had_open(start: Start, connect: Connect) -> None:
+async def slow_answer(
+    start: Start, connect: Connect
+) -> tuple[EngineActors, ActorEngineClient, AsyncIterator[EngineCoreOutputs]]:
+    """An engine, its client and the client's outputs after the first tokens of request 1, which has 3900 tokens."""
     engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
     await running(engine)
     client = await connect(engine.core)
@@ -197,6 +200,11 @@ async def test_the_end_of_a_link_ends_what_its_client_had_open(start: Start, con
     outputs = client.outputs()
     while not (await anext(outputs)).keys:
         pass
+    return engine, client, outputs
+
+
+async def test_the_end_of_a_link_ends_what_its_client_had_open(start: Start, connect: Connect) -> None:
+    engine, client, _ = await slow_answer(start, connect)
     assert isinstance(client, LinkEngineClient)
     client._link.close()
     async with asyncio.timeout(300):
@@ -223,13 +231,7 @@ async def test_an_engine_that_cannot_be_linked_to_is_reached_over_ray(
 @both_ways
 async def test_an_engine_that_is_stopped_is_lost(start: Start, connect: Connect) -> None:
     """Ray would notice after a minute, and if the node does not answer later still."""
-    engine = start(worker_class=SlowWorker, max_model_len=4000, num_blocks=600)
-    await running(engine)
-    client = await connect(engine.core)
-    client.add(request(1, 3900))
-    outputs = client.outputs()
-    while not (await anext(outputs)).keys:
-        pass
+    engine, client, outputs = await slow_answer(start, connect)
     pid = await engine.core.__ray_call__.remote(lambda _: os.getpid())
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -110,7 +110,7 @@ def test_a_part_that_went_away_is_no_silent_change(name: str, monkeypatch: pytes
     haproxy = import_module("ray.serve._private.haproxy")
     before = haproxy.HAPROXY_CONFIG_TEMPLATE.replace(getattr(ray_private, f"_{name}"), "")
     monkeypatch.setattr(haproxy, "HAPROXY_CONFIG_TEMPLATE", before)
-    with pytest.raises(RuntimeError, match="0 times, not once"):
+    with pytest.raises(RuntimeError, match="0 times instead of once"):
         ray_private.edit_haproxys_template(ray_private.HAProxyLines("", "", "", "    x\n", 10, None))
     assert before == haproxy.HAPROXY_CONFIG_TEMPLATE
 

@@ -207,7 +207,6 @@ class RayEngineClient(ActorEngineClient):
         super().__init__(core, info)
         self._received = asyncio.Queue(MAX_OUTPUTS_IN_FLIGHT)
         self._wake = asyncio.Event()
-        self._acknowledged = asyncio.Event()
         self._stream = core.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=MAX_OUTPUTS_IN_FLIGHT
         ).remote(self._client_id)
