@@ -1,4 +1,4 @@
-"""Front door of the front end: AsyncLLM and what its callers need, imported when first used (Discovery needs Ray)."""
+"""Public names of the front end, imported on first use, because Discovery needs Ray."""
 
 from __future__ import annotations
 

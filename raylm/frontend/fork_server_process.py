@@ -1,4 +1,4 @@
-"""ForkServerProcess: the front end's side of a fork server, which it starts when it is first needed."""
+"""ForkServerProcess: starts a fork server when it is first needed, and connects to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRIES = 2
 
 
 class ForkServerProcess:
-    """Connects to children of ``python -m MODULE FD ARGUMENTS``; a server that was lost is started again."""
+    """Connects to children of ``python -m MODULE FD ARGUMENTS``. A lost server is started again."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module, self._arguments = module, arguments
@@ -21,7 +21,7 @@ class ForkServerProcess:
         self._control: socket.socket | None = None
 
     def close(self) -> None:
-        """End the server; what its children began goes on, on connections of their own."""
+        """End the server. Its children continue on their own connections."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -31,12 +31,12 @@ class ForkServerProcess:
             self._server = None
 
     def start(self) -> None:
-        """Start the server if it does not run; does not wait until it is ready."""
+        """Start the server if it does not run. Does not wait until it is ready."""
         if self._control is None:
             self._start()
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        """A connection to a child of its own, and the server's control socket.
+        """Fork a child. Returns (the connection to it, the server's control socket).
 
         Raises:
             EngineUnavailableError: the server cannot be started.
@@ -55,7 +55,7 @@ class ForkServerProcess:
         raise self.unavailable()
 
     def lost(self, control: socket.socket) -> None:
-        """Give a server up that did not fork."""
+        """Close a server that failed to fork."""
         if self._control is control:
             self.close()
 

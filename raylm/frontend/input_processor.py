@@ -1,4 +1,4 @@
-"""InputProcessor: turns what a caller asked into an EngineCoreRequest, every default resolved and every id checked."""
+"""InputProcessor: builds an EngineCoreRequest from a caller's parameters, resolves defaults and checks token ids."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NO_SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
-    """A request's id and how it is treated, whether it asks for text or for a vector.
+    """A request's id and its options that are common to text and vectors.
 
     A lower ``priority`` is served earlier (under the priority policy). Only requests of the same ``cache_salt`` share
     cached prefixes. ``arrival_time`` is in seconds since the epoch. ``param`` is the field that errors about the prompt
-    name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is that of the request in this replica,
-    None where nobody admitted it. Of each sequence the caller has ``told`` tokens, None if it has all, () if it has
-    nothing of any. What is drawn can be taken over under the name ``resumable_as`` ("" if not), and is if the request
-    ``is_resumed``.
+    name. ``adapter`` names a LoRA adapter, None means the base model. ``place`` is the request's Place in this replica,
+    None without admission. ``told`` counts the tokens that the caller already has, by sequence: None means all, () none
+    of any sequence. ``resumable_as`` is the name under which another replica can take over the drawn tokens, "" if none
+    can. A request that ``is_resumed`` takes over tokens under this name.
     """
 
     request_id: str
@@ -49,29 +49,29 @@ class RequestHead:
 
     @property
     def service(self) -> ServiceLevel:
-        """How it is to be served beside others."""
+        """The service level of the request beside others."""
         return ServiceLevel() if self.place is None else self.place.service
 
     @property
     def told_before(self) -> tuple[int | None, ...] | None:
-        """As ``told``, and None for a request that did not begin on an earlier connection."""
+        """Like ``told``, but None for a request that did not begin on an earlier connection."""
         return self.told if self.told or self.is_resumed else None
 
     def nth(self, place: int, param: str | None = None) -> RequestHead:
-        """The head of one of several prompts that came together, which may come from a field of its own."""
+        """The head of prompt ``place`` of a request with several prompts. ``param`` is the field of the prompt."""
         return replace(self, request_id=f"{self.request_id}-{place}", param=param or self.param)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every ready engine can take: the longest sequence in tokens, and ids below ``vocab_size``."""
+    """Limits of every ready engine: ``max_model_len`` in tokens, and token ids below ``vocab_size``."""
 
     max_model_len: int
     vocab_size: int
 
 
 class InputProcessor:
-    """Owns the numbering of requests; keeps nothing of any of them."""
+    """Builds requests and numbers them. Keeps no state of a request."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], default_max_tokens: int | None) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +80,7 @@ class InputProcessor:
         self._keys = count(1)
 
     def check_chars(self, num_chars: int, max_model_len: int, param: str) -> None:
-        """Refuse a text that is too long for the context whatever its tokens are, before it is tokenized."""
+        """Raise ContextLengthError for a text that cannot fit in the context, before it is tokenized."""
         if num_chars > max_model_len * self._tokenizer.longest_token_chars:
             what = f"your prompt has {num_chars} characters, which can never fit. Please shorten it."
             raise _too_long(max_model_len, what, param)
@@ -96,9 +96,13 @@ class InputProcessor:
         grammar: str | None = None,
         thinking: Thinking | None = None,
     ) -> EngineCoreRequest:
-        """Check and complete one request, whose bad words are tokenized and whose structured outputs are a grammar.
+        """Check one request and fill in defaults. ``bad_words`` are token ids and ``grammar`` is compiled.
 
-        ``thinking`` describes how answers may begin.
+        ``thinking`` describes the reasoning of answers.
+
+        Raises:
+            ContextLengthError: prompt and ``max_tokens`` exceed the context.
+            InvalidRequestError: a field is wrong.
         """
         _check_prompt(prompt_token_ids, limits, head.param)
         _check_length(len(prompt_token_ids), params.max_tokens, limits.max_model_len, head.param)
@@ -107,7 +111,7 @@ class InputProcessor:
         if any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
             raise InvalidRequestError(f"stop may hold strings of at most {MAX_STOP_CHARS} characters.", param="stop")
         default = limits.max_model_len - len(prompt_token_ids)
-        if self._default_max_tokens is not None:  # it gives way to the context, and to ``min_tokens``
+        if self._default_max_tokens is not None:  # the default must fit the context, and be at least ``min_tokens``
             default = min(default, max(self._default_max_tokens, params.min_tokens))
         seed = random.getrandbits(63) if params.seed is None else params.seed
         complete = replace(params, max_tokens=params.max_tokens or default, seed=seed, structured_outputs=None)
@@ -124,7 +128,7 @@ class InputProcessor:
     def build_pooling(
         self, prompt_token_ids: list[int], params: PoolingParams, limits: Limits, head: RequestHead
     ) -> EngineCoreRequest:
-        """Check one request for a vector."""
+        """Check one request for a vector. Raises as ``build``."""
         _check_prompt(prompt_token_ids, limits, head.param)
         if len(prompt_token_ids) > limits.max_model_len:
             what = f"your {head.param} has {len(prompt_token_ids)} tokens. Please shorten it."
@@ -152,7 +156,7 @@ class InputProcessor:
         )
 
     async def bad_words(self, words: tuple[str, ...], limits: Limits) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is tokenized at the start of a text and after a space: banned in both places."""
+        """The tokens of each word at the start of a text and after a space. Both are banned."""
 
         def work() -> tuple[tuple[int, ...], ...]:
             texts = chain.from_iterable((word.lstrip(), f" {word.lstrip()}") for word in words)

@@ -1,4 +1,4 @@
-"""OutputProcessor: takes an engine's column batches apart, and owns the text side of every open request."""
+"""OutputProcessor: splits an engine's column batches by request, and detokenizes the answers of open requests."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from raylm.stages import about
 
 logger = logging.getLogger("raylm.frontend")
 
-_TOKENS_A_TURN = 256  # that are taken over in a turn of the event loop, about a millisecond
+_TOKENS_A_TURN = 256  # tokens replayed in one turn of the event loop, about 1 ms
 
 
 class OpenRequest:
-    """One open request: its sequences, and what its caller has not read yet, at most one output: deltas merge.
+    """One open request: its sequences and at most one unread output. Unread deltas are merged.
 
-    One writer (OutputProcessor) and one reader (the caller's generator), on the same event loop. Of ``texts``,
-    ``readers``, ``last_token_times`` and ``drawn``, its tokens, each of the sequences has one. ``reservation`` is given
-    back as the first tokens come, whether they are read or not. Of what the caller had before, ``told`` are the tokens
-    that are still to come, by sequence; None stands for all.
+    OutputProcessor writes and the caller's generator reads, on one event loop. ``texts``, ``readers``,
+    ``last_token_times`` and ``drawn`` (token ids) have one entry for each sequence. ``reservation`` is released when
+    the first tokens arrive, even if they are not read. ``told`` counts the tokens, by sequence, that the caller already
+    has and that are still to arrive; None means all.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class OpenRequest:
         self.told = {index: count for index, count in enumerate(told) if count != 0}
         self.part.on_open(request, self.drawn)
         self.num_cached_tokens = 0
-        self.unread_logprobs: Logprobs | None = None  # of the prompt, until the caller takes them
+        self.unread_logprobs: Logprobs | None = None  # of the prompt, until ``get`` returns them
         self._num_finished = 0
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._deltas: list[CompletionDelta] = []
-        self._newest: dict[int, CompletionDelta] = {}  # of ``_deltas``, by sequence
+        self._newest: dict[int, CompletionDelta] = {}  # newest of ``_deltas``, by sequence
         self._error: RayLMError | None = None
         self._vector: bytes | None = None
         self._wake = asyncio.Event()
@@ -70,7 +70,7 @@ class OpenRequest:
         return self._num_finished == len(self.texts)
 
     def put(self, delta: CompletionDelta) -> None:
-        """Add what is new of one sequence."""
+        """Add a delta of one sequence."""
         self._num_finished += delta.finish_reason is not None
         waiting = self._newest.get(delta.index)
         if waiting is not None and waiting.takes(delta):
@@ -83,7 +83,7 @@ class OpenRequest:
         self._wake.set()
 
     def take_told(self, delta: CompletionDelta) -> CompletionDelta | None:
-        """Mark what has come of a sequence as ``told`` if the caller had all of it, else take that part from it."""
+        """Mark ``delta`` as ``told`` if the caller has all its tokens. Otherwise split off and return the told part."""
         if delta.index not in self.told:
             return None
         count, size = self.told[delta.index], len(delta.token_ids)
@@ -105,7 +105,7 @@ class OpenRequest:
         self._wake.set()
 
     def fail(self, error: RayLMError) -> None:
-        """End the request: the reader gets ``error`` at once, in place of what it has not read."""
+        """End the request. The reader gets ``error`` at once, and no unread output."""
         self._error, self._num_finished = error, len(self.texts)
         self._leave_queue()
         self._wake.set()
@@ -115,7 +115,7 @@ class OpenRequest:
             self._reservation.release()
 
     async def get(self) -> RequestOutput:
-        """Everything since the last call; waits until there is something, and raises what ``fail`` was called with."""
+        """Wait for output, and return all output since the last call. Raises the error passed to ``fail``."""
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:
@@ -135,15 +135,16 @@ class OpenRequest:
         )
 
     def _read_prompt(self, columns: Logprobs) -> list[TokenLogprob | None]:
-        """One entry a token; nothing comes before the prompt's first token, so it has none."""
+        """One entry for each prompt token. The first token has none, because no token precedes it."""
         missing = len(self.request.prompt_token_ids) - len(columns.counts)
         return [*[None] * missing, *(entry if entry.rank else None for entry in read_logprobs(columns))]
 
 
 class OutputProcessor:
-    """One for all engines; a request is known by its key, unique in this process.
+    """Processes the outputs of all engines. A request is identified by its key, which is unique in this process.
 
-    A sequence that a stop string ends runs on in the engine until the stop reaches it; its further tokens are dropped.
+    The engine continues a sequence that ended with a stop string until the stop reaches the engine. Its further tokens
+    are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, telemetry: Telemetry) -> None:
@@ -159,31 +160,31 @@ class OutputProcessor:
         told: Sequence[int | None] = (),
         part: Part | None = None,
     ) -> OpenRequest:
-        """Expect outputs of ``request``, to be read as ``form`` describes; the caller was ``told`` some before.
+        """Register ``request``. ``form`` describes how its answers are parsed, ``told`` is as in RequestHead.
 
-        What happens to it is noted in ``part``.
+        Events of the request are recorded in ``part``.
         """
         opened = self._open[request.key] = OpenRequest(request, self._tokenizer, form, reservation, told, part)
         return opened
 
     def sent(self, key: int, engine_id: str, scores: tuple[Score, ...]) -> None:
-        """A request is on its way to an engine, for the first time or after another one was lost."""
+        """Record that a request was sent to an engine, the first time or after an engine was lost."""
         if (opened := self._open.get(key)) is not None:
             opened.part.on_sent(engine_id, scores)
 
     def keys_of(self, request_id: str) -> list[int]:
-        """Of the open requests of that id."""
+        """The keys of open requests with this id."""
         return [key for key, opened in self._open.items() if opened.request.request_id == request_id]
 
     def close(self, key: int) -> bool:
-        """The caller wants no more; returns whether the engine may still be at work on it."""
+        """Stop reading a request. Returns whether an engine may still run it."""
         opened = self._open.pop(key, None)
         if opened is not None:
             self._count_unfinished(opened, "abort")
         return opened is not None
 
     def resumed(self, key: int) -> EngineCoreRequest | None:
-        """An open request as another engine goes on with it; None if it is over."""
+        """An open request in the form in which another engine continues it; None if it has ended."""
         opened = self._open.get(key)
         if opened is None:
             return None
@@ -192,7 +193,7 @@ class OutputProcessor:
         return replace(opened.request, drawn=tuple(None if text.finished else tuple(ids) for text, ids in pairs))
 
     async def take_over(self, opened: OpenRequest, parked: ParkedTokens) -> EngineCoreRequest | None:
-        """Hand on what was drawn for an open request elsewhere, then as ``resumed``."""
+        """Deliver tokens that were drawn in another replica to an open request. Returns as ``resumed``."""
         key = opened.request.key
         columns = zip(parked.token_ids, parked.finish_reasons, parked.stop_reasons, strict=True)
         for index, (token_ids, finish_reason, stop_reason) in enumerate(columns):
@@ -204,7 +205,7 @@ class OutputProcessor:
         return self.resumed(key)
 
     def fail(self, keys: Iterable[int], error: RayLMError) -> None:
-        """End requests with an error that their callers see at once."""
+        """End requests with an error, which their callers get at once."""
         for key in keys:
             if (opened := self._open.pop(key, None)) is not None:
                 opened.fail(error)
@@ -216,9 +217,9 @@ class OutputProcessor:
                 self._telemetry.finished(reason, 0.0)
 
     def process(self, outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
-        """Hand every entry to its caller's queue; return the sequences (key, index) that the engine can give up.
+        """Deliver each entry to its request. Returns the sequences (key, index) that the engine can stop.
 
-        What goes wrong with one request ends that request alone.
+        An error in one request ends only this request.
         """
         now = time.time()
         stops: list[tuple[int, int]] = []
@@ -239,7 +240,7 @@ class OutputProcessor:
                 opened.drawn[index] += token_ids
                 delta = CompletionDelta(index, "", token_ids, described)
                 delta.stop_reason = outputs.stop_reasons[entry]
-                if index == 0:  # the others find the prompt that this one has computed
+                if index == 0:  # other sequences report the prompt of sequence 0 as cached
                     opened.num_cached_tokens = max(opened.num_cached_tokens, outputs.cached_tokens[entry])
                     opened.part.cached_tokens = opened.num_cached_tokens
                 ended = self._advance(opened, delta, outputs.finish_reasons[entry], now)
@@ -261,7 +262,7 @@ class OutputProcessor:
     def _advance(
         self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None, now: float
     ) -> Iterable[int]:
-        """Take in what is new of one sequence; returns the indexes of those that the engine need not go on with."""
+        """Deliver new tokens of one sequence. Returns the indexes of sequences that the engine can stop."""
         try:
             told = opened.take_told(delta) if opened.told else None
             parts = [] if told is None else self._read(opened, told, None)
@@ -285,9 +286,9 @@ class OutputProcessor:
         return (delta.index,) if finish_reason is not None and ended is None else ()
 
     def _read(self, opened: OpenRequest, delta: CompletionDelta, ended: FinishReason | None) -> list[CompletionDelta]:
-        """What the tokens of one sequence come to: text, reasoning, calls, and whether it is over.
+        """Parse the tokens of one sequence into text, reasoning, calls and the finish reason.
 
-        An AnswerReader gets them one by one, so that what it finds does not depend on which of them came together.
+        An AnswerReader gets one token at a time, so that its results do not depend on the batches of tokens.
         """
         reader = None if opened.readers is None else opened.readers[delta.index]
         if reader is None:

@@ -1,4 +1,4 @@
-"""What AsyncLLM yields to its callers, inside one process; deltas, so that a caller who is slow gets them merged."""
+"""The outputs of AsyncLLM within one process. They are deltas, which merge while a caller is slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AnswerFinishReason = FinishReason | Literal["tool_calls"]
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """One token's log-probability (natural, raw model distribution) and the most likely tokens at its place."""
+    """One token's log-probability (natural, raw model distribution) and the most likely tokens in its position."""
 
     token_id: int
     logprob: float
@@ -22,7 +22,7 @@ class TokenLogprob:
 
 
 def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
-    """Each token's entry; where none was asked for, it has the token id -1 and the rank 0."""
+    """Iterate over each token's entry. A token without log-probabilities has token id -1 and rank 0."""
     offset = 0
     for count, rank in zip(columns.counts, columns.ranks, strict=True):
         ids, values = columns.token_ids[offset : offset + count], columns.logprobs[offset : offset + count]
@@ -35,9 +35,9 @@ def read_logprobs(columns: Logprobs) -> Iterator[TokenLogprob]:
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """What is new of call ``index`` of a sequence, from 0; ``id`` and ``name`` come on the call's first delta only.
+    """New text of call ``index`` (from 0) of a sequence. Only the first delta of a call has ``id`` and ``name``.
 
-    ``arguments`` is the next piece of a JSON text.
+    ``arguments`` is the next part of a JSON text.
     """
 
     index: int
@@ -46,7 +46,7 @@ class ToolCallDelta:
     arguments: str = ""
 
     def add(self, later: ToolCallDelta) -> None:
-        """Take in the next piece of the arguments, without copying those that are there."""
+        """Append the next part of the arguments, without copying the existing text."""
         arguments, self.arguments = self.arguments, ""
         arguments += later.arguments
         self.arguments = arguments
@@ -54,19 +54,19 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class CompletionDelta:
-    """What is new of one of the n sequences of a request since the caller last looked.
+    """New output of one of the n sequences of a request, since the caller's last read.
 
-    ``text`` is final: a stop string's beginning is held back until it is decided. ``token_ids`` may run ahead of
-    ``text``. ``logprobs`` is aligned with ``token_ids`` or None. ``finish_reason`` is set on the last delta only;
-    ``stop_reason`` is then the stop string or stop token id that matched, None for EOS.
+    ``text`` is final: text that may be the beginning of a stop string is held back. ``token_ids`` may be ahead of
+    ``text``. ``logprobs`` has an entry for each of ``token_ids``, or is None. ``finish_reason`` is set only on the last
+    delta; ``stop_reason`` is then the matched stop string or stop token id, None for EOS.
 
-    Where the request has an AnswerFormat, reasoning and tool calls are no part of ``text``: they are in ``reasoning``
-    and ``tool_calls`` (in order, at most one entry for a call), and ``reasoning_tokens`` of the tokens are reasoning.
-    In the answer, the reasoning of a delta stands before its text, and its text before its calls.
-    ``text_logprobs`` are the entries of the tokens that ``text`` is made of, if log-probabilities were asked for.
-    A sequence that made calls and ended by itself has the finish reason "tool_calls".
+    If the request has an AnswerFormat, ``text`` excludes reasoning and tool calls. They are in ``reasoning`` and
+    ``tool_calls`` (in order, at most one entry for each call), and ``reasoning_tokens`` counts the tokens of reasoning.
+    The order of the answer is: the reasoning of a delta, its text, its calls. ``text_logprobs`` are the entries of the
+    tokens of ``text``, if log-probabilities were requested. A sequence that made calls and ended normally has the
+    finish reason "tool_calls".
 
-    A ``told`` delta is what the caller had before (RequestHead.told); it is never merged with news.
+    A ``told`` delta has tokens that the caller already has (RequestHead.told). It is never merged with new tokens.
     """
 
     index: int
@@ -82,11 +82,11 @@ class CompletionDelta:
     text_logprobs: list[TokenLogprob] | None = None
 
     def takes(self, later: CompletionDelta) -> bool:
-        """Whether the sequence's next delta can be added to this one without a change of the order of its parts."""
+        """Whether ``add`` of the next delta keeps the order of the parts of the answer."""
         return self.told == later.told and not (self.tool_calls and (later.text or later.reasoning))
 
     def by_token(self) -> list[CompletionDelta]:
-        """The deltas of the single tokens, as they are before a text is read; of no more than one it is itself."""
+        """One delta for each token, before text is parsed. Returns ``self`` if there is at most one token."""
         if len(self.token_ids) < 2:
             return [self]
         singles = []
@@ -97,8 +97,8 @@ class CompletionDelta:
         return singles
 
     def add(self, later: CompletionDelta) -> None:
-        """Take in the sequence's next delta; the lists of ``later`` may become this one's own."""
-        # A text that only a local name holds grows in place; otherwise all of a long answer is copied for each token.
+        """Append the next delta of the sequence. Lists of ``later`` may become lists of this delta."""
+        # A string grows in place if only a local name refers to it. Otherwise each token would copy a long answer.
         text, self.text = self.text, ""
         text += later.text
         self.text = text
@@ -120,7 +120,7 @@ class CompletionDelta:
 
 
 def join_calls(first: list[ToolCallDelta] | None, later: list[ToolCallDelta] | None) -> list[ToolCallDelta] | None:
-    """What is new by two deltas of one sequence; takes over both lists."""
+    """Join the calls of two successive deltas of a sequence. Both lists may be modified."""
     if not first or not later:
         return first or later
     if first[-1].index == later[0].index:
@@ -131,15 +131,15 @@ def join_calls(first: list[ToolCallDelta] | None, later: list[ToolCallDelta] | N
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What is new of one request: the deltas of its sequences; ``finished`` on the last output.
+    """New output of one request: the deltas of its sequences. ``finished`` is set on the last output.
 
-    A sequence has one delta, but for two cases: what was ``told`` has its own, before the news; and text behind calls
-    begins a new one, as a delta's text stands before its calls.
+    A sequence has one delta, with two exceptions. Told tokens have their own delta, before new tokens. Text after calls
+    begins a new delta, because the text of a delta comes before its calls.
 
-    ``prompt_logprobs`` (None if not asked for) has one entry a prompt token, None for the first; it is complete in
-    the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache served. ``vector`` is what a
-    prompt was pooled to, float32 bytes in the machine's order: the only output then, without deltas. ``place`` is the
-    request's among those that are read together.
+    ``prompt_logprobs`` (None if not requested) has one entry for each prompt token, None for the first; it is complete
+    in the first output. ``num_cached_tokens`` counts prompt tokens that the prefix cache provided. ``vector`` is the
+    pooled vector, float32 bytes in the machine's byte order; a request for a vector has one output, without deltas.
+    ``place`` is the request's index among requests that are read together.
     """
 
     request_id: str

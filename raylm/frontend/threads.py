@@ -1,4 +1,4 @@
-"""Work off the event loop: offload, and Lanes for what takes long; no request holds up the others for long."""
+"""Work outside the event loop: offload, and Lanes for long work."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LARGE = 2_048  # things to walk through; Python does about a million a second, and handing over costs as much as 100
+LARGE = 2_048  # items; Python handles about a million a second, and starting a thread's work costs as much as 100 items
 
 
 async def offload(work: Callable[[], T], size: int) -> T:
-    """``work()``, on a thread if it walks through more than LARGE things.
+    """Return ``work()``. Runs it on a thread if ``size``, its number of items, exceeds LARGE.
 
-    A thread takes turns with the loop every few milliseconds while it runs Python code. A single call into C does
-    not: such calls must be bounded otherwise.
+    A thread that runs Python code takes turns with the loop every few milliseconds. A single call into C does not, so
+    such calls must be bounded in another way.
     """
     return work() if size <= LARGE else await asyncio.to_thread(work)
 
 
 class Lanes:
-    """Two threads, one for small pieces of work and one for large, so that no small one waits behind a large one.
+    """Two threads, for small and for large work, so that small work never waits for large work.
 
-    Work begins in the order in which it came, in each lane; what is cancelled before that leaves.
+    Each lane is first in, first out. Cancelled work that has not begun is removed.
     """
 
     def __init__(self, name: str) -> None:

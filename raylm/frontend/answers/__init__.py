@@ -1,1 +1,1 @@
-"""What shape an answer has and how it is read: grammars, tool calls, reasoning."""
+"""The form of an answer and the parsing of its text: grammars, tool calls, reasoning."""

@@ -1,4 +1,4 @@
-"""AnswerFormat: how the answers to one request are read, and AnswerReader, which reads one of them as it comes."""
+"""AnswerFormat, the parsers for the answers of one request, and AnswerReader, which applies them to one answer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from raylm.messages import Thinking
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What there is to find in the texts of one request: reasoning, tool calls, or both.
+    """How the texts of one request are parsed: for reasoning, tool calls, or both.
 
-    ``reasoning`` and ``thinking`` are None together. With ``one_call`` a sequence ends with its first call.
+    ``reasoning`` and ``thinking`` are None together. With ``one_call`` a sequence ends after its first call.
     """
 
     reasoning: ReasoningMarkers | None = None
@@ -25,7 +25,7 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """Sorts the text of one sequence; what stands in its deltas' ``text`` is then the answer alone."""
+    """Parses the text of one sequence. After ``read``, the ``text`` of a delta has only the answer."""
 
     __slots__ = ("_reasoning", "_text_tokens", "_tokens", "_tools")
 
@@ -39,10 +39,11 @@ class AnswerReader:
         self._text_tokens = TextTokens()
 
     def read(self, delta: CompletionDelta) -> list[CompletionDelta]:
-        """Sort what is new; returns ``delta``, with others behind it only where text follows a call.
+        """Parse a delta. Returns ``delta``, followed by further deltas only if text follows a call.
 
-        The last one's ``finish_reason`` may be set where ``delta`` had none: then the sequence is over. Tokens are told
-        apart exactly where ``delta`` has one at most; of several the text counts as that of the last.
+        The last delta's ``finish_reason`` may be set although ``delta`` had none: then the sequence has ended. Tokens
+        are assigned to parts of the answer exactly if ``delta`` has at most one token. If it has several, all its text
+        is assigned to the last token.
         """
         said, ended = delta.text, delta.finish_reason is not None
         if self._reasoning is not None and self._tokens is not None:
@@ -79,38 +80,38 @@ class AnswerReader:
         if tools.over or (tools.has_calls and last.finish_reason == "stop"):
             last.finish_reason = "tool_calls"
         if tools.over:
-            last.stop_reason = None  # what stopped the text came behind the call
+            last.stop_reason = None  # the stop string or token came after the call
         return found
 
 
 class TextTokens:
-    """Finds the tokens that the text of an answer is made of, while what they said is sorted.
+    """Finds the tokens of an answer's text in the stream of all tokens.
 
-    A token belongs to the text if a character of it does, or, where it ends within a character, if that character
-    does. Markers, white space that parsers drop, and the token that ends the answer belong to no text.
+    A token belongs to the text if one of its characters does. A token that ends within a character belongs to the text
+    if that character does. Markers, white space that parsers drop, and the end token do not belong to the text.
     """
 
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[TokenLogprob, str]] = []  # tokens whose text is not sorted yet, with that text
+        self._waiting: list[tuple[TokenLogprob, str]] = []  # (token, its text) of tokens not yet assigned
 
     def add(self, entries: list[TokenLogprob], said: str) -> None:
-        """The next tokens, and what they said together."""
+        """Add the next tokens, and their joint text ``said``."""
         last = len(entries) - 1
         self._waiting += [(entry, said if place == last else "") for place, entry in enumerate(entries)]
 
     def drop(self) -> None:
-        """All that waits was reasoning or a call."""
+        """Drop all waiting tokens: they were reasoning or part of a call."""
         self._waiting.clear()
 
     def take(self, text: str, num_held: int) -> list[TokenLogprob]:
-        """The tokens of ``text``, behind which so many characters are held back."""
+        """Return the tokens of ``text``. ``num_held`` characters after ``text`` are held back by parsers."""
         if not text:
             return []
         whole = "".join(said for _, said in self._waiting)
         end = len(whole) - num_held
-        if not whole.endswith(text, 0, end):  # something behind it was dropped already
+        if not whole.endswith(text, 0, end):  # text after it was dropped already
             end = whole.rfind(text) + len(text) if text in whole else len(whole)
         found, later, begin, at = [], [], end - len(text), 0
         for entry, said in self._waiting:

@@ -1,4 +1,4 @@
-"""ChatProcessor: turns a conversation into a prompt, and decides how its answers are parsed."""
+"""ChatProcessor: converts a conversation to a prompt, and chooses the parsers for its answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raylm.frontend.timelines.record import mark
 from raylm.messages import Thinking
 from raylm.params import SamplingParams
 
-_TAIL_TOKENS = 16  # of a prompt, in which it opens or closes the reasoning of the answer
+_TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for markers of reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as AsyncLLM.generate takes it."""
+    """A conversation in the form that AsyncLLM.generate accepts."""
 
     token_ids: list[int]
     params: SamplingParams
@@ -31,7 +31,11 @@ class ChatPrompt:
 
 
 class ChatProcessor:
-    """The checkpoint's chat template with the parsers of its answers, which must be known and fit the tokenizer."""
+    """The checkpoint's chat template and the parsers for its answers.
+
+    Raises:
+        ConfigError: a configured parser is unknown, or its markers are not in the vocabulary.
+    """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate, compiler: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
@@ -53,7 +57,12 @@ class ChatProcessor:
         return self._reasoning_parser is not None
 
     async def prepare(self, request: ChatRequest, params: SamplingParams) -> ChatPrompt:
-        """Render, tokenize, and find out what the answers may hold."""
+        """Render and tokenize the conversation, and choose the parsers for its answers.
+
+        Raises:
+            InvalidRequestError: the template fails, or a tool's schema cannot be compiled.
+            UnsupportedFieldError: the model has no form for tool calls, or no reasoning, that the request asks for.
+        """
         tools = request.tools if request.tool_choice != "none" else None
         if tools and self._tool_parser is None:
             message = "this model's chat template has no form of tool calls that is known here."
@@ -68,9 +77,9 @@ class ChatProcessor:
         special = request.add_special_tokens
         token_ids = await self._tokenizer.encode(text, add_special_tokens=special, param="messages")
         thinking = self._thinking(token_ids, request.add_generation_prompt)
-        if thinking is None:  # nothing is left that a budget could limit
+        if thinking is None:  # the answer has no reasoning for a budget to limit
             params = replace(params, thinking_token_budget=None)
-            if not tools and params.logprobs is None:  # else the tokens of the text are told apart
+            if not tools and params.logprobs is None:  # logprobs need a parser that finds the tokens of the text
                 return ChatPrompt(token_ids, params, None)
         if tools and self._tool_parser is not None:
             mark("compile")
@@ -94,7 +103,7 @@ class ChatProcessor:
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | (request.template_kwargs or {})
 
     def _thinking(self, prompt: list[int], opens_turn: bool) -> Thinking | None:
-        """How answers to ``prompt`` may begin; None if they cannot hold reasoning, as the prompt has closed it."""
+        """The initial state of reasoning for answers to ``prompt``; None if the prompt ends after the reasoning."""
         parser = self._reasoning_parser
         if parser is None or not opens_turn:
             return None
@@ -104,7 +113,7 @@ class ChatProcessor:
         return replace(self._marks, begun=tail.endswith(parser.start))
 
     def _showing_markers(self, params: SamplingParams, form: AnswerFormat) -> SamplingParams:
-        """Markers that are special tokens must be seen to be found."""
+        """Keep special tokens in the text if markers are special tokens; the parsers search the text for markers."""
         special = form.thinking is not None and form.thinking.start_token_id in self._tokenizer.special_token_ids
         if special or (form.tool_parser is not None and form.tool_parser.keeps_special_tokens):
             return replace(params, skip_special_tokens=False)
@@ -126,7 +135,7 @@ class ChatProcessor:
 
 
 def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool as the model reads it: ``strict`` is between caller and server."""
+    """The tool as the template renders it. ``strict`` is for the server, not for the model."""
     return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 

@@ -1,4 +1,4 @@
-"""bounded_form: what a caller asks of an answer as plain JSON, if its size and depth are within bounds."""
+"""bounded_form: the requested form of an answer as plain JSON, if its size and depth are within limits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from raylm.params import MAX_GRAMMAR_CHARS, StructuredOutputs
 
 MAX_VALUES = 20_000
-"""Objects, arrays, strings, numbers of a JSON schema."""
+"""Limit on the objects, arrays, strings and numbers in a JSON schema."""
 MAX_DEPTH = 100
-"""Of a JSON schema, as JSON; llguidance's reader ends at 127."""
+"""Limit on the nesting of a JSON schema. The reader of llguidance fails at 127."""
 MAX_LITERAL_CHARS = 4_096
-"""Of one text that an answer is compared with: a mask takes a millisecond for every 1,000 of them."""
+"""Limit on one text that an answer is compared with. Computing a mask takes 1 ms for every 1,000 characters."""
 MAX_RULES = 2_000
-"""Of a grammar; reading GBNF takes time in their square."""
+"""Limit on the rules of a grammar. Reading GBNF takes time quadratic in the rules."""
 
 _NOT_LITERALS = {"description", "title", "$comment", "$schema", "$id", "examples", "default"}
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)*+/')
 
 Form = tuple[str, Any]
-"""A field of StructuredOutputs and its value; a JSON schema as text."""
+"""A field of StructuredOutputs and its value. A JSON schema is text."""
 
 
 def bounded_form(spec: StructuredOutputs) -> Form:
-    """What ``spec`` asks for, in time that grows with the bounds and not with what was sent.
+    """The form that ``spec`` asks for. Takes time proportional to the limits, not to the size of ``spec``.
 
     Raises:
-        ValueError: it goes beyond a bound, or is no JSON.
+        ValueError: it exceeds a limit, or is not JSON.
     """
     if spec.json_object:
         return "json_object", True
@@ -69,7 +69,7 @@ def _bounded_json(given: Any) -> str:
 
 
 def _check_values(schema: Any) -> None:
-    """Walk through ``schema`` up to the bounds."""
+    """Count the values of ``schema``, up to the limits."""
     seen, level = 0, [schema]
     for _ in range(MAX_DEPTH):
         seen += len(level)
@@ -87,7 +87,7 @@ def _parts(node: Any) -> Iterable[Any]:
 
 
 def _texts(node: Any) -> Iterable[str]:
-    """What an answer may be compared with, of one value."""
+    """The texts of one value that an answer may be compared with."""
     if isinstance(node, dict):
         said = (value for key, value in node.items() if key not in _NOT_LITERALS)
         return chain(node, (value for value in said if isinstance(value, str)))

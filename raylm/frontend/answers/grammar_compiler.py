@@ -1,4 +1,4 @@
-"""GrammarCompiler: has the forms that callers ask of answers proved, each once, small ones before large ones."""
+"""GrammarCompiler: compiles the requested forms of answers in child processes, each form once, small forms first."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAX_KEPT = 256
 MAX_KEPT_CHARS = 2**17
 _SMALL_CHARS = 2**14
 
-Key = tuple[str, str]  # a field of StructuredOutputs and its value, as JSON
+Key = tuple[str, str]  # (field of StructuredOutputs, its value as JSON)
 
 
 class Lane:
-    """A few places to work in, with a bounded queue; the smallest that waits is next."""
+    """Limits concurrent jobs. Has a bounded queue, and starts the smallest waiting job next."""
 
     def __init__(self, places: int, max_waiting: int, cpu_s: float, nice: int) -> None:
         self.cpu_s, self.nice = cpu_s, nice
@@ -36,7 +36,7 @@ class Lane:
 
     @asynccontextmanager
     async def place(self, size: int) -> AsyncIterator[None]:
-        """Wait for a place; OverloadedError if too many do already."""
+        """Wait for a free place. Raises OverloadedError if ``max_waiting`` jobs wait already."""
         if self._free:
             self._free -= 1
         else:
@@ -72,18 +72,19 @@ class Lane:
 
 @dataclass(slots=True)
 class _Job:
-    """One form in flight, for all who asked for it."""
+    """One form that is being compiled, and the number of callers that wait for it."""
 
     task: asyncio.Task[Verdict]
     waiting: int = 0
 
 
 class GrammarCompiler:
-    """Turns StructuredOutputs into grammars that a worker can use, in processes that may die of them.
+    """Compiles StructuredOutputs to grammars for workers, in child processes that may crash.
 
-    A form is tried for a moment first, beside one other; what does not end by then is tried again with what is large,
-    one after the other. The last ``MAX_KEPT`` verdicts on what has at most ``MAX_KEPT_CHARS`` characters are kept, good
-    and bad ones. Equal forms in flight share a process, which ends when nobody waits for it any more.
+    A small form first gets a short time limit, beside at most one other. If the limit ends the compilation, it is tried
+    again in the lane of large forms, which runs one at a time with a longer limit. The last ``MAX_KEPT`` verdicts, good
+    and bad, on forms of at most ``MAX_KEPT_CHARS`` characters are cached. Equal forms share one process, which ends
+    when no caller waits for it.
     """
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...]) -> None:
@@ -95,11 +96,11 @@ class GrammarCompiler:
         self._large = Lane(places=1, max_waiting=16, cpu_s=2.0, nice=10)
 
     async def compile(self, spec: StructuredOutputs) -> str:
-        """The grammar of ``spec``.
+        """Compile ``spec`` to a grammar.
 
         Raises:
-            InvalidRequestError: it is wrong, allows nothing, or is too complex.
-            OverloadedError: too many wait for theirs.
+            InvalidRequestError: the form is wrong, matches no answer, or is too complex.
+            OverloadedError: too many forms wait.
         """
         if not self._eos_token_ids:
             raise _refused(spec, "this model has no token that ends an answer.")

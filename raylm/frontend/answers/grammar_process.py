@@ -1,4 +1,4 @@
-"""GrammarProcess: the front end's side of the grammar server."""
+"""GrammarProcess: the client of the grammar server."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from raylm.grammar_server import Verdict
 
 
 class GrammarProcess(ForkServerProcess):
-    """Has grammars proved in processes that may die; a server that was lost is started again for the next one."""
+    """Compiles grammars in child processes of the grammar server. A lost server is started again for the next form."""
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...]) -> None:
         super().__init__("raylm.grammar_server", str(path), *map(str, eos_token_ids))
 
     async def prove(self, form: Form, cpu_s: float, nice: int) -> Verdict | None:
-        """The verdict, None if the process died of the form; to cancel this ends the process.
+        """Compile a form in a child. Returns None if the child died. Cancelling this call ends the child.
 
         Raises:
-            EngineUnavailableError: no process could be had.
+            EngineUnavailableError: no child process could be started.
         """
         job = frame(json.dumps({"form": dict([form]), "cpu_s": cpu_s, "nice": nice}).encode())
         for _ in range(TRIES):
@@ -44,7 +44,7 @@ class GrammarProcess(ForkServerProcess):
 
 
 def _verdict(answer: bytes) -> Verdict | None:
-    """None if nothing was answered, or not to the end."""
+    """Parse an answer; None if it is empty or cut."""
     with suppress(ValueError):
         grammar, fault = json.loads(answer)
         return grammar, fault
@@ -52,7 +52,7 @@ def _verdict(answer: bytes) -> Verdict | None:
 
 
 async def _ask(connection: socket.socket, job: bytes) -> bytes:
-    """All that is answered; nothing if the job was not begun."""
+    """Send the job and return the whole answer; empty if the job was not started."""
     loop, answer = asyncio.get_running_loop(), bytearray()
     with suppress(ConnectionError):
         await loop.sock_sendall(connection, job)

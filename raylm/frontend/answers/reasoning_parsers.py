@@ -1,4 +1,4 @@
-"""Reasoning parsers: separate the reasoning of one sequence from its answer, as the text comes."""
+"""Reasoning parsers: separate the reasoning of one sequence from its answer, while the text arrives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from raylm.messages import Thinking
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """What stands before and behind the reasoning; each is a single token.
+    """The markers before and after reasoning. Each is a single token.
 
-    ``closing`` is what the model is made to write when its budget for thinking is used up; it holds ``end``.
+    ``closing`` is the text that the model is forced to write when its thinking budget is used up. It contains ``end``.
     """
 
     start: str
@@ -31,32 +31,31 @@ REASONING_PARSERS = {
 
 
 def detect_reasoning_parser(template: str) -> str | None:
-    """The name of the first parser whose end marker stands in a chat template."""
+    """The name of the first parser whose end marker is in a chat template."""
     return next((name for name, markers in REASONING_PARSERS.items() if markers.end in template), None)
 
 
 class ReasoningParser:
-    """Reasoning stands between two markers, before the answer.
+    """Separates reasoning, which is between two markers before the answer, from the answer.
 
-    A sequence reasons from its beginning if the prompt has opened the reasoning already (``thinking``), else if its
-    own text begins with the start marker. White space around reasoning, and before an answer that follows some,
-    belongs to neither.
+    A sequence begins with reasoning if the prompt ends in an open marker (``thinking``), or if its own text begins with
+    the start marker. White space around reasoning, and before an answer after reasoning, is dropped.
     """
 
     def __init__(self, markers: ReasoningMarkers, *, thinking: bool) -> None:
-        self._beginning = "" if not thinking else None  # of the text, while it may still become the start marker
+        self._beginning = "" if not thinking else None  # text that may still become the start marker
         self._thinking = thinking
-        self._fresh = thinking  # nothing but white space has come since the last marker
+        self._fresh = thinking  # only white space has arrived since the last marker
         self._start = markers.start
         self._search = MarkerSearch(markers.end)
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text of which it is not decided where they belong."""
+        """Number of characters at the end of the text that are not yet assigned."""
         return self._search.num_held if self._thinking else len(self._beginning or "")
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take in the next piece; return what is final of (reasoning, answer)."""
+        """Add the next piece of text. Returns the final (reasoning, answer)."""
         if self._beginning is not None:
             self._beginning += text
             begun = self._beginning.lstrip()
@@ -80,7 +79,7 @@ class ReasoningParser:
         return "", held
 
     def _without_first_space(self, text: str) -> str:
-        """``text`` without white space that follows a marker."""
+        """``text`` without white space after a marker."""
         if self._fresh:
             text = text.lstrip()
             self._fresh = not text
@@ -88,7 +87,7 @@ class ReasoningParser:
 
 
 class ReasoningTokenCounter:
-    """Counts the tokens of one sequence's reasoning by the tokens that begin and end it, which are not counted."""
+    """Counts the reasoning tokens of one sequence, without the start and end marker."""
 
     __slots__ = ("_beginning", "_thinking", "_tokens")
 
@@ -98,7 +97,7 @@ class ReasoningTokenCounter:
         self._beginning = not tokens.begun
 
     def count(self, token_ids: list[int]) -> int:
-        """How many of the next tokens are reasoning."""
+        """The number of reasoning tokens among the next tokens."""
         if self._beginning and token_ids:
             self._beginning = False
             self._thinking = token_ids[0] == self._tokens.start_token_id

@@ -1,4 +1,4 @@
-"""ToolParser: finds the tool calls in the text of one sequence, as it comes; and the choice of one for a model."""
+"""ToolParser: finds tool calls in the text of one sequence while it arrives. Also chooses the parser for a model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from raylm.params import SamplingParams, StructuredOutputs
 Tools = Mapping[str, Mapping[str, Any]]
 Mark = Callable[[str], str]
 Parsed = list[tuple[str, list[ToolCallDelta]]]
-"""What is final, in the order of the answer: content, and the calls behind it."""
+"""Final parts in the order of the answer: content, and the calls after it."""
 
 
 class ToolParser(ABC):
-    """The interface of the members: an object reads one sequence, the class knows how a model writes calls.
+    """Interface of tool parsers. An object parses one sequence. The class describes the call format of a model family.
 
-    ``tools`` are the parameters' schemas by function; with ``one_call`` the text is ``over`` with the first call.
+    ``tools`` maps function names to the schemas of their parameters. With ``one_call`` the text is ``over`` after the
+    first call.
     """
 
-    marker: ClassVar[str]  # what calls begin with
-    keeps_special_tokens: ClassVar[bool] = False  # markers are special tokens, which a text shows only if asked to
+    marker: ClassVar[str]  # first text of calls
+    keeps_special_tokens: ClassVar[bool] = False  # markers are special tokens, so the detokenizer must keep them
     over: bool
     has_calls: bool
 
@@ -35,33 +36,34 @@ class ToolParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> Parsed:
-        """Take in the next piece; return what is final."""
+        """Add the next piece of text. Returns the final parts."""
 
     @abstractmethod
     def flush(self) -> Parsed:
-        """What is held back, once no more text comes."""
+        """Return the text that is held back, at the end of the text."""
 
     @property
     @abstractmethod
     def num_held(self) -> int:
-        """Characters at the end of the text that may still become content or belong to a call."""
+        """Number of characters at the end of the text that may still become content or part of a call."""
 
     @classmethod
     @abstractmethod
     def serves(cls, template: str) -> bool:
-        """Whether a chat template writes calls in this parser's form."""
+        """Whether a chat template writes calls in the format of this parser."""
 
     @classmethod
     @abstractmethod
     def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
-        """How a model writes calls, in Lark: (one call, what stands between two, further rules).
+        """The format of calls in Lark: (one call, separator of two calls, further rules).
 
-        The arguments of the function ``names[i]`` are the rule ``args_i``; ``mark`` gives a marker's own expression.
+        The arguments of the function ``names[i]`` are the rule ``args_i``. ``mark`` converts a marker to a Lark
+        expression.
         """
 
     @classmethod
     def free_text(cls) -> str:
-        """Lark for an answer in which calls may stand, but must be right: of the rules TEXT and calls."""
+        """Lark rule for an answer that may contain calls in the right format. Uses the rules TEXT and calls."""
         return "TEXT? (calls TEXT?)*"
 
     @classmethod
@@ -69,7 +71,7 @@ class ToolParser(ABC):
     async def form_of(
         cls, request: ChatRequest, params: SamplingParams, tokenizer: Tokenizer, compiler: GrammarCompiler
     ) -> StructuredOutputs | None:
-        """The form of an answer to ``request``, which has tools; None if it is free."""
+        """The form that an answer to ``request``, which has tools, must match; None for any text."""
 
 
 TOOL_PARSERS = Family[type[ToolParser]]({
@@ -81,5 +83,5 @@ TOOL_PARSERS = Family[type[ToolParser]]({
 
 
 def detect_tool_parser(template: str) -> str | None:
-    """The name of the first parser in whose form a chat template writes calls."""
+    """The name of the first parser whose format a chat template uses for calls."""
     return next((name for name, parser in TOOL_PARSERS.items() if parser.serves(template)), None)

@@ -1,1 +1,1 @@
-"""The engines as an ingress replica sees them: discovery, routing, and one client for each EngineCore."""
+"""Engines in an ingress replica: discovery, routing, and one client for each EngineCore."""

@@ -1,4 +1,4 @@
-"""AdapterDirectory: the LoRA adapters of an application: what was decided about them, and which engines have them."""
+"""AdapterDirectory: the LoRA adapters of an application, and the engines that have each of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EVENT = about("adapter")
 
 
 class AdapterDirectory:
-    """Engines own adapters and report every change to all clients, so each replica knows what any has loaded.
+    """Tracks adapters in all engines. Engines report each change of their adapters to all clients.
 
-    ``known`` are the adapters by name that requests may name, ``lost`` why one that was known is gone without having
-    been unloaded. An engine that takes the place of a lost one, or joins later, is given what is known. What replicas
-    decide goes by the application's state: it holds where engines come and go, and an engine that has what was
-    unloaded meanwhile gives it up.
+    ``known`` maps the names that requests may use to adapters. ``lost`` maps the names of adapters that were lost
+    without being unloaded to the reason. The directory loads known adapters into new engines, which replace lost ones
+    or join. Decisions to load and unload are shared by the application's state, so that they survive changes of
+    engines. An engine that still has an unloaded adapter has to unload it.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,18 @@ class AdapterDirectory:
         self._publish: Callable[[], Awaitable[None]] = _tell_nobody
 
     def check(self, name: str) -> None:
-        """Refuse a name that no adapter has."""
+        """Raise ModelNotFoundError if no adapter has this name."""
         if name not in self.known:
             state = f"was lost: {self.lost[name]}" if name in self.lost else "is not loaded."
             raise ModelNotFoundError(f"The LoRA adapter '{name}' {state}", param="model")
 
     def engines_with(self, name: str) -> set[str]:
-        """The ids of the engines that can serve an adapter; an error if it is not loaded, or not yet again."""
+        """The ids of the engines that can serve an adapter.
+
+        Raises:
+            ModelNotFoundError: the adapter is not loaded.
+            EngineUnavailableError: the adapter is being loaded again.
+        """
         self.check(name)
         adapter = self.known[name]
         found = {engine_id for engine_id, (_, adapters) in self._engines.items() if adapter in adapters}
@@ -51,12 +56,12 @@ class AdapterDirectory:
         return found
 
     def digest(self, engine_id: str, name: str) -> str:
-        """Of the content of an adapter that an engine has; its name while the engine has not told it."""
+        """The digest of the content of an engine's adapter; its name until the engine has reported a digest."""
         _, adapters = self._engines[engine_id]
         return next((adapter.digest for adapter in adapters if adapter.name == name), "") or name
 
     def on_report(self, client: EngineClient, adapters: Iterable[LoRAAdapter]) -> None:
-        """An engine reports what it has; called from a task that outlives every request."""
+        """Process an engine's report of its adapters. Must be called from a task that no request cancels."""
         engine_id, now = client.info.engine_id, frozenset(adapters)
         is_new = engine_id not in self._engines
         _, before = self._engines.get(engine_id, (client, frozenset[LoRAAdapter]()))
@@ -74,14 +79,14 @@ class AdapterDirectory:
                 self._start(self._restore(client, adapter))
 
     def connect(self, publish: Callable[[], Awaitable[None]]) -> None:
-        """``publish`` tells the others what was decided here, and hears what they have decided."""
+        """Set ``publish``, which exchanges decisions with other replicas."""
         self._publish = publish
 
     def entries(self) -> Iterable[AdapterEntry]:
         return self._decided.values()
 
     def merge(self, entries: Iterable[AdapterEntry]) -> None:
-        """Follow what other replicas have decided, or this one's predecessors."""
+        """Apply decisions of other replicas, or of earlier replicas."""
         for entry in entries:
             known = self._decided.get(entry.name)
             if known is not None and known.revision >= entry.revision:
@@ -98,18 +103,18 @@ class AdapterDirectory:
                     self._start(self._restore(client, entry.adapter))
 
     def has_all_of(self, engine_id: str, other_id: str) -> bool:
-        """Whether an engine has the adapters of another one."""
+        """Whether an engine has all adapters of another engine."""
         return self._adapters_of(engine_id) >= self._adapters_of(other_id)
 
     def _adapters_of(self, engine_id: str) -> frozenset[LoRAAdapter]:
         return self._engines[engine_id][1] if engine_id in self._engines else frozenset()
 
     def leave(self, engine_id: str) -> None:
-        """An engine is gone; what it had stays known."""
+        """Remove an engine that is gone. Its adapters stay known."""
         self._engines.pop(engine_id, None)
 
     async def load(self, adapter: LoRAAdapter) -> None:
-        """Load an adapter into every engine, or into none: then an engine's error is raised."""
+        """Load an adapter into every engine. If one fails, unload it from all and raise the error."""
         if adapter.name in self.known:
             message = f"A LoRA adapter '{adapter.name}' is loaded already; unload it first."
             raise InvalidRequestError(message, param="lora_name")
@@ -124,7 +129,7 @@ class AdapterDirectory:
             if adapter.name not in self.known:
                 await self._decide(adapter, "unloaded")
             raise
-        for client in clients:  # the engines' own reports come by the stream, and may come later
+        for client in clients:  # the engines' own reports may arrive later
             engine_id = client.info.engine_id
             if engine_id in self._engines:
                 self._engines[engine_id] = client, self._engines[engine_id][1] | {adapter}
@@ -132,7 +137,7 @@ class AdapterDirectory:
         await self._decide(adapter, "loaded")
 
     async def unload(self, name: str) -> None:
-        """Take an adapter out of every engine; requests that use it end with an error that names it."""
+        """Unload an adapter from every engine. Requests that use it end with an error that names it."""
         if name not in self.known:
             raise NotFoundError(f"The LoRA adapter '{name}' is not loaded.", param="lora_name")
         clients = self._clients()
@@ -147,7 +152,7 @@ class AdapterDirectory:
     def _learn(self, adapter: LoRAAdapter) -> None:
         self.known[adapter.name] = adapter
         self.lost.pop(adapter.name, None)
-        self._decided.setdefault(adapter.name, AdapterEntry(adapter, "loaded", 0))  # nobody alive has decided it
+        self._decided.setdefault(adapter.name, AdapterEntry(adapter, "loaded", 0))  # no live replica has decided
 
     async def _decide(self, adapter: LoRAAdapter, decided: Literal["loading", "loaded", "unloaded"]) -> None:
         before = self._decided.get(adapter.name)
@@ -164,8 +169,8 @@ class AdapterDirectory:
         task.add_done_callback(self._tasks.discard)
 
     async def _take_out(self, client: EngineClient, adapter: LoRAAdapter) -> None:
-        """An engine has it although it was unloaded: it was being loaded there at that time."""
-        await self._publish()  # hear first whether it is loaded anew
+        """Unload an adapter that an engine was loading while it was unloaded elsewhere."""
+        await self._publish()  # first learn whether it was loaded again
         if not self._is_unloaded(adapter.name):
             if any(adapter in adapters for _, adapters in self._engines.values()):
                 self._learn(adapter)
@@ -178,7 +183,7 @@ class AdapterDirectory:
             )
 
     async def _undo(self, client: EngineClient, adapter: LoRAAdapter) -> None:
-        """Only what this loading has brought: the name may stand for an adapter that was there before."""
+        """Undo a failed load. Keeps an earlier adapter of the same name."""
         if self.known.get(adapter.name, adapter) != adapter:
             return
         try:
@@ -202,11 +207,11 @@ class AdapterDirectory:
 
 
 async def _tell_nobody() -> None:
-    """Where there is one replica, and nothing outlives it."""
+    """Publish for an application with one replica, which shares no state."""
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Wait for all, whatever becomes of them, and raise the first error."""
+    """Wait for all calls, then raise the first error."""
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if result is not None:
             raise result

@@ -1,4 +1,4 @@
-"""Branches: how many of the latest prompts went on from one block, so that one more copy up to there serves many."""
+"""Branches: counts how many of the latest prompts share a last cached block, to decide about one more copy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _PROMPTS = 128
 
 
 class Branches:
-    """The last block that engines told to hold, of each of the latest prompts; ``note`` adds one and counts its like.
+    """The last known cached block of each of the latest prompts. ``note`` adds a block and returns its count.
 
-    Behind a system prompt every new chat goes on from the same block, on any engine that holds it, while later turns
-    go on from their own. To compute such a prefix on one engine more serves the prompts to come as well: they are taken
-    to be as many as of late, and each is charged an equal part of it (amortised cost: R. Tarjan, "Amortized
+    After a system prompt, every new chat continues from the same block, on any engine that has it. Later turns continue
+    from their own blocks. Computing a shared prefix on one more engine serves later prompts too. Their expected number
+    is the recent count, and each prompt pays an equal share of the cost (amortised cost: R. Tarjan, "Amortized
     computational complexity", 1985).
     """
 

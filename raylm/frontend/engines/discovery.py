@@ -1,4 +1,4 @@
-"""Discovery: watches Ray's named actors for this application's EngineCores, and hands over a client to each."""
+"""Discovery: finds this application's EngineCores among Ray's named actors, and connects a client to each."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from raylm.stages import about
 logger = logging.getLogger("raylm.frontend")
 
 PERIOD_S = 0.25
-SETTLED_PERIOD_S = 1.0  # while there is an engine and none has come or gone for SETTLING_S
+SETTLED_PERIOD_S = 1.0  # if there is an engine, and none joined or left for SETTLING_S
 SETTLING_S = 15.0
-RECONNECT_S = 1.0  # by then the name of an engine that has ended is gone; one that said that it lives is asked at once
+RECONNECT_S = 1.0  # the name of an ended engine is gone by then; an engine that reported to live is asked at once
 
 
 class Discovery:
-    """Started at boot, it runs for the life of the process.
+    """Finds engines from construction to ``stop``, which no request may cancel.
 
-    An EngineCore's name is unique to one incarnation and vanishes with it, so every name is connected to once, and
-    again only if the line to an engine was lost that lives on and does not drain.
+    An EngineCore's name belongs to one incarnation and is removed when it ends. So each name is connected once, and
+    again only if the connection was lost while the engine lives and does not drain.
 
-    Engines of the configuration with this ``digest`` are handed over as they come. Others of the application, which
-    there are while it is updated, are if they have the fingerprint of one of those: they give the same tokens.
+    Engines whose configuration has this ``digest`` are passed to ``found`` when they join. While an application is
+    updated, it has engines of other digests. They are passed on if they have the fingerprint of one with this digest,
+    because then they produce the same tokens.
     """
 
     def __init__(self, app_name: str, digest: str, found: Callable[[EngineClient], None]) -> None:
@@ -49,7 +50,7 @@ class Discovery:
         while True:
             try:
                 self._follow(await asyncio.to_thread(self._names))
-            except Exception as error:  # whatever Ray's control plane fails with, it may be well the next time
+            except Exception as error:  # any error of Ray's control plane may be temporary
                 logger.warning(
                     "Ray could not be asked for engines, and will be again: %s", error, extra=about("engines.unknown")
                 )
@@ -102,11 +103,11 @@ class Discovery:
         self._unsettle()
 
     async def _until_known(self, fingerprint: str) -> None:
-        while fingerprint not in self._fingerprints:  # noqa: ASYNC110 - it may be for ever
+        while fingerprint not in self._fingerprints:  # noqa: ASYNC110 - may wait forever
             await asyncio.sleep(PERIOD_S)
 
     def stop(self) -> None:
-        """Look for engines no more; clients that were handed over live on."""
+        """Stop looking for engines. Clients that were passed on stay open."""
         self._task.cancel()
         for task in self._connecting.values():
             task.cancel()

@@ -1,4 +1,4 @@
-"""EngineClient: AsyncLLM's line to one EngineCore; and LocalEngineClient, for a core on this very event loop."""
+"""EngineClient: the connection of AsyncLLM to one EngineCore; LocalEngineClient, for a core on the same event loop."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ if TYPE_CHECKING:
 
 
 class EngineClient(ABC):
-    """One ready engine. Requests are only put into a local queue: that never blocks and never raises."""
+    """A client of one ready engine. Methods that send requests only append to a queue: they do not block or raise."""
 
     info: EngineInfo
-    draining = False  # it is about to end; set by the Router
+    draining = False  # about to end; set by the Router
 
     @abstractmethod
     def add(self, request: EngineCoreRequest) -> None:
-        """Hand over a request; its key must be unique for this client."""
+        """Send a request. Its key must be unique for this client."""
 
     @abstractmethod
     def abort(self, keys: list[int]) -> None:
-        """Give up requests; unknown and finished keys are ignored."""
+        """End requests. Ignores unknown and finished keys."""
 
     @abstractmethod
     def stop(self, sequences: list[tuple[int, int]]) -> None:
-        """Give up single sequences, as (key, index); unknown and finished ones are ignored."""
+        """End single sequences (key, index). Ignores unknown and finished ones."""
 
     @abstractmethod
     def watch_blocks(self) -> None:
-        """Ask to be told which blocks the engine's prefix cache holds: all of them once, then what changes."""
+        """Ask the engine to report the blocks of its prefix cache: first all, then each change."""
 
     @abstractmethod
     async def take_parked(self, request: EngineCoreRequest) -> ParkedTokens | None:
-        """What the engine has drawn for this request under its name, for a client that is gone; given only once.
+        """Take the tokens that the engine parked under the request's name. The engine returns them only once.
 
         Raises:
-            EngineDiedError: it is gone.
+            EngineDiedError: the engine is gone.
         """
 
     @abstractmethod
     async def load_adapter(self, adapter: LoRAAdapter) -> None:
-        """Let the engine load a LoRA adapter; returns when requests may use it."""
+        """Load a LoRA adapter in the engine. Returns when requests may use it."""
 
     @abstractmethod
     async def unload_adapter(self, name: str) -> None:
-        """Let the engine take an adapter out of use; unknown ones are ignored."""
+        """Unload an adapter from the engine. Ignores unknown names."""
 
     @abstractmethod
     async def snapshot(self) -> EngineSnapshot:
-        """What the engine holds now.
+        """The current state of the engine.
 
         Raises:
-            EngineDiedError: it is gone.
+            EngineDiedError: the engine is gone.
         """
 
     @abstractmethod
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        """The one stream of everything this client's requests produced; consumed once, started at boot.
+        """All outputs of this client's requests. Must be iterated once, from start.
 
         Raises:
-            EngineDiedError: the engine is gone; every open request of this client is lost.
+            EngineDiedError: the engine is gone. All open requests of this client are lost.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Abort all that is open and leave the engine."""
+        """Abort all open requests and disconnect from the engine."""
 
 
 class LocalEngineClient(EngineClient):
-    """Calls the core directly; an engine that is gone is reported by the stream alone."""
+    """Calls the core directly. Only the stream of outputs reports that the engine is gone."""
 
     def __init__(self, core: EngineCore, info: EngineInfo) -> None:
         self.info = info

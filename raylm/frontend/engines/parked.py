@@ -1,4 +1,4 @@
-"""What engines have drawn for a stream whose ingress is gone: asked for by the ingress that goes on with it."""
+"""Parked tokens: finds the tokens that engines drew for a stream whose ingress is gone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ANSWER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What was drawn on an engine of this ``fingerprint``."""
+    """Parked tokens, and the ``fingerprint`` of the engine that drew them."""
 
     tokens: ParkedTokens
     fingerprint: str
 
 
 async def take_parked(clients: Iterable[EngineClient], request: EngineCoreRequest) -> Taken | None:
-    """The most that an engine has of it; engines that are gone, or do not answer within ANSWER_S, have nothing."""
+    """The longest parked tokens of any engine. Ignores engines that are gone or do not answer within ANSWER_S."""
     found = await asyncio.gather(*(_ask(client, request) for client in clients))
     return max(filter(None, found), key=lambda taken: taken.tokens.num_tokens, default=None)
 

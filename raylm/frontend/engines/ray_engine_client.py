@@ -1,4 +1,4 @@
-"""EngineClients for an EngineCore in a process of its own: over a Link on the same node, over Ray on another one."""
+"""EngineClients for an EngineCore in another process: over a Link on the same node, over Ray on another node."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _LOST = "The engine that served this request was lost; sending it again is safe.
 
 
 async def connect_engine(core: ActorHandle) -> ActorEngineClient:
-    """Wait until the engine is ready, then connect to it: over a Link if it is on this node, else over Ray.
+    """Wait until the engine is ready, then connect: over a Link if it is on this node, else over Ray.
 
     Raises:
-        EngineDiedError: it ended before that.
+        EngineDiedError: the engine ended before it was ready.
     """
     try:
         info: EngineInfo = await core.info.remote()
@@ -48,7 +48,7 @@ async def connect_engine(core: ActorHandle) -> ActorEngineClient:
         if node_id == own_node():
             try:
                 return await LinkEngineClient.connect(core, info, path)
-            except OSError as error:  # it is in a container of its own, or has just ended
+            except OSError as error:  # the engine is in another container, or has just ended
                 logger.warning("outputs come through Ray: %s", error, extra=about("outputs.through_ray"))
         return await RayEngineClient.connect(core, info)
     except RayError as error:
@@ -56,15 +56,15 @@ async def connect_engine(core: ActorHandle) -> ActorEngineClient:
 
 
 class ActorEngineClient(EngineClient):
-    """A client of one EngineCore actor. What is rare goes by Ray's calls; members carry batches and outputs.
+    """A client of one EngineCore actor. Rare calls are Ray calls; subclasses transport batches and outputs.
 
-    Ray cancels what a cancelled request started, recursively. So a request only puts into this client's lists.
+    Ray cancels the calls of a cancelled task recursively. So a request's task only appends to lists of this client.
     """
 
     def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
         self.info = info
         self.left = asyncio.Event()  # set by close
-        self.dropped = False  # by an engine that lives: this process was silent for too long
+        self.dropped = False  # by a live engine, because this process was silent too long
         self._core = core
         self._client_id = uuid.uuid4().hex
         self._batch = ClientBatch([], [])
@@ -74,10 +74,10 @@ class ActorEngineClient(EngineClient):
 
     @abstractmethod
     def _send_soon(self) -> None:
-        """Something was added to the batch."""
+        """Send the batch soon, because something was added."""
 
     def _on_received(self) -> None:
-        """``outputs`` has taken a message."""
+        """Called after ``outputs`` has taken a message."""
 
     def _take_batch(self) -> ClientBatch:
         batch, self._batch = self._batch, ClientBatch([], [])
@@ -117,7 +117,7 @@ class ActorEngineClient(EngineClient):
         await result
 
     async def _make_calls(self) -> None:
-        """Make one call after the other, in a task that the end of a request does not cancel."""
+        """Make the calls in order, in a task that the end of a request does not cancel."""
         while True:
             method, argument, result = await self._calls.get()
             error: Exception | None = EngineDiedError(_LOST)
@@ -151,14 +151,14 @@ class ActorEngineClient(EngineClient):
 
 
 class LinkEngineClient(ActorEngineClient):
-    """Batches and outputs over a Link; what collects in one turn of the event loop is one batch."""
+    """Sends and receives over a Link. Requests of one turn of the event loop are one batch."""
 
     _link: Link
     _is_due = False
 
     @classmethod
     async def connect(cls, core: ActorHandle, info: EngineInfo, path: str) -> LinkEngineClient:
-        """Connect to the EngineCore that listens at ``path``; OSError if nobody does."""
+        """Connect to the EngineCore that listens at ``path``. Raises OSError if no process listens."""
         client = cls(core, info)
         try:
             client._link = await Link.connect(path, client._on_value, client._on_end)
@@ -190,17 +190,17 @@ class LinkEngineClient(ActorEngineClient):
         self._received.put_nowait(EngineDiedError(f"The engine {why}."))
 
     async def close(self) -> None:
-        """Leave the engine, which ends this client's requests."""
+        """Disconnect from the engine, which ends this client's requests."""
         self._link.close()
         await super().close()
-        await asyncio.sleep(0)  # until the event loop has closed the socket
+        await asyncio.sleep(0)  # the event loop closes the socket
 
 
 class RayEngineClient(ActorEngineClient):
-    """One stream of Ray down and one task up, whatever the number of requests; both are started here.
+    """Uses one Ray stream for outputs and one Ray call at a time for batches, for any number of requests.
 
-    What collects while a batch is on its way makes the next one. The engine is lost when it is silent for SILENCE_S,
-    on the stream or with its acknowledgement of a batch: Ray notices after a minute that a node does not answer.
+    Requests that arrive while a batch is being sent form the next batch. The engine is lost if it is silent for
+    SILENCE_S, on the stream or in acknowledging a batch. Ray itself notices a lost node only after a minute.
     """
 
     def __init__(self, core: ActorHandle, info: EngineInfo) -> None:
@@ -213,7 +213,7 @@ class RayEngineClient(ActorEngineClient):
 
     @classmethod
     async def connect(cls, core: ActorHandle, info: EngineInfo) -> RayEngineClient:
-        """Open the stream; RayError if the engine ends before that."""
+        """Open the stream. Raises RayError if the engine ends before that."""
         client = cls(core, info)
         try:
             client._received.put_nowait(await (await anext(client._stream)))
@@ -227,9 +227,9 @@ class RayEngineClient(ActorEngineClient):
         self._wake.set()
 
     async def _send(self) -> None:
-        """Send batch after batch, an empty one at least each REPORT_S.
+        """Send batches one after another, an empty one at least every REPORT_S.
 
-        What the engine refuses would never be answered, so the stream ends then too.
+        If the engine rejects a batch, its requests would never be answered, so the stream is ended too.
         """
         while True:
             try:
@@ -270,7 +270,10 @@ class RayEngineClient(ActorEngineClient):
         await self._received.put(error)
 
     def _give_up(self) -> None:
-        """The engine is silent. What it sent before is of no use: its requests begin elsewhere with what they have."""
+        """Give up a silent engine.
+
+        Unread outputs are dropped: its requests continue elsewhere from the tokens they have.
+        """
         for task in self._tasks[1:]:
             task.cancel()
         ray.cancel(self._stream)
@@ -279,7 +282,10 @@ class RayEngineClient(ActorEngineClient):
         self._received.put_nowait(EngineDiedError(f"The engine has given no sign of life for {SILENCE_S:g} s."))
 
     async def close(self) -> None:
-        """Leave the engine, which ends this client's requests; dropping the stream alone would leave it running."""
+        """Disconnect from the engine, which ends this client's requests.
+
+        Dropping the stream alone would leave it running.
+        """
         ray.cancel(self._stream)
         while not self._received.empty():
             self._received.get_nowait()
@@ -287,13 +293,13 @@ class RayEngineClient(ActorEngineClient):
 
 
 def own_node() -> str:
-    """The id of the node that this process is on."""
+    """The id of this process's node."""
     found: str = ray.get_runtime_context().get_node_id()
     return found
 
 
 async def _answer(call: Awaitable[T]) -> T:
-    """What the engine answers, within SILENCE_S."""
+    """The engine's answer to a call. Raises EngineDiedError if it takes longer than SILENCE_S."""
     try:
         async with asyncio.timeout(SILENCE_S):
             return await call

@@ -1,4 +1,4 @@
-"""Rendezvous: the engine that all ingresses name for what none of them has been told of yet."""
+"""Rendezvous: the engine that all ingresses choose for a prefix that no engine has reported."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from hashlib import blake2b
 
 from raylm.frontend.engines.routed_engine import RoutedEngine
 
-_PROMPTS = 32  # over which ``found`` is averaged
-_EXPECTED = 8  # prompts that the expectation before the first one counts for
+_PROMPTS = 32  # prompts over which ``found`` is averaged
+_EXPECTED = 8  # weight of the initial value of ``found``, in prompts
 _BITS, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15  # multiplicative hashing (Knuth, vol. 3, 6.4)
 
 
 class Rendezvous:
-    """Where a prompt goes on behind its blocks that are known, by the first one that is not.
+    """Chooses an engine for a prompt by its first unknown block.
 
-    Another ingress may have sent the same prefix of late; by highest random weight (D. Thaler and C. Ravishankar,
-    "Using name-based mappings to increase hit rates", 1998) both send it to one engine, without a word. ``found`` is
-    the share of prompts that engines usually told to hold: where no prompt comes again there is nothing to meet for.
-    At first all are expected to come again: while caches are empty every prefix is computed for the first time, and
-    ingresses that part then pay for a copy each, those that meet in vain for a queue.
+    Another ingress may have just sent the same prefix. With highest random weight hashing (D. Thaler and C.
+    Ravishankar, "Using name-based mappings to increase hit rates", 1998) both choose the same engine without
+    communication. ``found`` is the mean share of a prompt that engines reported to have. If prompts do not repeat, a
+    common choice has no use. ``found`` begins at 1: while caches are empty, every prefix is computed for the first
+    time. Ingresses that choose differently then pay for a copy each, and ingresses that needlessly choose the same
+    engine pay for a queue.
     """
 
     def __init__(self) -> None:
@@ -28,12 +29,12 @@ class Rendezvous:
         self._prompts = _EXPECTED
 
     def learn(self, share: float) -> None:
-        """Of another prompt so much was in what engines told."""
+        """Update ``found`` with the share of another prompt."""
         self._prompts = min(self._prompts + 1, _PROMPTS)
         self.found += (share - self.found) / self._prompts
 
     def place(self, blocks: Sequence[int], matched: int, engines: list[RoutedEngine]) -> int | None:
-        """Of the engine named; None where all of a prompt's whole blocks are ``matched``, or nobody else sends any."""
+        """The index of the chosen engine. None if all whole blocks are ``matched`` or no other client exists."""
         if matched == len(blocks) or not any(engine.others.exist for engine in engines):
             return None
         block = blocks[matched]
@@ -43,5 +44,5 @@ class Rendezvous:
 
 @lru_cache(1024)
 def _number(engine_id: str) -> int:
-    """64 bits, the same in every process."""
+    """The id as 64 bits, equal in every process."""
     return int.from_bytes(blake2b(engine_id.encode(), digest_size=8).digest())

@@ -1,4 +1,4 @@
-"""RoutedEngine: what an ingress knows of one engine, and the seconds that a request would cost there."""
+"""RoutedEngine: the state of one engine in an ingress, and the predicted cost of a request on it in seconds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from raylm.frontend.engines.engine_client import EngineClient
 from raylm.frontend.engines.others_load import OthersLoad
 from raylm.messages import BlockChanges, EngineCoreOutputs, EngineCoreRequest, EngineStats
 
-_DELAY_WEIGHT = 1 / 16  # of a second by which a sequence there is delayed, against one of this request's own
-_NEXT_WEIGHT = 1.0  # of a second by which whoever comes next is delayed: what is cached elsewhere is not computed again
-_DECODE_TOKENS = 8  # prompt tokens that cost a step about as much as a sequence there will, until the first token
-_LEAN = 0.5  # of its own seconds, for the engine that this ingress prefers least; twice that where none are to meet
-_RISK = 2.0  # seconds for each that an engine is expected to be busy unheard: some wait not at all, others for long
-_GUESS_STEP_S, _GUESS_TOKEN_S = 0.01, 1e-4  # before any engine knows its speed
-_SERVICE_WEIGHT = 1 / 8  # of the newest request in the mean of what requests take
+_DELAY_WEIGHT = 1 / 16  # of a second that delays a sequence there, relative to a second of this request
+_NEXT_WEIGHT = 1.0  # of a second that delays later requests; cached prefixes elsewhere are not computed again
+_DECODE_TOKENS = 8  # prompt tokens that cost about as much as one sequence there until the first token
+_LEAN = 0.5  # of its own seconds, for the most distant engine; doubled if requests have no engine to share
+_RISK = 2.0  # for each second that an engine may be busy without a report: some requests do not wait, others wait long
+_GUESS_STEP_S, _GUESS_TOKEN_S = 0.01, 1e-4  # until an engine has reported its speed
+_SERVICE_WEIGHT = 1 / 8  # weight of the newest request in the mean duration
 
 
 class PromptBlocks:
-    """The keys of a prompt's whole blocks, hashed once for all engines that know them by the same."""
+    """The keys of a prompt's whole blocks, computed once for all engines with the same block size and adapter."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.length, self.adapter = len(request.prompt_token_ids), request.adapter
@@ -43,22 +43,25 @@ class PromptBlocks:
 
 
 class KnownBlocks:
-    """Which blocks an engine's prefix cache holds: those it told of, and those that open requests store unseen.
+    """The blocks in an engine's prefix cache: reported blocks, and blocks that open requests are expected to store.
 
-    ``told`` is None while nothing is known. A block is known by its key (``raylm.engine.block_hashes``).
+    ``told`` is None before the first report. A block is identified by its key (``raylm.engine.block_hashes``).
     """
 
     def __init__(self) -> None:
         self.told: set[int] | None = None
         self._number = 0
-        self._expected: dict[int, int] = {}  # by block the newest request that will store it
+        self._expected: dict[int, int] = {}  # newest request that will store a block
 
     def apply(self, changes: BlockChanges) -> bool:
-        """Take in what the engine tells; False if something before it is missing, so that all must be told anew."""
+        """Apply a report of changes.
+
+        Returns False if an earlier report is missing and all blocks must be reported again.
+        """
         if changes.number == 0:
             self.told = set()
         elif self.told is None:
-            return True  # all has been asked for
+            return True  # a full report was requested
         elif changes.number != self._number:
             self.told = None
             return False
@@ -72,20 +75,23 @@ class KnownBlocks:
         return True
 
     def expect(self, key: int, blocks: Sequence[int]) -> None:
-        """A request was sent that will store these, and holds them until its end; they count until they are told."""
+        """Record that a sent request will store ``blocks`` and hold them to its end.
+
+        They count until they are reported.
+        """
         told = self.told or ()
         self._expected.update([(block, key) for block in blocks if block not in told])
 
     def settle(self, key: int, blocks: Iterable[int]) -> None:
-        """A request was over when what is told was so: what it stored and is not told of may be gone."""
+        """Forget the expected blocks of a request that ended before the latest report: they may be evicted."""
         for block in blocks:
             if self._expected.get(block) == key:
                 del self._expected[block]
 
     def num_matched(self, blocks: Sequence[int], guess: int = 0) -> int:
-        """How many blocks at the beginning of a prompt are held; engines give up the last ones of a prompt first.
+        """The number of first blocks of a prompt that the engine has. Engines evict the last blocks of a prompt first.
 
-        A right ``guess``, such as what another engine has, spares the search.
+        The search is shorter if ``guess``, for example another engine's number, is right.
         """
         told, expected = self.told, self._expected
         if told is None:
@@ -104,7 +110,7 @@ class KnownBlocks:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request of this process on its engine; ``uncached_tokens`` count until its first token."""
+    """A request of this process on its engine. ``uncached_tokens`` count until its first token."""
 
     sequences: int
     uncached_tokens: int
@@ -114,12 +120,12 @@ class OpenRequest:
 
 @dataclass(slots=True, eq=False)
 class RoutedEngine:
-    """One ready engine: its client, this process's open requests on it, and what it told of the rest.
+    """One ready engine: its client, this process's open requests on it, and reports about other load.
 
-    ``starting`` are the open requests without a first token, with ``queued_tokens`` to compute. A request takes about
-    ``service_s``. What served requests stored, with the time at which they ``ended``, counts until it must have been
-    told. The farther (0 to 1) the engine is from this process, the less it is preferred where others use it: even fresh
-    news say nothing of what they send to it at this moment.
+    ``starting`` are the open requests without a token, with ``queued_tokens`` to compute. ``service_s`` is the mean
+    duration of a request. ``ended`` has (time, key, blocks) of served requests; their blocks count until a later report
+    arrives. ``distance``, 0 to 1, makes ingresses prefer different engines where they share them, because even new
+    reports do not include requests that others are sending now.
     """
 
     client: EngineClient
@@ -137,7 +143,7 @@ class RoutedEngine:
     reader: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
-        """Ask for the engine's blocks, once."""
+        """Request the engine's reports about blocks, once."""
         if not self.is_watched:
             self.is_watched = True
             self.client.watch_blocks()
@@ -149,7 +155,7 @@ class RoutedEngine:
         self.blocks.expect(key, request.blocks)
 
     def end(self, key: int, now: float | None) -> None:
-        """A request is over, at ``now`` if it was served to its end."""
+        """Remove a request. ``now`` is its end if it was served completely, else None."""
         self._start(key)
         request = self.open.pop(key)
         self.sequences -= request.sequences
@@ -160,7 +166,7 @@ class RoutedEngine:
             self.service_s += _SERVICE_WEIGHT * (now - request.since - self.service_s)
 
     def on_outputs(self, outputs: EngineCoreOutputs, now: float) -> None:
-        """Take in what a message tells of the engine."""
+        """Update the state from a message of the engine."""
         if outputs.keys:
             self.others.hear(now, self._is_heard, self._decode_s(self.stats.step_s, self.stats.token_s))
         self.stats = outputs.stats
@@ -176,10 +182,11 @@ class RoutedEngine:
     def predicted_s(
         self, tokens: float, step_s: float, token_s: float, now: float, meeting: float = 0.0, is_named: bool = False
     ) -> float:
-        """Seconds to the first token of a request that pays for so many tokens, and what it takes from the others.
+        """Predict the cost of a request: seconds to its first token, and seconds that it delays other requests.
 
-        A step of one token takes ``step_s``, a prompt ``token_s`` a token. Where news are old, the share ``meeting`` of
-        them is likely to be on the engine ``is_named`` for all (Rendezvous), and as much less do ingresses keep apart.
+        ``tokens`` is the number of prompt tokens that the request pays for. A step of one token takes ``step_s``, each
+        prompt token ``token_s``. If reports are old, the share ``meeting`` of requests is likely to be on the engine
+        that ``is_named`` by Rendezvous, and the preference for different engines is reduced by as much.
         """
         there: float = self.sequences
         stats, wait_s = self.stats, step_s + self.queued_tokens * token_s
@@ -203,12 +210,12 @@ class RoutedEngine:
         return wait_s + own_s + delay_s + _DECODE_TOKENS * token_s * there
 
     def doubt(self, now: float) -> float:
-        """0 to 1: how little news of the engine say of what others do there; 0 where there are none."""
+        """0 to 1: how uncertain the load of other clients is; 0 without other clients."""
         return self.others.doubt(now, self.service_s) if self.others.exist else 0.0
 
     @property
     def _is_heard(self) -> bool:
-        """Whether a request of this process draws tokens there."""
+        """Whether a request of this process is being decoded there."""
         return len(self.open) > len(self.starting)
 
     def _decode_s(self, step_s: float, token_s: float) -> float:
@@ -220,7 +227,7 @@ class RoutedEngine:
 
 
 def speeds(engines: list[RoutedEngine]) -> list[tuple[float, float]]:
-    """(step_s, token_s) of each engine as learned from its steps; where it is not known, what is usual elsewhere."""
+    """(step_s, token_s) of each engine as measured in its steps. Unknown values are the low median of the known."""
     found = [(engine.stats.step_s, engine.stats.token_s) for engine in engines]
     if all(step_s and token_s for step_s, token_s in found):
         return found

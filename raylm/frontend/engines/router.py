@@ -1,4 +1,4 @@
-"""Router: owns the set of ready engines, one reader task for each, and the choice of an engine for a request."""
+"""Router: owns the ready engines and their reader tasks, and chooses an engine for each request."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from raylm.stages import about
 logger = logging.getLogger("raylm.frontend")
 
 WAKE_PERIOD_S = 1.0
-ABOUT_EQUAL = 0.02  # share by which predictions may differ and say nothing
+ABOUT_EQUAL = 0.02  # relative difference of predictions that are treated as equal
 
 Deliver = Callable[[EngineCoreOutputs], list[tuple[int, int]]]
 Choice = tuple[int, list[float]]
-"""The place of the best engine, and what each was judged by, the less the better."""
+"""Index of the best engine, and the cost of each, lower is better."""
 OnSent = Callable[[int, str, tuple[Score, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An engine for a request, the prompt tokens that it will have to compute, and the blocks that it then holds.
+    """The engine for a request, the prompt tokens to compute there, and the blocks that the engine will then have.
 
-    ``scores`` are those of all engines that were compared, none where there was no choice or nobody is to be told.
+    ``scores`` are the scores of all compared engines; empty if there was no choice or ``on_sent`` is None.
     """
 
     engine: RoutedEngine
@@ -50,13 +50,13 @@ class Route:
 
 
 class Router:
-    """``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests with an error.
+    """Routes requests. ``deliver`` takes every output and returns sequences to stop; ``fail`` ends requests.
 
-    A request whose engine is lost goes on on another one: ``resume`` gives it with the tokens it has. Where there is
-    none it waits for one, at most ``recovery_timeout_s``. ``wake`` is called, again and again, while requests wait for
-    an engine and there is none, and when they are on one that is to end; without it new requests do not wait.
-    ``on_sent`` is told which engine got a request, and what all of them scored. Routers of different ``rank`` prefer
-    different engines where others use them too.
+    A request whose engine is lost continues on another engine: ``resume`` returns it with its tokens. Without another
+    engine it waits at most ``recovery_timeout_s``. ``wake`` is called repeatedly while requests wait and there is no
+    engine, and while they are on an engine that is about to end; without ``wake`` new requests do not wait. ``on_sent``
+    is called with the engine of each request and the scores of all engines. Routers of different ``rank`` prefer
+    different engines where other clients use them too.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Router:
         return bool(self._engines)
 
     async def until_engine(self) -> None:
-        """Wait for an engine where one is expected; EngineUnavailableError if it does not come in time.
+        """Wait for an engine if one is expected. Raises EngineUnavailableError if none is ready in time.
 
-        It is where ``wake`` can bring one, and where all that were there have been lost: others are started for them.
+        An engine is expected if ``wake`` can start one, or if earlier engines were lost, because they are replaced.
         """
         until = asyncio.get_running_loop().time() + self._recovery_timeout_s
         while not self._engines and (self._wake is not None or self._had_engines):
@@ -107,7 +107,7 @@ class Router:
         self._check_ready()
 
     async def until_lasting_engine(self) -> None:
-        """Wait, however long, for an engine that does not drain."""
+        """Wait, without a limit, for an engine that does not drain."""
         while all(engine.client.draining for engine in self._engines.values()):
             await self._until_one_comes(WAKE_PERIOD_S)
 
@@ -119,14 +119,14 @@ class Router:
 
     @property
     def limits(self) -> Limits:
-        """What every ready engine can take; EngineUnavailableError without any."""
+        """The limits that hold on every ready engine. Raises EngineUnavailableError without an engine."""
         self._check_ready()
         infos = [engine.client.info for engine in self._engines.values()]
         return Limits(min(i.max_model_len for i in infos), min(i.worker.vocab_size for i in infos))
 
     @property
     def fingerprint(self) -> str:
-        """Of what all ready engines compute with; "" without any. Where they differ nothing can be promised."""
+        """The common fingerprint of all ready engines, "" without an engine. If they differ, it ends in "_varies"."""
         found = sorted({engine.client.info.worker.fingerprint for engine in self._engines.values()})
         if len(found) < 2:
             return "".join(found)
@@ -134,14 +134,14 @@ class Router:
 
     @property
     def clients(self) -> list[EngineClient]:
-        """Those of the ready engines."""
+        """The clients of the ready engines."""
         return [engine.client for engine in self._engines.values()]
 
     def stats(self) -> dict[str, EngineStats]:
         return {engine_id: engine.stats for engine_id, engine in self._engines.items()}
 
     def add(self, client: EngineClient) -> RoutedEngine:
-        """Take in a ready engine and start reading from it; call it from a task that outlives every request."""
+        """Add a ready engine and start to read its outputs. Must be called from a task that no request cancels."""
         engine = self._engines[client.info.engine_id] = RoutedEngine(client)
         engine.reader = asyncio.create_task(self._read(engine), name=f"read {client.info.engine_id}")
         if len(self._engines) > 1:
@@ -154,7 +154,7 @@ class Router:
         return engine
 
     async def close(self) -> None:
-        """Leave all engines; open requests end with EngineUnavailableError."""
+        """Disconnect from all engines. Open requests end with EngineUnavailableError."""
         out_of_service = EngineUnavailableError("The engine that served this request was taken out of service.")
         engines, self._engines = list(self._engines.values()), {}
         for engine in engines:
@@ -166,9 +166,9 @@ class Router:
         await asyncio.gather(*self._closing)
 
     def send(self, request: EngineCoreRequest, route: Route | None) -> None:
-        """Hand a request to the engine that was picked for it; ``leave`` when it is over.
+        """Send a request to the chosen engine. Call ``leave`` when it has ended.
 
-        Without one it waits, as those whose engine was lost.
+        Without a route it waits, like requests whose engine was lost.
         """
         if route is None:
             unavailable = EngineUnavailableError("No engine is ready; try again shortly.")
@@ -182,7 +182,7 @@ class Router:
         engine.client.add(replace(request, uncached_tokens=uncached) if route.blocks else request)
 
     def send_when_able(self, request: EngineCoreRequest, fingerprint: str = "") -> None:
-        """Hand a request to an engine, of this ``fingerprint`` if there is one, now or as soon as one is ready."""
+        """Send a request when an engine is ready, of this ``fingerprint`` if one is given."""
         try:
             route = self.pick(request, fingerprint or None)
         except EngineUnavailableError as error:
@@ -191,7 +191,7 @@ class Router:
             self.send(request, route)
 
     def leave(self, key: int, *, abort: bool) -> None:
-        """A request is over; with ``abort`` its engine may still be at work on it."""
+        """Forget a request that has ended. With ``abort`` its engine may still run it, and is told to abort it."""
         self._recovery.forget(key)
         if (engine := self._engine_of.pop(key, None)) is not None:
             engine.end(key, None if abort else self._clock())
@@ -201,14 +201,14 @@ class Router:
                 self._on_engines()
 
     def _send_again(self, request: EngineCoreRequest, fingerprint: str) -> None:
-        """Only an engine of the same fingerprint goes on with the tokens of another."""
+        """Send a request again. With tokens, it needs an engine of the same fingerprint."""
         self.send(request, self.pick(request, fingerprint if any(request.drawn) else None))
 
     def pick(self, request: EngineCoreRequest, fingerprint: str | None = None) -> Route:
-        """The engine with the least predicted seconds for this request and to those there; among equals any.
+        """Choose the engine with the lowest predicted cost for this request and others, at random among equals.
 
         Raises:
-            EngineUnavailableError: none is ready, has the adapter or the ``fingerprint``.
+            EngineUnavailableError: no engine is ready, or none has the adapter or the ``fingerprint``.
             ModelNotFoundError: the adapter is not loaded.
         """
         engines = self._able(request, fingerprint)
@@ -223,7 +223,7 @@ class Router:
         return Route(engine, uncached[place], blocks, tuple(told or ()))
 
     def choose(self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]) -> Choice:
-        """Of two or more engines, of which each would have to compute so many of the prompt's tokens."""
+        """Choose among two or more engines. ``uncached`` has the prompt tokens that each would have to compute."""
         named, found, payers = self._shared(prompt, engines, uncached)
         now, least = self._clock(), min(uncached)
         costs = [
@@ -234,7 +234,7 @@ class Router:
         return self._rng.choice([place for place, cost in enumerate(costs) if cost <= most]), costs
 
     def _able(self, request: EngineCoreRequest, fingerprint: str | None) -> list[RoutedEngine]:
-        """The engines that can serve a request; at least one, or an error."""
+        """The engines that can serve a request, at least one; otherwise raises EngineUnavailableError."""
         self._check_ready()
         engines = list(self._engines.values())
         if request.adapter is not None:
@@ -250,10 +250,10 @@ class Router:
         return lasting or engines
 
     def _uncached(self, prompt: PromptBlocks, engines: list[RoutedEngine]) -> list[int]:
-        """For each engine the tokens that would have to be computed there; one always is."""
+        """The prompt tokens that each engine would have to compute, at least one."""
         length, found, matched = prompt.length, [], 0
         blocks: list[int] = []
-        size = 0  # of the blocks above, which are the same on all engines of this block size but for an adapter
+        size = 0  # of ``blocks``, which are shared by engines of this block size unless there is an adapter
         for engine in engines:
             known = engine.blocks
             if known.told is None:
@@ -269,11 +269,12 @@ class Router:
     def _shared(
         self, prompt: PromptBlocks, engines: list[RoutedEngine], uncached: list[int]
     ) -> tuple[int | None, float, float]:
-        """What the longest part of a prompt that is known says of it.
+        """Find the engine with the longest cached prefix of this prompt.
 
-        The place of the engine that all ingresses name for what follows and how much that counts (Rendezvous), and how
-        many prompts shall pay for one more copy of that part (Branches). Where news are old it is one: a prompt may go
-        on from more than what is known.
+        Returns the index of the engine that every ingress would choose for the uncached rest (None if there is none),
+        the weight of that choice (0 to 1), and the number of prompts that share the cost of one more copy of the
+        prefix. This number decreases to 1 with the age of reports, because a prompt may share more than the reported
+        prefix.
         """
         best = engines[uncached.index(least := min(uncached))]
         if (told := best.blocks.told) is None:
@@ -294,7 +295,7 @@ class Router:
         )
 
     async def _read(self, engine: RoutedEngine) -> None:
-        """Read until the engine is lost; nothing else ends this task but ``close``."""
+        """Read outputs until the engine is lost. Only ``close`` and ``_hand_over`` cancel this task."""
         lost = EngineDiedError("The engine that served this request was lost; sending it again is safe.")
         crashed = False
         try:
@@ -313,12 +314,12 @@ class Router:
                 if engine.client.info.engine_id not in self._engines:
                     return
         except EngineDiedError as error:
-            # Its supervisor tells what was lost; a line to an engine that lives is Discovery's to tell.
+            # The supervisor logs the loss of an engine. Discovery logs a lost connection to a live engine.
             open_requests = f"{len(engine.open)} open requests"
             engine_id = engine.client.info.engine_id
             lost_with = about("engine.lost", engine=engine_id, open_requests=len(engine.open))
             logger.info("lost engine %s with %s: %s", engine_id, open_requests, error, extra=lost_with)
-            lost.__cause__ = error  # clients get the neutral text above, logs and offline users the reason
+            lost.__cause__ = error  # clients get the neutral text above; logs and offline users get the cause
             crashed = isinstance(error, EngineCrashedError)
         except Exception as error:
             engine_id = engine.client.info.engine_id
@@ -329,7 +330,7 @@ class Router:
         self._leave(engine, lost, crashed=crashed)
 
     def _on_engines(self) -> None:
-        """There is one more, one has an adapter more, or one is about to end."""
+        """React to a new engine, a new adapter of an engine, or an engine that is about to end."""
         for engine in [engine for engine in self._engines.values() if engine.client.draining]:
             if any(self._can_replace(other, engine) for other in self._engines.values()):
                 self._hand_over(engine)
@@ -343,7 +344,7 @@ class Router:
         return takes_open and not other.client.draining and self.adapters.has_all_of(its.engine_id, mine.engine_id)
 
     def _hand_over(self, engine: RoutedEngine) -> None:
-        """Its requests go on on others; what it still says of them is not heard."""
+        """Move the requests of a draining engine to other engines. Its later outputs are ignored."""
         engine_id, moving = engine.client.info.engine_id, len(engine.open)
         ends = about("engine.ends", engine=engine_id, open_requests=moving)
         logger.info("engine %s ends; %d open requests move", engine_id, moving, extra=ends)

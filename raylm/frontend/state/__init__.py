@@ -1,1 +1,1 @@
-"""What all ingress replicas of an application agree on: limits of keys, adapters, metrics."""
+"""State shared by all ingress replicas of an application: limits of keys, adapters, metrics."""

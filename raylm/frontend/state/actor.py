@@ -1,4 +1,4 @@
-"""StateActor: the application's one ApplicationState, as a named Ray actor; and the line of a replica to it."""
+"""StateActor: the application's ApplicationState as a named Ray actor. RemoteState: a replica's connection to it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raylm.frontend.state.application_state import SETTLE_S, ApplicationState, D
 from raylm.frontend.state.client import StateLostError
 from raylm.frontend.state.messages import StateReply, StateReport
 
-SILENCE_S = 60.0  # without any replica the application is over
+SILENCE_S = 60.0  # after this time without a report from any replica, the application has ended
 
 
 class StateActor:
-    """Made by whichever replica needs it first, and ended by itself when no replica has spoken to it for SILENCE_S.
+    """Created by the first replica that needs it. Ends if no replica reports for SILENCE_S.
 
-    No replica owns it: it outlives all of them, so that what was decided about adapters is known when ingresses and
-    engines start anew together. Ray starts it again when it is lost; the replicas then send it whole reports.
+    It is detached, so it outlives all replicas: decisions about adapters survive a restart of all ingresses and
+    engines. Ray restarts a lost actor; the replicas then send it whole reports.
     """
 
     shared = True
@@ -46,7 +46,7 @@ class StateActor:
 
 
 class RemoteState:
-    """The StateActor of an application, started if there is none."""
+    """The StateActor of an application. Starts it if there is none."""
 
     shared = True
 
@@ -78,12 +78,12 @@ class RemoteState:
 
 
 def state_name(app_name: str) -> str:
-    """Of the actor, which outlives changes of the application's configuration."""
+    """The actor's name. It does not depend on the configuration, which may change."""
     return f"ApplicationState:{app_name}"
 
 
 def end_state(app_name: str) -> None:
-    """The application was deleted; without this its state would end after SILENCE_S."""
+    """End the state of a deleted application. Without this call it would end after SILENCE_S."""
     try:
         ray.kill(ray.get_actor(state_name(app_name), NAMESPACE), no_restart=True)
     except ValueError:

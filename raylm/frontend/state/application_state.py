@@ -1,4 +1,4 @@
-"""ApplicationState: what all ingress replicas of an application agree on; no Ray, no clock of its own."""
+"""ApplicationState: the state that all ingress replicas of an application share. Needs neither Ray nor real time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raylm.frontend.state.ledger import Ledger
 from raylm.frontend.state.messages import AdapterEntry, StateReply, StateReport
 from raylm.frontend.state.series import fold
 
-LEASE_S = 5.0  # a replica that has not reported for so long is gone
-SETTLE_S = 2.0  # after which each replica has told a new state its rows
-MOST_DEPARTED = 32  # whose series are kept apart
+LEASE_S = 5.0  # a replica without a report for this time is gone
+SETTLE_S = 2.0  # by then each replica has sent its rows to a new state
+MOST_DEPARTED = 32  # ended replicas whose series are kept separately
 _NEVER = float("-inf")
 
 Series = dict[str, tuple[Metric, ...]]
@@ -25,14 +25,14 @@ Departed = list[tuple[Metric, ...]]
 @dataclass(slots=True)
 class _Lease:
     heard: float  # by the state's clock
-    at: float = _NEVER  # the replica's clock in its last report; _NEVER if only others have told of it
+    at: float = _NEVER  # the replica's clock in its last report; _NEVER if only other replicas have reported it
 
 
 class ApplicationState:
     """Owns the ledger of keys, the newest decision about each adapter, and the newest metrics of each replica.
 
-    The replicas know the same: they tell it to a state that takes the place of a lost one. Such a state grants nothing
-    for ``settle_s`` seconds. Only the counters of replicas that had ended before are lost.
+    The replicas have the same information and send it to a new state that replaces a lost one. A new state grants no
+    claims for ``settle_s`` seconds. Only the counters of replicas that had ended are lost.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, settle_s: float = 0.0) -> None:
@@ -45,10 +45,10 @@ class ApplicationState:
         self._adapters: dict[str, AdapterEntry] = {}
         self._adapters_version = 0
         self._series: Series = {}
-        self._departed: Series = {}  # by replica, "" for those before them
+        self._departed: Series = {}  # by replica, "" for the sum of older ones
 
     def exchange(self, report: StateReport) -> StateReply:
-        """Take in a report and answer it; of one that is late, or for another incarnation, nothing is taken in."""
+        """Apply a report and answer it. A report that is late, or for another incarnation, is not applied."""
         now = self._heard = self._clock()
         self._end_leases(now)
         replica, whole, lease = report.replica, not report.incarnation, self._leases.get(report.replica)
@@ -68,21 +68,21 @@ class ApplicationState:
         )
 
     def leave(self, replica: str) -> None:
-        """A replica has ended in order."""
+        """Remove a replica that has shut down."""
         if replica in self._leases:
             self._lose(replica, self._clock())
 
     def silent_s(self) -> float:
-        """Seconds since any replica has reported."""
+        """Seconds since the last report of any replica."""
         return self._clock() - self._heard
 
     def series(self) -> tuple[Series, Departed]:
-        """The metrics of each replica as it told them last, and those of replicas that have ended."""
+        """The latest metrics of each replica, and those of replicas that have ended."""
         self._end_leases(self._clock())
         return dict(self._series), list(self._departed.values())
 
     def _take_in(self, report: StateReport, now: float, *, whole: bool) -> None:
-        ahead_s = now - report.at  # with the time that the report took: it counts longer, never shorter
+        ahead_s = now - report.at  # includes the delay of the report, so usage counts longer, never shorter
         self._ledger.version = max(self._ledger.version, report.version)
         self._ledger.replace(report.replica, report.rows, ahead_s, whole=whole)
         for other, rows in report.others.items():

@@ -1,4 +1,4 @@
-"""StateClient: an ingress replica's one line to the application's state; it never stands in a token's way."""
+"""StateClient: an ingress replica's connection to the application's state. Tokens never wait for it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _RETRY_S = 0.2
 
 
 class StateLostError(Exception):
-    """The state did not answer; it may or may not have taken in what it was told."""
+    """The state did not answer. It may or may not have applied the report."""
 
 
 class StateLink(Protocol):
-    """The state itself, wherever it is: all raise StateLostError where it cannot be asked.
+    """Access to the state. All methods raise StateLostError if the state cannot be reached.
 
-    It is ``shared`` where other replicas may ask it for the series of this one.
+    ``shared`` is whether other replicas may ask the state for the series of this one.
     """
 
     shared: bool
@@ -50,7 +50,7 @@ class StateLink(Protocol):
 
 
 class LocalState:
-    """The state of an application with one ingress replica, in that replica; it ends with it."""
+    """The state of an application with one ingress replica, in that replica's process."""
 
     def __init__(self, state: ApplicationState | None = None) -> None:
         self.shared = state is not None
@@ -67,7 +67,7 @@ class LocalState:
 
 
 class SharedAdapters(Protocol):
-    """Who decides about adapters in this replica, and hears what others have decided."""
+    """Interface of the replica's AdapterDirectory: its decisions, and the decisions of other replicas."""
 
     def entries(self) -> Iterable[AdapterEntry]: ...
 
@@ -77,7 +77,7 @@ class SharedAdapters(Protocol):
 
 
 class Hold:
-    """A claim, from when it is asked for. ``end`` says how many tokens were served, and gives back the rest."""
+    """A claim, from the request for it. ``end`` reports the number of tokens served and returns the rest."""
 
     def __init__(self, client: StateClient, claim: Claim) -> None:
         self.claim = claim
@@ -86,7 +86,7 @@ class Hold:
         self._granted = False
 
     def decide(self, standing: Standing) -> None:
-        """The answer has come. What nobody waits for any more is given back."""
+        """Set the answer. A claim whose caller was cancelled is returned."""
         self._granted = standing.refused_by is None
         if self.answer.cancelled():
             self.end()
@@ -94,7 +94,7 @@ class Hold:
             self.answer.set_result(standing)
 
     def end(self, tokens: int = 0) -> None:
-        """Safe to repeat, and before the answer: the claim is then given up."""
+        """End the claim. Safe to repeat. Before the answer, it gives up the claim."""
         self.answer.cancel()
         granted, self._granted = self._granted, False
         if granted:
@@ -102,13 +102,13 @@ class Hold:
 
 
 class _Rows:
-    """What this replica has taken of the limits of its keys, and what it has heard of other replicas."""
+    """The usage of this replica, by key, and the latest known usage of other replicas."""
 
     def __init__(self) -> None:
-        self.others: dict[str, dict[str, Usage]] = {}  # by replica and key, by the own clock
-        self.version = -1  # of the newest of them
+        self.others: dict[str, dict[str, Usage]] = {}  # by replica and key, times by this replica's clock
+        self.version = -1  # newest version among ``others``
         self._own: defaultdict[str, Usage] = defaultdict(Usage)
-        self._changed: set[str] = set()  # keys with news since the last report
+        self._changed: set[str] = set()  # keys that changed since the last report
 
     def take(self, claim: Claim, now: float) -> None:
         self._own[claim.key].take(claim.tokens, now)
@@ -122,7 +122,7 @@ class _Rows:
         return self.news(self._own.keys(), now)
 
     def news(self, keys: Iterable[str], now: float) -> dict[str, Usage]:
-        """The rows of these keys, and those that have changed since the last call."""
+        """The rows of these keys, and of keys that changed since the last call."""
         rows = {key: self._own[key] for key in self._changed.union(keys)}
         self._changed.clear()
         for key in [key for key, row in rows.items() if row.expire(now)]:
@@ -135,7 +135,7 @@ class _Rows:
             self.others.setdefault(replica, {}).update({key: row.moved(now - reply.at) for key, row in rows.items()})
 
     def forget_others(self, now: float) -> None:
-        """Forget rows that do not count any more."""
+        """Remove rows that no longer count."""
         for replica, rows in list(self.others.items()):
             self.others[replica] = {key: row for key, row in rows.items() if not row.expire(now)}
             if not self.others[replica]:
@@ -143,10 +143,10 @@ class _Rows:
 
 
 class StateClient:
-    """Reports to the state in one call at a time, from one task: what comes up meanwhile makes the next report.
+    """Reports to the state with one call at a time, from one task. Changes during a call form the next report.
 
-    So a hundred claims at once are one or two calls. Ray cancels what a cancelled request started, recursively; so a
-    request only puts into this client's lists. All methods belong to one event loop.
+    So a hundred concurrent claims need one or two calls. Ray cancels the calls of a cancelled task recursively; so a
+    request's task only appends to lists of this client. All methods belong to one event loop.
     """
 
     def __init__(
@@ -159,28 +159,28 @@ class StateClient:
         self._adapters: SharedAdapters | None = None
         self._adapters_told: tuple[AdapterEntry, ...] = ()
         self._adapters_version = -1
-        self._incarnation = ""  # of the state that knows this replica; "" makes the next report a whole one
+        self._incarnation = ""  # of the state that knows this replica; "" makes the next report whole
         self._rows = _Rows()
         self._asked: list[Hold] = []
         self._standings: dict[str, Standing] = {}
         self._wake = asyncio.Event()
-        self._told: asyncio.Future[None] | None = None  # by the next report
+        self._told: asyncio.Future[None] | None = None  # set when the next report is answered
         self._series_told = -math.inf
         self._task: asyncio.Task[None] | None = None
 
     def share(self, series: Callable[[], Iterable[Metric]], adapters: SharedAdapters) -> None:
-        """What this replica tells the others of itself, and what it hears of them."""
+        """Set ``series``, the source of this replica's metrics, and the ``adapters`` to share."""
         self._own_series, self._adapters = series, adapters
         adapters.connect(self.publish)
 
     def start(self) -> None:
-        """Begin to report; else the first claim does."""
+        """Start to report. Otherwise the first claim starts it."""
         if self._task is None:
             loop = asyncio.get_running_loop()
-            self._task = loop.create_task(self._run(), context=Context())  # not as a part of a request
+            self._task = loop.create_task(self._run(), context=Context())  # an empty context: not part of a request
 
     async def close(self) -> None:
-        """Leave in order, so that nobody waits for the end of this replica's lease."""
+        """Leave, so that no replica waits for the end of this replica's lease."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -188,10 +188,10 @@ class StateClient:
             await self._link.leave(self.replica)
 
     async def claim(self, key: str, limits: KeyLimits, tokens: int | None = None) -> Hold:
-        """Let one request in, or reserve so many tokens, before it is dispatched.
+        """Claim the start of one request, or ``tokens`` tokens, before the request is dispatched.
 
         Raises:
-            RateLimitError: it does not fit into the limits of the key now.
+            RateLimitError: the claim exceeds a limit of the key now.
             EngineUnavailableError: the state did not answer in time.
         """
         self.start()
@@ -213,22 +213,22 @@ class StateClient:
         return hold
 
     def give_back(self, claim: Claim, served: int) -> None:
-        """A claim that was granted has ended, with so many tokens served."""
+        """Return a granted claim, of which ``served`` tokens were served."""
         self._rows.give_back(claim, served, self._clock())
         self._wake.set()
 
     def standing(self, key: str) -> Standing | None:
-        """Where a key stood when its last claim was answered."""
+        """The standing of a key at the answer to its last claim."""
         return self._standings.get(key)
 
     async def series(self) -> bytes:
-        """The metrics of all replicas as Prometheus reads them; of this one alone where the state does not answer."""
+        """The metrics of all replicas in Prometheus' format; only of this one if the state does not answer."""
         own = tuple(self._own_series())
         others, departed = await self._series_of_others() or ({}, [])
         return await asyncio.to_thread(lambda: generate_latest(merge(own, self.replica, others, departed)))
 
     async def series_for_all(self) -> tuple[Metric, ...] | None:
-        """As ``series`` in one of the replicas, the first by its name; None in others, and without the state."""
+        """As ``series``, in the replica with the first name. None in other replicas, and without the state."""
         own = tuple(self._own_series())
         found = await self._series_of_others()
         if found is None or min(found[0], default=self.replica) < self.replica:
@@ -236,7 +236,7 @@ class StateClient:
         return await asyncio.to_thread(lambda: tuple(merge(own, self.replica, *found).collect()))
 
     async def publish(self) -> None:
-        """Tell now what was decided about adapters; returns when it is told, or after PERIOD_S without the state."""
+        """Report decisions about adapters now. Returns when the state has answered, or after PERIOD_S."""
         self.start()
         told = self._told = self._told or asyncio.get_running_loop().create_future()
         self._wake.set()
@@ -276,7 +276,7 @@ class StateClient:
                     await self._wake.wait()
 
     async def _exchange(self) -> bool:
-        """Send one report. Returns whether the state has taken it in and has answered its claims."""
+        """Send one report. Returns whether the state applied it and answered its claims."""
         self._asked = [hold for hold in self._asked if not hold.answer.cancelled()]
         asked, whole, now = tuple(self._asked), not self._incarnation, self._clock()
         series = None

@@ -1,4 +1,4 @@
-"""What an ingress replica and the state actor tell each other, in one call at a time: StateReport, StateReply."""
+"""StateReport and StateReply: the messages between an ingress replica and the state actor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from prometheus_client.core import Metric
 from raylm.messages import LoRAAdapter
 
 WINDOW_S = 60.0
-BUCKET_S = 1.0  # usage counts by second
-COUNTED_S = BUCKET_S + WINDOW_S  # from the begin of a second: whatever happened in it counts for the whole window
+BUCKET_S = 1.0  # usage is counted by second
+COUNTED_S = BUCKET_S + WINDOW_S  # from the begin of a second: all usage in it counts for the whole window
 LimitName = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Bounds of one API key over all ingress replicas; None is no bound.
+    """Limits of one API key over all ingress replicas. None means no limit.
 
-    In any 60 seconds at most so many requests begin and so many tokens (of prompts and answers) are served, and at any
-    time at most ``concurrency`` requests are open.
+    ``requests_per_minute`` limits the requests that begin, and ``tokens_per_minute`` the tokens of prompts and answers
+    that are served, in any 60 seconds. ``concurrency`` limits the requests that are open at the same time.
     """
 
     requests_per_minute: int | None = None
@@ -39,7 +39,7 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What is asked of the limits of ``key``: to let one request in (``tokens`` None), or to serve so many tokens."""
+    """A claim to limits of ``key``: to begin one request (``tokens`` None), or to serve ``tokens`` tokens."""
 
     key: str
     limits: KeyLimits
@@ -48,12 +48,12 @@ class Claim:
 
 @dataclass(slots=True)
 class Usage:
-    """What one replica has taken of the limits of one key: a row.
+    """A row: the usage of one key by one replica.
 
-    A row is always sent whole and replaces the row that was known, so a row that arrives twice counts once.
-    ``open`` are requests, ``reserved`` are tokens of open requests. ``requests`` that have begun and ``tokens`` that
-    were served count by second: the number by the second's begin, of one clock that never goes back. The state gives
-    each change a ``version``; the higher one is newer.
+    A row is always sent whole and replaces the known row, so a repeated row counts once. ``open`` is the number of open
+    requests, ``reserved`` their reserved tokens. ``requests`` that have begun and ``tokens`` that were served are
+    counted by second; the keys are the begin of each second in a monotonic clock. The state gives each change a
+    ``version``; the higher one is newer.
     """
 
     open: int = 0
@@ -63,7 +63,7 @@ class Usage:
     version: int = 0
 
     def take(self, tokens: int | None, now: float) -> None:
-        """Add a claim that was granted."""
+        """Add a granted claim."""
         if tokens is None:
             self.open += 1
             _count(self.requests, 1, now)
@@ -71,7 +71,7 @@ class Usage:
             self.reserved += tokens
 
     def give_back(self, tokens: int | None, served: int, now: float) -> None:
-        """End a claim of which so many tokens were served."""
+        """End a claim, of which ``served`` tokens were served."""
         if tokens is None:
             self.open -= 1
         else:
@@ -79,7 +79,7 @@ class Usage:
         _count(self.tokens, served, now)
 
     def end(self, now: float) -> None:
-        """The replica is gone: its requests have ended, and what they might have been served counts as served."""
+        """End all claims of a replica that is gone. Its reserved tokens count as served."""
         _count(self.tokens, self.reserved, now)
         self.open = self.reserved = 0
 
@@ -90,7 +90,7 @@ class Usage:
         return Usage(self.open, self.reserved, requests, tokens, self.version)
 
     def expire(self, now: float) -> bool:
-        """Forget seconds that have left the window. Returns whether nothing is left."""
+        """Remove seconds that have left the window. Returns whether the row is empty."""
         for counts in (self.requests, self.tokens):
             while counts and (first := next(iter(counts))) + COUNTED_S <= now:
                 del counts[first]
@@ -105,9 +105,9 @@ def _count(counts: dict[float, int], number: int, now: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a key stands behind a claim; ``refused_by`` is None if it was granted.
+    """The state of a key after a claim. ``refused_by`` is None if the claim was granted.
 
-    ``reset_…_s`` are the seconds until all is there again if nothing more is asked, None where there is no limit.
+    ``reset_…_s`` are the seconds until the full limit is available again without further claims, None without a limit.
     """
 
     limits: KeyLimits
@@ -121,9 +121,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """What was last decided about the adapter of a name; the higher revision holds.
+    """The latest decision about the adapter of a name. The higher revision is valid.
 
-    While it is ``loading`` engines may have it or not. One that has it although it was ``unloaded`` is to give it up.
+    While an adapter is ``loading``, engines may or may not have it. An engine that has an ``unloaded`` adapter must
+    unload it.
     """
 
     adapter: LoRAAdapter
@@ -137,14 +138,14 @@ class AdapterEntry:
 
 @dataclass(frozen=True, slots=True)
 class StateReport:
-    """What one replica tells the state; it also says that the replica lives.
+    """A report of one replica to the state. It also shows that the replica is alive.
 
-    ``at`` is the replica's clock in seconds; a report older than the last one of the replica is ignored.
-    ``incarnation`` is the state that the replica believes to speak to. "" is a whole report: it has all rows, and as
-    ``others`` the rows of other replicas, by replica and key, as the replica has heard of them. A report that is not
-    whole has the ``rows``, by key, that have changed since the last report that was answered, and those of claims.
-    ``version`` is the newest row of others that the replica knows. ``series`` are its metrics, None if they were told
-    a moment ago. ``adapters`` are all its entries, if they have changed, ``adapters_version`` the set that it knows.
+    ``at`` is the replica's clock in seconds; a report older than the replica's last one is ignored. ``incarnation`` is
+    the id of the state that the report is for. "" marks a whole report. It has all ``rows``, by key, and ``others`` has
+    the rows of other replicas, by replica and key, as last known. Any other report has only the rows that changed since
+    the last answered report, and the rows of its claims. ``version`` is the newest row of other replicas that the
+    replica knows. ``series`` are its metrics, None if they were sent less than a second ago. ``adapters`` are all
+    entries, if they changed; ``adapters_version`` is the version of the entries that the replica knows.
     """
 
     replica: str
@@ -161,10 +162,11 @@ class StateReport:
 
 @dataclass(frozen=True, slots=True)
 class StateReply:
-    """``standings`` answer the claims, in their order. None: nothing was granted; send a whole report with the claims.
+    """The answer to a report. ``standings`` answer the claims, in order. None means that no claim was granted.
 
-    ``at`` is the state's clock in seconds. ``others`` are the rows of other replicas that have changed since
-    ``version`` of the report, by replica and key. ``adapters`` are all entries, None where the replica knows them.
+    The replica must then send a whole report with the claims. ``at`` is the state's clock in seconds. ``others`` are
+    the rows of other replicas that changed since ``version`` of the report, by replica and key. ``adapters`` are all
+    entries, None if the replica knows them.
     """
 
     incarnation: str

@@ -1,4 +1,4 @@
-"""Metrics of several ingress replicas as one set; between processes they are numbers by name and labels, not text."""
+"""Merges the metrics of several ingress replicas. Between processes, metrics are numbers by name and labels."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from prometheus_client.registry import Collector
 from raylm import metrics
 
 _SUMMED = frozenset({"counter", "histogram"})
-_PROCESS = "process_"  # begins the names of what prometheus_client tells of a process
+_PROCESS = "process_"  # prefix of prometheus_client's metrics of a process
 _STEPS = f"{metrics.STEP_TOKENS.name}_count"
 _Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass
 class _Family:
-    """One metric: its samples by name and labels, in the order in which they came."""
+    """One metric: its samples by name and labels, in order of arrival."""
 
     metric: Metric
     values: dict[tuple[str, _Labels], float] = field(default_factory=dict)
 
 
 class Merged(Collector):
-    """Counters and histograms are sums over the replicas; of an engine's series, which all tell, the newest are taken;
-    gauges, and what is told of processes, have the label ``replica``."""
+    """Merged metrics. Counters and histograms are summed over the replicas.
+
+    All replicas report the series of an engine; the newest is used. Gauges, and metrics of processes, have the label
+    ``replica``.
+    """
 
     def __init__(self) -> None:
         self._families: dict[str, _Family] = {}
-        self._steps: dict[str, float] = {}  # of each engine, as the newest told
+        self._steps: dict[str, float] = {}  # number of steps of each engine in the newest series
 
     def add(self, families: Iterable[Metric], replica: str) -> None:
-        """Take in the metrics of a replica."""
+        """Add the metrics of a replica."""
         families = tuple(families)
         newest = self._newest(families)
         for metric in families:
@@ -46,7 +49,7 @@ class Merged(Collector):
                     self._family(metric).values[sample.name, tuple(sample.labels.items())] = sample.value
 
     def add_departed(self, families: Iterable[Metric]) -> None:
-        """Take in what a replica that has ended had counted."""
+        """Add the counters of a replica that has ended."""
         for metric in families:
             for sample in metric.samples if _is_summed(metric) else ():
                 if "engine" not in sample.labels:
@@ -60,7 +63,7 @@ class Merged(Collector):
             yield shown
 
     def _newest(self, families: Iterable[Metric]) -> set[str]:
-        """The engines of which this replica has seen more steps than those before, or that they do not know."""
+        """The engines for which this replica has the newest series, measured by the number of steps."""
         steps: dict[str, float] = defaultdict(float)
         for metric in families:
             for sample in metric.samples:
@@ -87,7 +90,7 @@ def _is_summed(metric: Metric) -> bool:
 
 
 def fold(departed: Iterable[Iterable[Metric]]) -> tuple[Metric, ...]:
-    """What several replicas that have ended had counted, as one."""
+    """Sum the counters of several replicas that have ended."""
     merged = Merged()
     for families in departed:
         merged.add_departed(families)
@@ -100,7 +103,7 @@ def merge(
     others: Mapping[str, Iterable[Metric]],
     departed: Iterable[Iterable[Metric]],
 ) -> Merged:
-    """All metrics: of the replica that is asked, of the ``others`` as they were told last, and of the ``departed``."""
+    """Merge the metrics of this replica, the last known ones of the ``others``, and those of ``departed`` replicas."""
     merged = Merged()
     merged.add(own, replica)
     for name, families in others.items():

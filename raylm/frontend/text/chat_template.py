@@ -1,4 +1,4 @@
-"""ChatTemplate: has conversations rendered with the checkpoint's Jinja template, in a process that can be ended."""
+"""ChatTemplate: renders conversations with the checkpoint's Jinja template, in a child process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raylm.frontend.threads import LARGE
 RENDER_LIMIT_S = 5.0
 _CHARS_A_THING = 32
 _MAX_CUSTOM_ROLES = 64
-_PROBE = "31415926535"  # a text that no template holds
+_PROBE = "31415926535"  # a text that is in no template
 ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 _RESERVED = frozenset({
     "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt",
@@ -31,7 +31,7 @@ _RESERVED = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """The one tool that the answer must call."""
+    """The tool that the answer must call."""
 
     name: str
 
@@ -41,15 +41,15 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What a caller asks for the next turn of a conversation, in the terms of OpenAI's chat completions.
+    """A request for the next turn of a conversation, with the fields of OpenAI's chat completions.
 
-    ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON texts.
-    ``reasoning_effort`` goes to the template; "none" turns thinking off, everything else turns it on, unless
-    ``template_kwargs`` say otherwise. ``add_special_tokens`` adds the tokenizer's to those that the template writes.
-    ``any_length`` says that more than the context holds is fine.
+    ``messages`` and ``tools`` have OpenAI's form, with arguments of earlier calls as objects or JSON text.
+    ``reasoning_effort`` is passed to the template; "none" turns thinking off, any other value turns it on, unless
+    ``template_kwargs`` sets ``enable_thinking``. ``add_special_tokens`` adds the tokenizer's special tokens to those of
+    the template. With ``any_length`` the prompt may exceed the context.
 
     Raises:
-        InvalidRequestError: the template shall both open a turn and leave the last one open.
+        InvalidRequestError: both ``add_generation_prompt`` and ``continue_final_message`` are set.
     """
 
     messages: list[dict[str, Any]]
@@ -70,7 +70,7 @@ class ChatRequest:
 
 
 class ChatTemplate:
-    """``templates`` of a checkpoint by name: ``default`` (or none), and perhaps ``tool_use``, for use with tools."""
+    """Templates of a checkpoint by name: ``default`` (may be missing), and optionally ``tool_use``, for tools."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], model: str) -> None:
         self._templates = dict(templates)
@@ -78,12 +78,15 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._model = model
         self._custom_roles: dict[tuple[str, str], bool] = {}
-        self._small, self._large = Renderer(), Renderer()  # so that no short conversation waits for a long one
+        self._small, self._large = Renderer(), Renderer()  # a short conversation never waits for a long one
 
     async def render(self, request: ChatRequest) -> str:
-        """The prompt text of a conversation; of the request only what a template sees counts.
+        """Render a conversation to the text of a prompt.
 
-        It may take RENDER_LIMIT_S from when a process begins with it; short ones do not wait for long ones.
+        Rendering may take RENDER_LIMIT_S. Short conversations do not wait for long ones.
+
+        Raises:
+            InvalidRequestError: the messages do not fit the template, or rendering fails or takes too long.
         """
         kwargs = request.template_kwargs or {}
         for name in kwargs:
@@ -116,7 +119,7 @@ class ChatTemplate:
         self._large.close()
 
     async def _check_roles(self, roles: list[str], template: str, renderer: Renderer) -> None:
-        """Refuse roles of which a template makes nothing, or only another one."""
+        """Raise InvalidRequestError for a role that the template omits, or renders as another role."""
         for place, role in enumerate(roles):
             if role in ROLES or await self._takes(role, template, renderer):
                 continue
@@ -124,7 +127,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"'{where}': the chat template knows no role {role[:40]!r}.", param=where)
 
     async def _takes(self, role: str, template: str, renderer: Renderer) -> bool:
-        """Whether a message of this role is shown with its role; of the last ones it is remembered."""
+        """Whether the template renders a message of this role with the role's name. Caches the latest results."""
         taken = self._custom_roles.get((role, template))
         if taken is None:
             conversation = [{"role": "user", "content": "Hi"}, {"role": role, "content": _PROBE}]
@@ -168,7 +171,7 @@ async def _render(renderer: Renderer, asked: bytes) -> str:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether JSON holds more than LARGE values, of which a text counts for one in each _CHARS_A_THING characters."""
+    """Whether a value has more than LARGE items in JSON. A text counts one item for each _CHARS_A_THING characters."""
     found, stack = 0, [value]
     while stack and found <= LARGE:
         node = stack.pop()
@@ -179,7 +182,7 @@ def _is_large(value: Any) -> bool:
 
 
 def content_chars(messages: list[dict[str, Any]]) -> int:
-    """Characters of the messages' contents as far as they are text, and a line break for each part of a list."""
+    """Number of text characters in the messages' contents, with a line break for each part of a list."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = chain.from_iterable(content for content in contents if isinstance(content, list))
     texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
@@ -188,7 +191,7 @@ def content_chars(messages: list[dict[str, Any]]) -> int:
 
 
 def prepare_messages(messages: list[dict[str, Any]], *, continue_final_message: bool = False) -> list[dict[str, Any]]:
-    """Bring OpenAI's messages into the form that templates expect: text as strings, tool arguments as objects."""
+    """Convert OpenAI's messages to the form of templates: contents as strings, tool arguments as objects."""
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
     prepared = [_prepare_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
@@ -203,7 +206,7 @@ def _prepare_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} must be an object with a role.", param=where)
     prepared = {name: value for name, value in message.items() if value is not None}
     if message["role"] == "developer":
-        prepared["role"] = "system"  # OpenAI's newer name for it; chat templates know only the older one
+        prepared["role"] = "system"  # OpenAI's newer name; chat templates know only "system"
     if isinstance(message.get("content"), list):
         prepared["content"] = "\n".join(_part_text(where, part) for part in message["content"])
     if message.get("tool_calls"):
@@ -232,10 +235,10 @@ def _prepare_call(where: str, call: Any) -> dict[str, Any]:
 
 
 def past_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call that a model made earlier, as the object that templates expect.
+    """The arguments of an earlier call, as the object that templates need.
 
-    A call that a limit of tokens cut has what is there of them: open strings, arrays and objects are closed, a key
-    without a value is left out. A text that is no JSON object is the value of the only key, ``arguments``.
+    If a token limit cut the call, open strings, arrays and objects are closed, and a key without a value is dropped. A
+    text that is not a JSON object becomes the value of a single key ``arguments``.
     """
     try:
         found = orjson.loads(text or "{}")

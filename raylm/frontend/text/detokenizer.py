@@ -1,4 +1,4 @@
-"""SequenceText: one sequence's tokens to what its caller may see; and the Detokenizer under it."""
+"""SequenceText: converts one sequence's tokens to visible text. Detokenizer: incremental decoding."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from raylm.frontend.text.tokenizer import Tokenizer
 from raylm.messages import FinishReason
 from raylm.params import SamplingParams
 
-MOST_HELD = 16  # tokens; a UTF-8 character has at most four bytes, so more than a few held ones are no text
+MOST_HELD = 16  # tokens; a UTF-8 character has at most four bytes, so more held tokens will not become text
 
 
 class Detokenizer:
-    """Incremental decoding by tokenizers' DecodeStream, which never gives out half a character.
+    """Incremental decoding with DecodeStream of tokenizers. Never returns part of a character.
 
-    The pieces join to the text that decoding all tokens at once gives. DecodeStream holds tokens while the text ends
-    in U+FFFD, and decodes all of them again at each step; a model that draws bytes that never become text would make
-    that quadratic, so the tokens are let go where no character is cut once ``MOST_HELD`` are held.
+    The joined pieces equal the text of all tokens decoded at once. DecodeStream holds tokens while the text ends in
+    U+FFFD, and decodes all of them again at each step. A model that draws bytes that never become text would make this
+    quadratic. So when ``MOST_HELD`` tokens are held, they are decoded up to a place that does not cut a character.
     """
 
     __slots__ = ("_added", "_backend", "_context", "_held", "_last_added", "_skip", "_stream")
@@ -31,11 +31,13 @@ class Detokenizer:
         self._added: Mapping[int, str] = {} if apart else tokenizer.added_tokens
         self._last_added = False
         self._stream = DecodeStream(skip_special_tokens=self._skip)
-        self._context: list[int] = []  # the tokens of the last piece: what stands left of a text may change its start
+        self._context: list[
+            int
+        ] = []  # the tokens of the last piece: the text of a token depends on the tokens before it
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that is final with this token, "" while a character is incomplete."""
+        """Add a token. Returns the text that became final, "" while a character is incomplete."""
         self._held.append(token_id)
         piece = self._step(token_id)
         if piece:
@@ -47,18 +49,18 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What the held tokens amount to when no more come: incomplete characters become U+FFFD."""
+        """Decode the held tokens at the end. Incomplete characters become U+FFFD."""
         held, self._held = self._held, []
         return self._text_after(self._context, held) if held else ""
 
     def _step(self, token_id: int) -> str:
         try:
             return self._stream.step(self._backend, token_id) or ""
-        except Exception:  # tokenizers raises a bare Exception where earlier text changed under later bytes
+        except Exception:  # tokenizers raises a bare Exception if later bytes change earlier text
             return self._let_go()
 
     def _let_go(self) -> str:
-        """Give out the held tokens up to a place that cuts no character, and begin a new stream after it."""
+        """Decode the held tokens up to a place that does not cut a character, and start a new stream after it."""
         held, whole = self._held, self._text_after(self._context, self._held)
         for cut in range(max(1, len(held) - 3), len(held) + 1):
             head = self._text_after(self._context, held[:cut])
@@ -73,7 +75,7 @@ class Detokenizer:
         return self._backend.decode(context + token_ids, skip_special_tokens=self._skip)[len(before) :]
 
     def _close_up(self, token_id: int, piece: str) -> str:
-        """Without spaces_between_special_tokens, added tokens that follow one another stand close together."""
+        """Remove spaces between added tokens, if spaces_between_special_tokens is off."""
         added = self._added.get(token_id)
         if added is not None and self._last_added and piece.endswith(added):
             piece = piece.removesuffix(added).rstrip(" ") + added
@@ -82,9 +84,9 @@ class Detokenizer:
 
 
 class SequenceText:
-    """Detokenizes, finds stop strings, and holds back what might become one.
+    """Detokenizes a sequence, finds stop strings, and holds back text that may become one.
 
-    A stop string counts only if a token after the first ``min_tokens`` completes it, as EOS does.
+    A stop string counts only if a token after the first ``min_tokens`` completes it. The same holds for EOS.
     """
 
     __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_shows_stop", "_stops", "finished")
@@ -98,9 +100,9 @@ class SequenceText:
         self._stops = StopStrings(params.stop, include=self._shows_stop) if params.stop else None
 
     def push(self, token_ids: list[int], ended: FinishReason | None) -> tuple[str, int, str | None]:
-        """Take in tokens; return (text that is final, how many of the tokens count, stop string matched or None).
+        """Add tokens. Returns (text that became final, number of tokens that count, matched stop string or None).
 
-        The token that made the engine stop (EOS, a stop token) is no text, unless stop strings are shown.
+        The token that stopped the engine (EOS, a stop token) has no text, unless stop strings are included.
         """
         hidden = len(token_ids) - 1 if ended == "stop" and not self._shows_stop else None
         text = ""

@@ -1,19 +1,19 @@
-"""Finds stop strings and markers in a text that comes in pieces, and holds back what might become one."""
+"""Finds stop strings and markers in a text that arrives in pieces, and holds back text that may become one."""
 
 from __future__ import annotations
 
 
 class StopStrings:
-    """One Knuth-Morris-Pratt automaton a stop string, run over the text character by character.
+    """Finds stop strings with one Knuth-Morris-Pratt automaton for each, one character at a time.
 
-    The match that ends first wins, of those that end together the longest; so the result does not depend on how the
-    text is cut into pieces, and each character costs amortized constant time however long the strings are.
+    The match that ends first wins, and the longest of those that end together. So the result does not depend on how the
+    text is cut into pieces. Each character costs amortized constant time for strings of any length.
     """
 
     __slots__ = ("_failures", "_firsts", "_held", "_include", "_states", "_stops", "rest")
 
     def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
-        self.rest = ""  # what stood behind the match
+        self.rest = ""  # text after the match
         self._stops = stops
         self._include = include
         self._failures = [_failure_table(stop) for stop in stops]
@@ -27,10 +27,10 @@ class StopStrings:
         return len(self._held)
 
     def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Take in the next piece; return (text that is final, stop string that matched or None).
+        """Add the next piece of text. Returns (text that became final, matched stop string or None).
 
-        Without ``armed`` no match may end in this piece, though one may begin in it. After a match the search begins
-        anew.
+        Without ``armed`` no match may end in this piece, but one may begin in it. After a match the search starts
+        again.
         """
         if not self._held and self._firsts.isdisjoint(text):
             return text, None
@@ -47,12 +47,12 @@ class StopStrings:
         return buffer[:cut], None
 
     def flush(self) -> str:
-        """What is held back, once no more text comes."""
+        """Return the text that is held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> list[str]:
-        """Move every automaton by one character; return the stop strings that end here."""
+        """Advance every automaton by one character. Returns the stop strings that end here."""
         ended = []
         for which, (stop, failure) in enumerate(zip(self._stops, self._failures, strict=True)):
             state = self._states[which]
@@ -68,7 +68,7 @@ class StopStrings:
 
 
 class MarkerSearch:
-    """Looks for one marker, again and again; white space before it is held back with its beginning, and dropped."""
+    """Finds each occurrence of one marker. Drops white space before a marker, so it holds that back too."""
 
     __slots__ = ("_space", "_stops")
 
@@ -82,7 +82,7 @@ class MarkerSearch:
         return len(self._space) + self._stops.num_held
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take in the next piece; return (text that is final, what stands behind the marker or None)."""
+        """Add the next piece of text. Returns (text that became final, text after the marker or None)."""
         text, found = self._stops.push(text)
         text = self._space + text
         final = text.rstrip()
@@ -95,7 +95,7 @@ class MarkerSearch:
 
 
 def _failure_table(stop: str) -> list[int]:
-    """For each prefix of ``stop`` the length of its longest proper border."""
+    """The length of the longest proper border of each prefix of ``stop``."""
     table = [0] * len(stop)
     border = 0
     for place in range(1, len(stop)):

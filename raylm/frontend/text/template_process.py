@@ -1,4 +1,4 @@
-"""Renderer: the front end's side of the template server, of which a process has one."""
+"""Renderer: the client of the template server. A process has one template server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raylm.frontend.fork_server_process import TRIES, ForkServerProcess
 from raylm.template_server import Answer
 
 START_LIMIT_S = 120.0
-"""For the server and a child of it to be ready: the server imports for about half a second."""
+"""Limit for the start of the server and a child. The server's imports take about 0.5 s."""
 _PIECE = 2**16
 
 _SERVER = ForkServerProcess("raylm.template_server")
@@ -25,12 +25,12 @@ atexit.register(_SERVER.close)
 
 
 def job(name: str, *arguments: Any) -> bytes:
-    """A frame that asks for ``name`` of template_server.JOBS; ValueError if the arguments hold more than plain data."""
+    """A frame with a job of template_server.JOBS. Raises ValueError if an argument is not plain data."""
     return frame(marshal.dumps((name, arguments)))
 
 
 class Renderer:
-    """Has jobs done one after the other in a child of the template server; a child that ended is replaced."""
+    """Runs jobs one after another in a child of the template server. Replaces a child that ended."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -38,11 +38,11 @@ class Renderer:
         self._closed = False
 
     async def ask(self, job: bytes, limit_s: float) -> Answer:
-        """The answer to ``job``, which may take ``limit_s`` from when it is sent; to cancel this ends the child.
+        """Run ``job``, which may take ``limit_s`` after it is sent. Cancelling this call ends the child.
 
         Raises:
-            TimeoutError: it took longer, and the child was ended.
-            EngineUnavailableError: no process could be had.
+            TimeoutError: the job took longer. The child is ended.
+            EngineUnavailableError: no child process could be started.
         """
         async with self._turn:
             while True:
@@ -73,7 +73,11 @@ class Renderer:
 
 
 def check_templates(templates: Mapping[str, str]) -> None:
-    """Compile every template in a process that may die of it; ConfigError names the one that is no valid Jinja."""
+    """Compile every template in a child process, which may crash.
+
+    Raises:
+        ConfigError: a template is not valid Jinja; the message names it.
+    """
     for name, template in templates.items():
         connection, _ = _SERVER.connect()
         with connection:
@@ -89,7 +93,7 @@ def check_templates(templates: Mapping[str, str]) -> None:
 
 
 async def _open() -> socket.socket:
-    """A connection to a child that is ready."""
+    """Connect to a child that is ready."""
     loop = asyncio.get_running_loop()
     for _ in range(TRIES):
         connection, control = _SERVER.connect()
@@ -108,7 +112,7 @@ async def _open() -> socket.socket:
 
 
 async def _exchange(connection: socket.socket, job: bytes) -> Answer | None:
-    """What is answered; None if the child ended before it had."""
+    """The answer of a child; None if the child ended first."""
     loop, received = asyncio.get_running_loop(), bytearray()
     with suppress(ConnectionError):
         await loop.sock_sendall(connection, job)

@@ -1,1 +1,1 @@
-"""What became of each request and when: Timelines keeps it, ``describe`` makes phases and causes of it."""
+"""The timelines of requests: Timelines stores records, ``describe`` computes phases and causes from them."""

@@ -1,4 +1,4 @@
-"""What a raw record (``Record.raw``) says in words and numbers: phases that add up to its time, and what took it."""
+"""Converts a raw record (``Record.raw``) to phases, whose durations add up to the request's, and their causes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 Raw = dict[str, Any]
 JSON = dict[str, Any]
 
-# What is done for a request in each phase, in the order of a request's life.
+# A description of each phase, in the order of a request's life.
 PHASES = {
     "admission": "waits to be let in",
     "body": "its body is received",
@@ -37,7 +37,7 @@ _CAUSE_OF = {
 
 
 def summary(raw: Raw) -> JSON:
-    """One line of a list of requests. Times are seconds since the epoch, ``ttft_s`` and ``seconds`` durations."""
+    """One entry in a list of requests. Times are seconds since the epoch, ``ttft_s`` and ``seconds`` are durations."""
     parts = raw["parts"]
     first = min((part["first_token"] for part in parts if part["first_token"] is not None), default=None)
     routings = [routing for part in parts for routing in part["routings"]]
@@ -70,12 +70,12 @@ def _decode_s(part: Raw) -> float:
 
 
 def _state(raw: Raw) -> str:
-    """Of a request in flight the phase that it is in."""
+    """The current phase of a request in flight, else "ended"."""
     return "ended" if raw["ended"] is not None else str(_points(raw)[-1][1])
 
 
 def _outcome(raw: Raw) -> str:
-    """How it ended: finish reasons, or the error."""
+    """The result of the request: its finish reasons, or the error."""
     if raw["ended"] is None:
         return ""
     errors = [raw["error"], *(part["error"] for part in raw["parts"])]
@@ -86,7 +86,7 @@ def _outcome(raw: Raw) -> str:
 
 
 def timeline(raw: Raw, now: float) -> JSON:
-    """All of a request: its summary, phases from its arrival to its end (or ``now``), and why it took so long."""
+    """A request's summary, its phases from arrival to end (or ``now``), and the causes of its duration."""
     found = phases(raw, now)
     return summary(raw) | {
         "wall_s": round((raw["ended"] or now) - raw["received"], 6),
@@ -107,10 +107,10 @@ def _since(raw: Raw, at: float | None) -> float | None:
 
 
 def phases(raw: Raw, now: float) -> list[JSON]:
-    """The phases one after the other, without a gap: their seconds add up to the time of the whole request.
+    """The phases in order, without gaps: their seconds add up to the duration of the request.
 
-    Of several prompts and sequences they are those of the one that ended last. An engine on another node has its own
-    clock: what it tells is moved to where it is possible.
+    If there are several prompts and sequences, the phases are those of the one that ended last. An engine on another
+    node has its own clock: its times are moved into the possible range.
     """
     end = raw["ended"] or now
     found: list[JSON] = []
@@ -126,7 +126,7 @@ def phases(raw: Raw, now: float) -> list[JSON]:
 
 
 def _points(raw: Raw) -> list[tuple[float, str]]:
-    """(time, phase that begins there), in the order of what happened."""
+    """(time, phase that begins then), in order of time."""
     points = [(raw["received"], "admission"), *((at, phase) for phase, at in raw["marks"])]
     part = _last_part(raw)
     if part is None:
@@ -146,18 +146,18 @@ def _points(raw: Raw) -> list[tuple[float, str]]:
 
 
 def _with_write(raw: Raw, points: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """An answer without an engine's part."""
+    """Points of an answer without a part on an engine."""
     return points if raw["first_byte"] is None else [*points, (raw["first_byte"], "write")]
 
 
 def _last_part(raw: Raw) -> Raw | None:
-    """The one that ended last, or has not ended yet."""
+    """The part that ended last, or has not ended yet."""
     parts: list[Raw] = raw["parts"]
     return max(parts, key=lambda part: part["last_token"] or part["ended"] or float("inf"), default=None)
 
 
 def _engine_points(part: Raw) -> Iterator[tuple[float, str]]:
-    """What the engine told of the sequence that ended last; its prompt is the first one's."""
+    """Points from the engine's events, for the sequence that ended last. Sequence 0 computes the shared prompt."""
     index = _last_index(part)
     events = [event for event in part["events"] if event[0] in (0, index)]
     begun = False  # whether the shared prompt is computed
@@ -190,7 +190,7 @@ def _last_index(part: Raw) -> int:
 
 
 def causes(raw: Raw, found: list[JSON]) -> list[JSON]:
-    """What the time went into, the longest first, each with a sentence about it."""
+    """The causes of the duration, the longest first, each with an explanation."""
     seconds: dict[str, float] = {}
     for phase in found:
         cause = _CAUSE_OF[phase["phase"]]
@@ -199,7 +199,7 @@ def causes(raw: Raw, found: list[JSON]) -> list[JSON]:
     if part is not None:
         missed = _missed_tokens(part)
         computed = part["prompt_tokens"] - part["cached_tokens"]
-        if missed and computed > 0:  # of the prompt's time what a warm cache would have saved
+        if missed and computed > 0:  # the share of the prompt's time that a warm cache would have saved
             share = min(1.0, missed / computed)
             seconds["cold_cache"] = seconds.get("prompt", 0.0) * share
             seconds["prompt"] = seconds.get("prompt", 0.0) * (1 - share)
@@ -212,7 +212,7 @@ def causes(raw: Raw, found: list[JSON]) -> list[JSON]:
 
 
 def _missed_tokens(part: Raw) -> int:
-    """Prompt tokens computed that another engine was known to have in its cache as this one was picked."""
+    """Prompt tokens that were computed, although another engine was known to have them in its cache."""
     if not part["routings"]:
         return 0
     _, engine, scores = part["routings"][0]
@@ -221,7 +221,7 @@ def _missed_tokens(part: Raw) -> int:
 
 
 def _explain(cause: str, raw: Raw, part: Raw | None) -> str:
-    """A sentence for who reads a waterfall."""
+    """A sentence that explains the cause."""
     if cause == "slow_client":
         return f"The client took the answer slowly: {raw['blocked_s']:.3f} s were spent waiting for it."
     if part is None:
@@ -246,7 +246,7 @@ def _explain(cause: str, raw: Raw, part: Raw | None) -> str:
 
 
 def _company(part: Raw) -> str:
-    """Who waited there when it came, if it is known."""
+    """The number of sequences that waited before this one, as text; "" if unknown."""
     waits = [event for event in part["events"] if event[1] == "taken_in"]
     return f" behind {waits[0][4]} waiting sequences" if waits and waits[0][4] else ""
 
@@ -275,7 +275,7 @@ def _tokens_again(part: Raw) -> int:
 
 
 def _part(raw: Raw, part: Raw) -> JSON:
-    """One prompt: what was asked, where it went and why, and what each of its sequences did in which steps."""
+    """One prompt: its parameters, its route and the reason for it, and the steps of each of its sequences."""
     return {
         "request_id": part["request_id"],
         "adapter": part["adapter"],
@@ -309,7 +309,7 @@ def _routing(raw: Raw, at: float, engine: str, scores: list[Any]) -> JSON:
 
 
 def _ranges(raw: Raw, part: Raw) -> Iterator[JSON]:
-    """What each sequence did in which steps of its engine, as ranges; ``tokens`` were computed in them."""
+    """The steps of each sequence as ranges. ``tokens`` is the number of tokens computed in a range."""
     begun: dict[int, tuple[str, float, int, int]] = {}
     interrupted: set[int] = set()
     for index, kind, at, step, tokens, _ in part["events"]:
@@ -333,7 +333,7 @@ def _ranges(raw: Raw, part: Raw) -> Iterator[JSON]:
 
 
 def trace(raw: Raw, now: float) -> JSON:
-    """Chrome trace events, as Perfetto opens them: a row for the phases, one for each sequence in its engine."""
+    """Chrome trace events, for Perfetto: a row for the phases, and a row for each sequence on its engine."""
     found = timeline(raw, now)
     origin = raw["received"] * 1e6
     events: list[JSON] = [_named("process_name", 0, f"request {raw['id']}"), _named("thread_name", 0, "phases")]

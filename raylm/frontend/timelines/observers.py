@@ -1,4 +1,4 @@
-"""Who is told of each ended request: a registry, and the log's lines about slow ones."""
+"""The registry of RequestObservers, which are called for each ended request, and the log of slow requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("raylm.frontend")
 TextOf = Callable[[list[int]], str]
 Open = Callable[[Config, str, str, TextOf], RequestObserver | None]
 
-# Each is called with the configuration, the names of application and ingress, and what makes text of tokens.
+# Each is called with the configuration, the names of application and ingress, and a function from tokens to text.
 OBSERVERS: Family[Open] = Family({
     "slow": "raylm.frontend.timelines.observers:open_slow_requests",
     "otlp": "raylm.frontend.tracing.export:open_export",
@@ -28,10 +28,10 @@ _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 
 
 def open_observers(config: Config, application: str, instance: str, text_of: TextOf) -> tuple[RequestObserver, ...]:
-    """Those that ``config`` asks for.
+    """Open the observers that ``config`` enables.
 
     Raises:
-        ConfigError: as of ``check_observers``.
+        ConfigError: as ``check_observers``.
     """
     check_observers(config)
     wanted = [name for name in OBSERVERS if name != "otlp" or config.ingress.otlp_endpoint is not None]
@@ -40,21 +40,21 @@ def open_observers(config: Config, application: str, instance: str, text_of: Tex
 
 
 def check_observers(config: Config) -> None:
-    """Raise a ConfigError if spans are asked for and what sends them is not installed."""
+    """Raise ConfigError if spans are enabled and the exporter is not installed."""
     if config.ingress.otlp_endpoint is None:
         return
     if "otlp" not in OBSERVERS:
         raise ConfigError("ingress.otlp_endpoint: raylm.frontend.tracing, which sends spans, is not installed.")
     try:
         is_there = find_spec(_EXPORTER) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         is_there = False
     if not is_there:
         raise ConfigError("ingress.otlp_endpoint: spans are sent by OpenTelemetry; pip install 'raylm[otel]'.")
 
 
 class SlowRequests:
-    """Logs each request that took longer than ``limit_s``, with its phases and what took most of its time."""
+    """Logs each request that took longer than ``limit_s``, with its phases and its main cause."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -78,7 +78,7 @@ class SlowRequests:
         )
 
     def close(self, timeout_s: float) -> None:
-        """Nothing is kept back."""
+        """Do nothing: no records are held back."""
 
 
 def open_slow_requests(config: Config, application: str, instance: str, text_of: TextOf) -> SlowRequests | None:

@@ -1,4 +1,4 @@
-"""Record: when what happened to one request of a caller; Part: the same of one prompt of it that an engine serves."""
+"""Record: the times of events of one caller's request. Part: the same for one prompt that an engine serves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from raylm.errors import RayLMError
 from raylm.messages import EngineCoreRequest, SequenceEvent
 
-MAX_EVENTS = 1024  # of a part; a sequence that is preempted over and over again ends up there
+MAX_EVENTS = 1024  # limit for a part; a sequence that is preempted repeatedly reaches it
 
 Clock = Callable[[], float]
 Message = MutableMapping[str, Any]
@@ -18,15 +18,15 @@ Mark = tuple[str, float]
 Trace = tuple[str, str] | None
 Score = tuple[str, float, int, int, int, int, float]
 """(engine, predicted seconds, tokens to compute, tokens queued there, sequences of this ingress there, sequences that
-wait there, seconds since the engine told)."""
+wait there, seconds since the engine's report)."""
 Routing = tuple[float, str, list[Score]]
-"""(time, the engine that was picked, the scores of all that could serve the request; none where there is one)."""
+"""(time, chosen engine, scores of all engines that could serve the request; empty if only one could)."""
 
 
 class Part:
-    """One prompt on its way through an engine. ``marks`` are the phases that began here, ``events`` the engine's.
+    """One prompt of a request. ``marks`` are the phases that began here, ``events`` come from the engine.
 
-    Owned by the event loop of its AsyncLLM. ``drawn`` are the token ids of each sequence, which OutputProcessor owns.
+    Belongs to the event loop of its AsyncLLM. ``drawn`` has the token ids of each sequence; OutputProcessor writes it.
     """
 
     __slots__ = (
@@ -54,16 +54,16 @@ class Part:
         self.error = ""
 
     def mark(self, phase: str) -> None:
-        """From now on this is what is done for the prompt."""
+        """Begin a phase of the prompt now."""
         self.marks.append((phase, self.clock()))
 
     def on_open(self, request: EngineCoreRequest, drawn: list[list[int]]) -> None:
-        """What is asked of the engine is known now; ``drawn`` grows while it is served."""
+        """Set the request that is sent to the engine. ``drawn`` grows while it is served."""
         self.request, self.drawn = request, drawn
         self.prompt_tokens, self.adapter = len(request.prompt_token_ids), request.adapter
 
     def charged(self) -> tuple[int, int]:
-        """Tokens of the prompt and of its answers, without those that an earlier connection was ``told``."""
+        """Number of prompt and answer tokens to charge, without the tokens that an earlier connection was ``told``."""
         drawn = [len(ids) for ids in self.drawn]
         if self.told is None:
             return self.prompt_tokens, sum(drawn)
@@ -71,13 +71,13 @@ class Part:
         return 0, sum(drawn) - sum(told)
 
     def on_sent(self, engine_id: str, scores: tuple[Score, ...]) -> None:
-        """It is on its way to an engine, for the first time or after another one was lost."""
+        """Record that the prompt was sent to an engine, the first time or after an engine was lost."""
         now = self.clock()
         self.routings.append((now, engine_id, list(scores)))
         self.marks.append(("replay" if len(self.routings) > 1 else "send", now))
 
     def note(self, event: SequenceEvent) -> None:
-        """Take in what the engine tells."""
+        """Add an event of the engine. Events above MAX_EVENTS are only counted."""
         if len(self.events) < MAX_EVENTS:
             self.events.append(event[1:])
         else:
@@ -109,7 +109,7 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty",
 
 
 def _sampling(request: EngineCoreRequest | None) -> dict[str, Any]:
-    """How its tokens are drawn, without what is text; empty where none are."""
+    """The sampling parameters that are not text; empty for requests for a vector."""
     if request is None or request.pooling is not None:
         return {}
     return {name: getattr(request.params, name) for name in _SAMPLING}
@@ -118,9 +118,10 @@ def _sampling(request: EngineCoreRequest | None) -> dict[str, Any]:
 class Record:
     """One request of a caller, from its arrival to the last byte of its answer. Times are seconds since the epoch.
 
-    ``key`` is the name of its API key, ``trace`` the caller's traceparent and tracestate. ``blocked_s`` were spent
-    waiting for the client, or the proxy before it, to take what was written. ``cancel`` ends it with an error, None
-    where nothing can. One that is ``kept`` does not end with its connection, but by ``Timelines.end_record``.
+    ``key`` is the name of its API key, ``trace`` the caller's traceparent and tracestate. ``blocked_s`` are the seconds
+    in which the client, or the proxy before it, did not accept written bytes. ``cancel`` ends the request with an
+    error; it is None before a prompt began. A record that is ``kept`` ends by ``Timelines.end_record``, not with its
+    connection.
     """
 
     __slots__ = (
@@ -146,11 +147,11 @@ class Record:
         self.cancel: Callable[[RayLMError], None] | None = None
 
     def mark(self, phase: str) -> None:
-        """From now on this is what is done for the request."""
+        """Begin a phase of the request now."""
         self.marks.append((phase, self.clock()))
 
     def sending(self, send: Callable[[Message], Awaitable[None]]) -> Callable[[Message], Awaitable[None]]:
-        """An ASGI ``send`` that notes when the answer's bytes are taken."""
+        """Wrap an ASGI ``send`` to record the times at which bytes of the answer are accepted."""
 
         async def send_and_note(message: Message) -> None:
             before = self.clock()
@@ -163,14 +164,14 @@ class Record:
         return send_and_note
 
     def wrote(self, before: float) -> None:
-        """Bytes of the answer that were handed over at ``before`` are taken."""
+        """Record that bytes of the answer, written at time ``before``, were accepted."""
         self.last_byte = now = self.clock()
         self.blocked_s += now - before
         if self.first_byte is None:
             self.first_byte = now
 
     def raw(self, ingress: str) -> dict[str, Any]:
-        """All that is known, as plain values."""
+        """All values of the record, as plain data."""
         return {
             "id": self.id,
             "key": self.key,
@@ -192,38 +193,38 @@ class Record:
 
 CURRENT: ContextVar[Record | None] = ContextVar("current_record", default=None)
 BY_HANDLE: ContextVar[tuple[str, Trace]] = ContextVar("call_by_handle", default=("handle", None))
-LONGEST_TRACE = 512  # characters of a tracestate; what is longer, vendors must not count on
+LONGEST_TRACE = 512  # characters of a tracestate; W3C Trace Context guarantees only 512
 
 
 def trace_of(traceparent: str | None, tracestate: str) -> Trace:
-    """The span of a caller, as W3C's Trace Context has it; a traceparent that cannot be one is left out."""
+    """The caller's span as in W3C Trace Context. Ignores a traceparent that is too long."""
     if traceparent is None or len(traceparent) > LONGEST_TRACE:
         return None
     return traceparent, tracestate if len(tracestate) <= LONGEST_TRACE else ""
 
 
 def note_call(path: str, trace: Trace) -> None:
-    """What the call by handle that this task serves asks for: the ``path`` of its record, and its caller's span."""
+    """Set the ``path`` of the record of this task's call by handle, and its caller's span."""
     BY_HANDLE.set((path, trace))
 
 
 def serve_record(record: Record | None) -> None:
-    """From now on this task, and the tasks that it starts, serve the request of ``record``."""
+    """Let this task, and tasks that it starts, belong to the request of ``record``."""
     CURRENT.set(record)
 
 
 def current_id() -> str:
-    """The id of the request that this task serves, "" without one."""
+    """The id of this task's request, "" without one."""
     return "" if (record := CURRENT.get()) is None else record.id
 
 
 def mark(phase: str) -> None:
-    """As ``Record.mark``, for the request that this task serves, if there is one."""
+    """As ``Record.mark``, for this task's request. Does nothing without one."""
     if (record := CURRENT.get()) is not None:
         record.mark(phase)
 
 
 def note_body(model: str | None, stream: bool | None) -> None:
-    """What the body of the request that this task serves asks for."""
+    """Set the model and the stream flag in this task's record."""
     if (record := CURRENT.get()) is not None:
         record.model, record.is_stream = model or "", bool(stream)

@@ -21,19 +21,20 @@ Cancel = Callable[[RayLMError], None]
 
 
 class RequestObserver(Protocol):
-    """Is told of each request when it has ended; may not raise, nor keep the event loop waiting."""
+    """Called with each request when it has ended. Must not raise or block the event loop."""
 
     def __call__(self, raw: Raw, record: Record) -> None: ...
 
     def close(self, timeout_s: float) -> None:
-        """Bring to its end what was begun, on any thread."""
+        """Finish work that has begun. Called on any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which requests are asked for. ``owner`` is the name of the key that asks, None for all.
+    """Selects requests. ``owner`` is the name of the asking key, None to see the requests of all keys.
 
-    ``text`` stands in the id, the path, the model or the key's name. ``since`` leaves out what ended before.
+    ``text`` is searched in the id, the path, the model and the key's name. Requests that ended before ``since`` are
+    omitted.
     """
 
     owner: str | None
@@ -47,7 +48,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An ended request: what it is found by, its line in a list and all that is known of it, as JSON."""
+    """An ended request: its search fields, its entry in a list, and its raw record as JSON."""
 
     id: str
     key: str
@@ -59,10 +60,10 @@ class _Ended:
 
 
 class Timelines:
-    """Owned by one event loop, without locks. ``ingress`` is the name of this process in what it tells.
+    """Stores records. Belongs to one event loop, so it has no locks. ``ingress`` is this process's name in records.
 
-    The last ``max_requests`` ended ones are kept, as JSON of at most ``max_bytes``; no text of any prompt or answer.
-    ``on_end`` is told of each as it ends.
+    The last ``max_requests`` ended requests are kept, as JSON of at most ``max_bytes``, without text of prompts or
+    answers. ``on_end`` is called with each record that ends.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Timelines:
 
     @contextmanager
     def request(self, request_id: str, key: str, path: str, trace: Trace = None) -> Iterator[Record]:
-        """The record of what is done in this block, for it and the tasks that it starts; unless it is kept."""
+        """Open a record for this block and the tasks that it starts. It ends with the block, unless it is kept."""
         record = self.begin(request_id, key, path, trace)
         token = CURRENT.set(record)
         try:
@@ -96,7 +97,7 @@ class Timelines:
                 self.end_record(record)
 
     def end_record(self, record: Record, error: BaseException | None = None) -> None:
-        """A record that ``begin`` made, or that was kept, has ended."""
+        """End a record that ``begin`` created, or that was kept."""
         if error is not None:
             self._fail(record, error)
         record.ended = self.clock()
@@ -104,7 +105,7 @@ class Timelines:
 
     @contextmanager
     def part(self, request_id: str, model: str, cancel: Cancel) -> Iterator[Part]:
-        """A prompt of the current request; without one it is a request of its own, as those by handle are."""
+        """Add a part for a prompt to this task's record. Without a record, as in calls by handle, open one."""
         current = CURRENT.get()
         record = current or self.begin(request_id, "", *BY_HANDLE.get())
         record.model = record.model or model
@@ -126,7 +127,7 @@ class Timelines:
             self._close(record)
 
     def begin(self, request_id: str, key: str, path: str, trace: Trace = None) -> Record:
-        """The record of a request that ``end_record`` ends."""
+        """Open a record. ``end_record`` ends it."""
         record = Record(request_id, key, path, self.clock, trace)
         self._in_flight[record] = None
         return record
@@ -137,7 +138,7 @@ class Timelines:
             record.status = error.status if isinstance(error, RayLMError) else None
 
     def _close(self, record: Record) -> None:
-        """Let go of a request once its answer is written and its prompts are done; a background one ends later."""
+        """Move a record to the ended ones, when its answer is written and all its parts have ended."""
         if record.ended is None or any(part.ended is None for part in record.parts) or record not in self._in_flight:
             return
         record.ended = max([record.ended, *(part.ended or 0.0 for part in record.parts)])
@@ -161,19 +162,19 @@ class Timelines:
             observe(raw, record)
 
     def close(self, timeout_s: float) -> None:
-        """Let the observers tell what they still have to, on any thread, each for so long; once."""
+        """Close the observers, each within ``timeout_s``, on any thread. Later calls do nothing."""
         observers, self.observers = self.observers, ()
         for observer in observers:
             observer.close(timeout_s)
 
-    # ---------------------------------------------------------------- what is asked
+    # ---------------------------------------------------------------- queries
 
     def listed(self, wanted: Filter) -> list[tuple[float, bytes]]:
-        """(time, line as JSON) of the newest requests that ``wanted`` describes, those in flight first."""
+        """(time, entry as JSON) of the newest requests that match, those in flight first."""
         found: list[tuple[float, bytes]] = []
         if wanted.state != "recent":
             open_ones = (one for one in reversed(self._in_flight) if _matches(one, wanted))
-            shown = islice(open_ones, wanted.limit)  # a line takes some 25 us, and thousands may be in flight
+            shown = islice(open_ones, wanted.limit)  # an entry takes about 25 us, and thousands may be in flight
             found += [(one.received, orjson.dumps(summary(one.raw(self.ingress)))) for one in shown]
         if wanted.state != "in_flight":
             for ended in reversed(self._ended):
@@ -184,11 +185,11 @@ class Timelines:
         return found
 
     def part_ids(self, wanted: Filter) -> list[str]:
-        """The ids that the engines know requests in flight by."""
+        """The engines' ids of requests in flight that match."""
         return [part.request_id for record in self._in_flight if _matches(record, wanted) for part in record.parts]
 
     def find(self, request_id: str, owner: str | None) -> bytes | None:
-        """All that is known of the newest request of that id, as JSON; None where ``owner`` has none."""
+        """The raw record, as JSON, of the newest request with that id; None if ``owner`` has none."""
         for record in reversed(self._in_flight):
             if record.id == request_id and owner in (None, record.key):
                 return orjson.dumps(record.raw(self.ingress))
@@ -198,7 +199,7 @@ class Timelines:
         return None
 
     def end(self, request_id: str, owner: str | None, error: Callable[[], RayLMError]) -> bool:
-        """End the requests of that id with an error; whether there is one in flight."""
+        """End the requests of that id with an error. Returns whether there was one in flight."""
         found = [one for one in self._in_flight if one.id == request_id and owner in (None, one.key) and one.cancel]
         for record in found:
             assert record.cancel is not None
@@ -222,7 +223,7 @@ def _size(entry: _Ended) -> int:
 
 
 def _name(error: BaseException) -> str:
-    """What kind of error it is; its message may hold a part of a prompt."""
+    """The kind of an error. Its message is omitted, because it may contain part of a prompt."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "client_left"
     if isinstance(error, RayLMError):

@@ -1,4 +1,4 @@
-"""SpanExport: sends the spans of ended requests to a collector by OTLP, from a thread of its own."""
+"""SpanExport: sends the spans of ended requests to a collector by OTLP, on its own thread."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ logger = logging.getLogger("raylm.frontend")
 
 PATH = "/v1/traces"
 MAX_WAITING = 1000  # ended requests
-MAX_WAITING_WITH_TEXT = 100  # they keep their token ids
-BATCH_REQUESTS = 32  # some 300 spans
+MAX_WAITING_WITH_TEXT = 100  # these hold their token ids
+BATCH_REQUESTS = 32  # about 300 spans
 BATCH_S = 1.0
 _LAST_JOIN_S = 0.5
 _SCOPE = InstrumentationScope("raylm", VERSION)
@@ -43,11 +43,11 @@ TextOf = Callable[[list[int]], str]
 
 
 class SpanExport:
-    """A RequestObserver: a request's end costs it a place in a queue, and all else happens on a thread.
+    """A RequestObserver. The end of a request only appends to a queue; a thread does all other work.
 
-    Requests never wait for the collector: those that the queue cannot hold, and batches that it does not take, are
-    ``lost``. The log says so when it begins and when it is over. Which requests are sampled is OpenTelemetry's to
-    decide: those of a caller's trace as its flag says, others as OTEL_TRACES_SAMPLER.
+    Requests never wait for the collector. Requests that do not fit in the queue, and batches that the collector does
+    not accept, are counted in ``lost``; the log says when this begins and ends. OpenTelemetry decides which requests
+    are sampled: those of a caller's trace by its flag, others by OTEL_TRACES_SAMPLER.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SpanExport:
         text_of: TextOf | None = None,
         max_waiting: int | None = None,
     ) -> None:
-        """``collector`` is its name in the log; with ``text_of`` tokens the spans have prompts and answers."""
+        """``collector`` is the name in the log. With ``text_of``, spans include the text of prompts and answers."""
         most = MAX_WAITING if text_of is None else MAX_WAITING_WITH_TEXT
         self.lost = 0
         self._exporter = exporter
@@ -86,7 +86,7 @@ class SpanExport:
             self.lost += 1
 
     def close(self, timeout_s: float) -> None:
-        """Send what waits, for at most ``timeout_s``; a batch that is being tried again is then given up."""
+        """Send waiting requests for at most ``timeout_s``. A batch that is being retried is then dropped."""
         until = time.monotonic() + timeout_s
         with suppress(queue.Full):
             self._waiting.put(None, timeout=timeout_s)
@@ -115,12 +115,12 @@ class SpanExport:
         for ended in requests:
             try:
                 self._trace(ended)
-            except Exception:  # of any class: the others are to be sent
+            except Exception:  # any exception: the other requests must be sent
                 self.lost += 1
                 request_id = ended.raw["id"]
                 failed = about("otlp.failed", request_id)
                 logger.exception("request %s: no spans could be made of it", request_id, extra=failed)
-            time.sleep(0)  # the event loop may go on
+            time.sleep(0)  # lets the event loop run
         if not (spans := self._ended.take()):
             return
         self._reason.text = ""
@@ -148,7 +148,7 @@ class SpanExport:
         )
 
     def _trace(self, ended: _Ended) -> None:
-        """Make its spans, which end in ``_ended`` if they are sampled."""
+        """Create the spans of a request. If they are sampled, they end in ``_ended``."""
         context = Context()
         if ended.trace is not None:
             headers = dict(zip(("traceparent", "tracestate"), ended.trace, strict=True))
@@ -170,7 +170,7 @@ class SpanExport:
         span.end(_nanoseconds(data.end))
 
     def _child(self, phase: SpanData, parent: Span) -> ReadableSpan:
-        """Not by the tracer, whose spans cost three times as much, as they may change until they end."""
+        """Create a finished child span. A span of the tracer can still change, and takes three times as long."""
         root = parent.get_span_context()
         number = self._ids.generate_span_id()
         return ReadableSpan(
@@ -185,7 +185,7 @@ class SpanExport:
 
 
 class _Ended(NamedTuple):
-    """A request that waits to be sent; of its parts only what is to be told."""
+    """A request that waits to be sent. ``parts`` is None unless text is sent."""
 
     raw: Raw
     trace: Trace
@@ -193,7 +193,7 @@ class _Ended(NamedTuple):
 
 
 class _EndedSpans(SpanProcessor):
-    """Keeps the spans that are to be sent until they are taken."""
+    """Collects the sampled spans until ``take``."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []
@@ -208,7 +208,7 @@ class _EndedSpans(SpanProcessor):
 
 
 class _FirstWords(logging.Handler):
-    """Keeps what the exporter writes of a batch first, which has the reason."""
+    """Keeps the exporter's first log message of a batch, which has the reason of a failure."""
 
     text = ""
 
@@ -221,7 +221,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _content(parts: list[Part], text_of: TextOf) -> Attributes:
-    """Prompts and answers as the model read and wrote them, with the special tokens of its template."""
+    """Prompts and answers as the model's text, with the special tokens of its template."""
     asked, answered = [], []
     for part in parts:
         if part.request is None:
@@ -242,16 +242,16 @@ def _message(role: str, text: str) -> dict[str, object]:
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans go at an OTLP endpoint, whose path may be left out."""
+    """The URL for spans at an OTLP endpoint. The endpoint's path is optional."""
     endpoint = endpoint.rstrip("/")
     return endpoint if endpoint.endswith(PATH) else endpoint + PATH
 
 
 def open_export(config: Config, application: str, instance: str, text_of: TextOf) -> SpanExport | None:
-    """The export that ``config`` asks for, if any. ``instance`` is the ingress's name.
+    """The export that ``config`` enables, or None. ``instance`` is the ingress's name.
 
-    OpenTelemetry's own variables say the rest: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS,
-    _CERTIFICATE, _TIMEOUT, _COMPRESSION, OTEL_TRACES_SAMPLER.
+    OpenTelemetry's variables configure the rest: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+    OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, _COMPRESSION, OTEL_TRACES_SAMPLER.
     """
     bounds = config.ingress
     if bounds.otlp_endpoint is None:

@@ -1,7 +1,7 @@
-"""What the timeline of an ended request says as spans: one of the request, and one of each of its phases.
+"""The timeline of an ended request as spans: one for the request, and one for each phase.
 
-Names of attributes are those of OpenTelemetry's semantic conventions (https://opentelemetry.io/docs/specs/semconv/:
-gen-ai/gen-ai-spans, http/http-spans), where these have none those of vLLM, else they begin with ``raylm.``.
+Names of attributes are from OpenTelemetry's semantic conventions (https://opentelemetry.io/docs/specs/semconv/:
+gen-ai/gen-ai-spans, http/http-spans), otherwise from vLLM, otherwise they begin with ``raylm.``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raylm.frontend.timelines.describe import Raw, timeline
 Attributes = dict[str, str | bool | int | float | list[str]]
 
 PROVIDER = "raylm"
-# By the ends of paths; the operation of others is their last part.
+# By the end of the path. The operation of other paths is their last part.
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
@@ -31,9 +31,9 @@ _REQUEST_FIELDS = ("max_tokens", "temperature", "top_p", "frequency_penalty", "p
 
 @dataclass(frozen=True, slots=True)
 class SpanData:
-    """A span before it has an id. Times are seconds since the epoch; ``events`` are (name, time, attributes).
+    """A span without an id. Times are seconds since the epoch; ``events`` are (name, time, attributes).
 
-    ``error`` names what made it fail, "" if nothing did.
+    ``error`` is the kind of error, "" without an error.
     """
 
     name: str
@@ -45,7 +45,7 @@ class SpanData:
 
 
 def request_spans(raw: Raw) -> tuple[SpanData, list[SpanData]]:
-    """The span of an ended request and those of its phases, without anything of its prompt or answer."""
+    """The span of an ended request and the spans of its phases, without text of its prompt or answer."""
     found = timeline(raw, raw["ended"])
     operation, model = _operation(raw), raw["model"]
     error = _error(raw)
@@ -67,12 +67,12 @@ def _operation(raw: Raw) -> str:
 
 
 def _error(raw: Raw) -> str:
-    """The code of what went wrong; an error after a stream's head is its prompt's alone."""
+    """The code of the first error. An error after a stream's head is recorded only in a part."""
     return next(filter(None, [raw["error"], *(part["error"] for part in raw["parts"])]), "")
 
 
 def _is_ours(raw: Raw, error: str) -> bool:
-    """Whether it is the server that failed: what a client did wrong is, by HTTP's conventions, no error of its span."""
+    """Whether the server failed. In HTTP's conventions a client's error is not an error of the server's span."""
     if not error or error == _CLIENT_LEFT:
         return False
     return raw["status"] is None or raw["status"] < 400 or raw["status"] >= 500

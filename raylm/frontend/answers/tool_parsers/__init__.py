@@ -1,1 +1,1 @@
-"""Tool parsers, one for each way in which models write calls, entered by the registry in answers/tool_calls.py."""
+"""Tool parsers, one for each call format of models. The registry is in answers/tool_calls.py."""

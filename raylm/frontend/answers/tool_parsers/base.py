@@ -1,4 +1,4 @@
-"""What the parsers share: MarkedCallsParser finds calls behind a marker, ToolForms says in Lark how calls must look."""
+"""MarkedCallsParser, a parser for calls after a marker, and ToolForms, the form of calls in Lark."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _COMPACT = {"whitespace_flexible": False}
 
 
 class MarkedCallsParser(ToolParser):
-    """A machine of states: methods that take what they can from ``_buffer`` and return False to wait for more text.
+    """A state machine. A state is a method that consumes text from ``_buffer``, or returns False to wait for more text.
 
-    Text outside calls is content, but for white space before, between and after calls. What looks like a call at first
-    and turns out not to be one before its name is known becomes content, as it was written.
+    Text outside calls is content, except white space before, between and after calls. Text that begins like a call, but
+    fails before its name is complete, becomes content unchanged.
     """
 
     def __init__(self, tools: Tools, *, one_call: bool = False) -> None:
@@ -53,7 +53,7 @@ class MarkedCallsParser(ToolParser):
 
     @abstractmethod
     def _call(self) -> bool:
-        """The state behind the marker."""
+        """The state after the marker."""
 
     def push(self, text: str) -> Parsed:
         self._buffer += text
@@ -73,7 +73,7 @@ class MarkedCallsParser(ToolParser):
         return f"call_{secrets.token_hex(12)}"
 
     def _end(self) -> None:
-        """Let go of what the current state holds beside the buffer."""
+        """Move the text that the current state holds outside the buffer to the content."""
         if self._state == self._call:
             self._add_content(self.marker)
         elif self._search is not None:
@@ -85,13 +85,13 @@ class MarkedCallsParser(ToolParser):
         return parsed
 
     def _end_pair(self) -> None:
-        """What comes next stands behind the calls found so far."""
+        """Close the current pair of content and calls. Later content is after these calls."""
         if self._content or self._deltas:
             self._parsed.append(("".join(self._content), self._deltas))
             self._content, self._deltas = [], []
 
     def _text(self) -> bool:
-        """Content, up to the marker."""
+        """State: content up to the marker."""
         assert self._search is not None
         content, rest = self._search.push(self._buffer)
         self._add_content(content)
@@ -107,7 +107,7 @@ class MarkedCallsParser(ToolParser):
             self._content.append(text)
 
     def _skip_space(self) -> bool:
-        """Drop white space at the front; whether there is something behind it."""
+        """Drop white space at the front. Returns whether text remains."""
         self._buffer = self._buffer.lstrip()
         return bool(self._buffer)
 
@@ -117,7 +117,7 @@ class MarkedCallsParser(ToolParser):
         self.has_calls = True
 
     def _add_arguments(self, text: str) -> None:
-        """More of the arguments of the call opened last."""
+        """Add ``text`` to the arguments of the last call."""
         if text and not self._deltas:
             self._deltas.append(ToolCallDelta(self._num_opened - 1))
         if text:
@@ -125,7 +125,7 @@ class MarkedCallsParser(ToolParser):
 
 
 class ToolForms:
-    """For the tools of one request, as the parser's models write calls and in the tokenizer's tokens."""
+    """The forms of calls of one request's tools, in the parser's call format and the tokenizer's tokens."""
 
     def __init__(
         self, parser: type[ToolParser], request: ChatRequest, tokenizer: Tokenizer, compiler: GrammarCompiler
@@ -138,10 +138,14 @@ class ToolForms:
         self._schemas: list[Mapping[str, Any]] = [function.get("parameters") or {} for function in self._functions]
 
     async def form(self, params: SamplingParams) -> StructuredOutputs | None:
-        """The form of the answer, None if it is free.
+        """The form that the answer must match; None for any text.
 
-        Calls that are required or named are held to the form, and so is an answer in JSON in their place, or any text
-        around calls of ``strict`` tools.
+        A form is needed for required or named calls, for JSON answers beside calls, and for calls of ``strict`` tools
+        in any text.
+
+        Raises:
+            UnsupportedFieldError: the model or the request's other fields do not allow the form.
+            InvalidRequestError: a tool's schema cannot be compiled.
         """
         asked, choice = params.structured_outputs, self._request.tool_choice
         if isinstance(choice, NamedTool):
@@ -163,10 +167,10 @@ class ToolForms:
         return form
 
     def _grammar(self, start: str = "calls", *, only: str | None = None) -> str:
-        """Lark of an answer made of calls, at most ``MOST_CALLS``, or one of ``only`` this function.
+        """Lark of an answer with at most ``MOST_CALLS`` calls, or with one call of the function ``only``.
 
-        ``start`` is the answer in terms of the rules ``calls`` and ``TEXT``. Arguments are spaced as chat templates
-        space JSON: a model goes on best in the form that it has read.
+        ``start`` describes the answer with the rules ``calls`` and ``TEXT``. Arguments have the white space that chat
+        templates use for JSON, because models write the format that they have read.
         """
         pairs = zip((function["name"] for function in self._functions), self._schemas, strict=True)
         named = [(name, schema) for name, schema in pairs if only in (None, name)]
@@ -179,7 +183,7 @@ class ToolForms:
         return LARK + "\n".join([*lines, "TEXT: /(.|\\n)+/" if "TEXT" in start else ""])
 
     async def _check(self, form: StructuredOutputs, answer: StructuredOutputs | None) -> None:
-        """Compile it; what is wrong is sought in the parts, so that the error names the right one."""
+        """Compile ``form``. On an error compile each part, so that the error names the wrong field."""
         try:
             await self._compiler.compile(form)
         except InvalidRequestError:
@@ -191,7 +195,7 @@ class ToolForms:
             raise
 
     def _mark(self, marker: str) -> str:
-        """A marker in Lark: its token if it has one, else its characters."""
+        """A marker in Lark: its token if the vocabulary has one, else its characters."""
         token_id = self._tokenizer.backend.token_to_id(marker)
         return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 

@@ -11,7 +11,7 @@ END = "</tool_call>"
 
 
 class HermesParser(JSONCallsParser):
-    """One object between two markers for each call."""
+    """Parses calls that are one JSON object between two markers."""
 
     marker = "<tool_call>"
 
@@ -28,7 +28,7 @@ class HermesParser(JSONCallsParser):
         return self._skip_space() and self._begin_object()
 
     def _closing(self) -> bool:
-        """The end marker, which some models forget."""
+        """State: the end marker, which some models omit."""
         if not self._skip_space() or (END.startswith(self._buffer) and self._buffer != END):
             return False
         self._buffer = self._buffer.removeprefix(END)

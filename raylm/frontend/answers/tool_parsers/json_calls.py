@@ -1,4 +1,4 @@
-"""JSONCallsParser: what the families share that write calls as JSON objects; and the scanners that read these."""
+"""JSONCallsParser, the base of parsers for calls as JSON objects, and scanners for JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class ValueScanner:
-    """Finds the end of one JSON value; what is within it is not checked, only brackets and strings are followed."""
+    """Finds the end of one JSON value by brackets and strings. Does not check the value."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
 
@@ -25,9 +25,9 @@ class ValueScanner:
         self._scalar = False
 
     def push(self, text: str, start: int = 0) -> int:
-        """Read ``text`` from ``start`` on, the value's first character at first.
+        """Read ``text`` from ``start`` on. The first call must start at the value's first character.
 
-        Returns where the value ends, or the text's length if it goes on.
+        Returns the index after the value, or the text's length if the value continues.
         """
         for place in range(start, len(text)):
             char = text[place]
@@ -54,12 +54,12 @@ class ValueScanner:
 
 
 class CallScanner:
-    """Reads one object {"name": …, "arguments": {…}} as it comes; other keys are passed over."""
+    """Reads one object {"name": …, "arguments": {…}} while it arrives. Ignores other keys."""
 
     def __init__(self) -> None:
-        self.name: str | None = None  # of the function, once it is known
+        self.name: str | None = None  # name of the function, when it is complete
         self.done = False  # the object is closed
-        self.failed = False  # this is no such object
+        self.failed = False  # the text is not such an object
         self._read: list[str] = []
         self._piece, self._place = "", 0
         self._arguments = ""
@@ -67,7 +67,7 @@ class CallScanner:
         self._steps = self._object()
 
     def push(self, text: str) -> int:
-        """Read on; returns how much of ``text`` belongs to the object."""
+        """Read the next piece. Returns the number of characters of ``text`` that belong to the object."""
         self._piece, self._place = text, 0
         next(self._steps, None)
         self._read.append(text[: self._place])
@@ -75,18 +75,18 @@ class CallScanner:
 
     @property
     def text(self) -> str:
-        """All that was read of the object, as it was written."""
+        """All text read so far, unchanged."""
         return "".join(self._read)
 
     def take_arguments(self) -> str:
-        """The arguments' text since the last call of this; an object without any has ``{}``."""
+        """The text of arguments since the last call. An object without arguments has ``{}``."""
         if self.done and not self._given:
             self._give("{}")
         taken, self._arguments = self._arguments, ""
         return taken
 
     def _object(self) -> Generator[None, None, None]:
-        """The whole object; this and what it calls stop where they need the next piece."""
+        """Read the whole object. This generator and its helpers yield when they need the next piece."""
         self.failed = (yield from self._peek()) != "{"
         self._place += not self.failed
         while not (self.failed or self.done):
@@ -109,10 +109,10 @@ class CallScanner:
             self.name = _loaded_string(value)
             self.failed = self.name is None
         elif key in _ARGUMENT_KEYS and value != "{":
-            self._give("{}" if value == "null" else _loaded_string(value) or value)  # some write it as a string
+            self._give("{}" if value == "null" else _loaded_string(value) or value)  # some models write it as a string
 
     def _peek(self) -> Generator[None, None, str]:
-        """The next character that is no white space."""
+        """The next character that is not white space."""
         while True:
             while self._place < len(self._piece):
                 if not self._piece[self._place].isspace():
@@ -121,7 +121,7 @@ class CallScanner:
             yield
 
     def _value(self, *, gives_object: bool = False) -> Generator[None, None, str]:
-        """The text of the value that begins here; of an object that was given out as it came only ``{``."""
+        """The text of the value at the current place. An object that was passed to ``_give`` returns only ``{``."""
         scanner, value = ValueScanner(), ""
         while True:
             start, self._place = self._place, scanner.push(self._piece, self._place)
@@ -149,7 +149,7 @@ def _loaded_string(text: str) -> str | None:
 
 
 class JSONCallsParser(MarkedCallsParser):
-    """Members say what stands before and behind an object: ``_call`` begins one, ``_behind`` follows it."""
+    """Parses calls as JSON objects. Subclasses define ``_call``, the state before an object, and ``_behind``."""
 
     _scanner: CallScanner | None = None
     _opened = False
@@ -157,7 +157,7 @@ class JSONCallsParser(MarkedCallsParser):
 
     @staticmethod
     def objects(names: Sequence[str], key: str = "arguments") -> str:
-        """Lark of the rule ``object``: one of the functions with its arguments, spaced as templates space JSON."""
+        """Lark of the rule ``object``: a function with its arguments, with the white space of chat templates."""
         heads = [f'{{"name": {json.dumps(name)}, "{key}": ' for name in names]
         each = [f'{json.dumps(head, ensure_ascii=False)} args_{i} "}}"' for i, head in enumerate(heads)]
         return "object: " + " | ".join(each)
@@ -184,11 +184,11 @@ class JSONCallsParser(MarkedCallsParser):
         return True
 
     def _accepts(self, name: str) -> bool:
-        """Whether an object with this name is a call at all."""
+        """Whether an object with this name is a call."""
         return True
 
     def _give_up(self) -> None:
-        """This was no call: what was read is content."""
+        """Add the scanned text to the content, because it is not a call."""
         assert self._scanner is not None
         self._add_content(self.marker + self._scanner.text)
         self._scanner, self._state = None, self._text

@@ -1,4 +1,4 @@
-"""Calls as {"name": …, "parameters": {…}}, nothing before them: Llama 3.1, 3.2 and 3.3."""
+"""Calls as {"name": …, "parameters": {…}} without a marker: Llama 3.1, 3.2 and 3.3."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SPACE = " \t\r\n"
 
 
 class Llama3JSONParser(JSONCallsParser):
-    """An answer that begins with an object that names a known function is a call; others may follow, after ``;``.
+    """Parses an answer that begins with an object with a known function's name. More calls may follow after ``;``.
 
-    An object without such a name, which is an ordinary JSON answer, is content.
+    An object without such a name is an ordinary JSON answer, and becomes content.
     """
 
     marker = ""
-    keeps_special_tokens = True  # <|python_tag|>, which may stand before a call
+    keeps_special_tokens = True  # <|python_tag|> may come before a call
 
     @classmethod
     def serves(cls, template: str) -> bool:
@@ -33,7 +33,7 @@ class Llama3JSONParser(JSONCallsParser):
         return "calls | /[^{](.|\\n)*/"
 
     def _text(self) -> bool:
-        """The beginning of the answer, or what follows a call: an object, or content until the end."""
+        """State: the beginning of the answer, or the text after a call. Next is an object, or content until the end."""
         begun = self._buffer.lstrip(_SPACE + ";" if self.has_calls else _SPACE)
         begun = begun.removeprefix(_PYTHON_TAG).lstrip()
         if _PYTHON_TAG.startswith(begun):
@@ -56,7 +56,7 @@ class Llama3JSONParser(JSONCallsParser):
         self._state = self._rest
 
     def _rest(self) -> bool:
-        """Content until the end."""
+        """State: content until the end."""
         self._add_content(self._buffer)
         self._buffer = ""
         return False

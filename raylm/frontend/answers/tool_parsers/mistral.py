@@ -1,4 +1,4 @@
-"""Calls behind [TOOL_CALLS]: a list of objects, or the name and then the arguments, as Mistral's newer models write."""
+"""Calls after [TOOL_CALLS]: a list of objects, or, in newer Mistral models, the name and then the arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 class MistralParser(JSONCallsParser):
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` once for each call."""
+    """Parses ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` and repeated ``[TOOL_CALLS]name[ARGS]{…}``."""
 
     marker = "[TOOL_CALLS]"
     keeps_special_tokens = True
 
-    _value: ValueScanner  # of the arguments of the newer form
+    _value: ValueScanner  # scanner for arguments of the newer format
 
     @classmethod
     def serves(cls, template: str) -> bool:
@@ -28,7 +28,7 @@ class MistralParser(JSONCallsParser):
 
     @classmethod
     def rules(cls, names: Sequence[str], mark: Mark) -> tuple[str, str, str]:
-        """The newer form where the vocabulary has a marker for it, else a list of one for each call."""
+        """The newer format if the vocabulary has its marker, else a list of one object for each call."""
         args = mark(_ARGS)
         if args.startswith('"'):
             return f'{mark(cls.marker)} "[" object "]"', "", cls.objects(names)
@@ -36,7 +36,7 @@ class MistralParser(JSONCallsParser):
         return f"{mark(cls.marker)} named", "", "named: " + " | ".join(each)
 
     def _new_id(self) -> str:
-        """Mistral's templates take ids of nine letters and digits only."""
+        """Mistral's templates accept only ids of nine letters and digits."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def _call(self) -> bool:
@@ -47,7 +47,7 @@ class MistralParser(JSONCallsParser):
         return True
 
     def _list(self) -> bool:
-        """Within a list: before, between and behind objects."""
+        """State: in a list, before, between or after objects."""
         self._buffer = self._buffer.lstrip(" \t\r\n[,")
         if not self._buffer:
             return False
@@ -58,7 +58,7 @@ class MistralParser(JSONCallsParser):
         return True
 
     def _name(self) -> bool:
-        """A name, and perhaps an id and a marker, up to the arguments."""
+        """State: a name, with an optional id and marker, before the arguments."""
         at = self._buffer.find("{")
         if at < 0:
             return False

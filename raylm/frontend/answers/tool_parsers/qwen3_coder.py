@@ -13,14 +13,14 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
 class Qwen3CoderParser(HermesParser):
-    """Values are written bare; which of them are strings stands in the schema. They are given out one by one.
+    """Parses calls in XML. Values have no quotes, so the schema decides their type. Arguments are returned one by one.
 
-    An object in place of the XML is read in Hermes' form, which calls that must come are made to have: a grammar can
-    hold JSON to a schema, but not a bare string to its pattern and length.
+    A JSON object in place of the XML is parsed in Hermes' format. Forced calls use that format, because a grammar can
+    match JSON with a schema, but not an unquoted string with a pattern and a length.
     """
 
-    _properties: dict[str, Any]  # of the function that is called
-    _before: str  # what stands before its next argument
+    _properties: dict[str, Any]  # properties in the schema of the called function
+    _before: str  # text before its next argument
 
     @classmethod
     def serves(cls, template: str) -> bool:
@@ -49,7 +49,7 @@ class Qwen3CoderParser(HermesParser):
         return True
 
     def _parameters(self) -> bool:
-        """Between parameters: the next one, or the end of the function."""
+        """State: between parameters. Next is a parameter or the end of the function."""
         if not self._skip_space():
             return False
         if self._buffer.startswith(_PARAMETER):
@@ -63,7 +63,7 @@ class Qwen3CoderParser(HermesParser):
         return True
 
     def _parameter(self) -> bool:
-        """One whole parameter."""
+        """State: one whole parameter."""
         at = self._buffer.find(_PARAMETER_END)
         if at < 0:
             return False
@@ -74,9 +74,9 @@ class Qwen3CoderParser(HermesParser):
         return True
 
     def _typed(self, key: str, text: str) -> Any:
-        """A bare value: a string where the schema says so, or where it is no JSON."""
+        """Convert a value: to a string if the schema says so or the text is not JSON, else from JSON."""
         text = text.removeprefix("\n").removesuffix("\n")
-        schema = self._properties.get(key)  # which may be true or false, or anything: it is not checked
+        schema = self._properties.get(key)  # not checked: may be of any type
         kinds = _kinds(schema)
         if kinds == {"string"}:
             return text
@@ -90,14 +90,14 @@ class Qwen3CoderParser(HermesParser):
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names, itself, in its alternatives or by an enum of strings; empty if none."""
+    """The types in a schema, its alternatives, or an enum of strings; empty if none is given."""
     if not isinstance(schema, dict):
         return set()
     types, values = schema.get("type", []), schema.get("enum")
     found = {kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str)}
     for name in ("anyOf", "oneOf"):
         for choice in schema[name] if isinstance(schema.get(name), list) else []:
-            if isinstance(choice, dict):  # whose own alternatives are left out: a schema may be deep
+            if isinstance(choice, dict):  # ignores its alternatives: a schema may be deep
                 found |= _kinds({key: choice[key] for key in ("type", "enum") if key in choice})
     if not found and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         found = {"string"}
