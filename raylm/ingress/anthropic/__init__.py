@@ -1,1 +1,1 @@
-"""Anthropic's messages API, which comes down to chat completions."""
+"""Anthropic's messages API, implemented by conversion to chat completions."""

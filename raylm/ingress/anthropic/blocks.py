@@ -1,4 +1,4 @@
-"""MessageBlocks: the content blocks of one of Anthropic's messages as they grow, and their events."""
+"""MessageBlocks: builds the content blocks of a message in Anthropic's API, and their events."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 Events = list[JSONObject]
 
-# Thoughts have no signature here, and clients that send them back look for one that is not empty. It is not read.
+# RayLM does not sign thinking, but clients that send it back need a non-empty signature. It is not read.
 SIGNATURE = "unsigned"
 
-# What a block begins as, the type of its deltas, and the field of a delta.
+# The first content of a block, the type of its deltas, and the field of a delta.
 _KINDS: dict[str, tuple[JSONObject, str, str]] = {
     "thinking": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     "text": ({"type": "text", "text": "", "citations": None}, "text_delta", "text"),
@@ -30,9 +30,9 @@ _KINDS: dict[str, tuple[JSONObject, str, str]] = {
 
 
 class MessageBlocks:
-    """Reasoning, text and calls, each a block that is started, grows, and is stopped before the next one starts.
+    """Builds blocks of thinking, text and tool calls. A block is started, extended, and stopped before the next.
 
-    ``blocks`` are whole once they are stopped; without those that were ``told`` before.
+    ``blocks`` are complete when they are stopped. Blocks that were ``told`` before are omitted.
     """
 
     def __init__(self, told: Told) -> None:
@@ -57,7 +57,7 @@ class MessageBlocks:
         return events
 
     def finish(self) -> Events:
-        """Stop what is open."""
+        """Stop the open block."""
         if self._kind is None:
             return []
         text = "".join(self._pieces)
@@ -89,7 +89,7 @@ class MessageBlocks:
 
 
 def _as_object(arguments: str) -> JSONObject:
-    """A call's arguments; those that max_tokens cut off are none."""
+    """A call's arguments as an object; empty if max_tokens cut them off."""
     try:
         found = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and the chat completion they come down to."""
+"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylm.ingress.openai.chat import ChatCompletionRequest
 from raylm.ingress.openai.fields import Body, Model, OneOf, Part, Strings, closed, past, refuse
 from raylm.ingress.openai.messages import MAX_TOOLS
 
-# A chat completion's names of fields, and what they are called here; for errors.
+# Fields of a chat completion, and their names in this API; for errors.
 PARAM_NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -26,7 +26,7 @@ PARAM_NAMES = {
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 Ignored: TypeAlias = Any
-"""Hints that by Anthropic's definition do not change the answer."""
+"""Hints that do not change the answer by Anthropic's definition."""
 
 
 @closed
@@ -198,7 +198,7 @@ class CountTokensRequest(Body):
     cache_control: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The chat completion that answers this; errors may have its names of fields (PARAM_NAMES)."""
+        """Convert to a chat completion. Its errors may have a chat completion's names of fields (PARAM_NAMES)."""
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         fields = self.chat_fields() | {
             "model": self.model,
@@ -209,7 +209,7 @@ class CountTokensRequest(Body):
         return ChatCompletionRequest.parse({name: value for name, value in fields.items() if value is not None})
 
     def chat_fields(self) -> JSONObject:
-        """What tool_choice, thinking and output_config are in a chat completion."""
+        """tool_choice, thinking and output_config as fields of a chat completion."""
         fields: JSONObject = {"chat_template_kwargs": {"enable_thinking": False}}
         choice = self.tool_choice
         if isinstance(choice, NamedToolChoice):
@@ -230,7 +230,7 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    """``metadata`` and ``service_tier`` are accepted with the values that this server does anyway."""
+    """The body of /v1/messages. ``metadata`` and ``service_tier`` are accepted only with values that change nothing."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
@@ -271,7 +271,7 @@ def _function(tool: CustomTool) -> JSONObject:
 
 
 def _turns(message: SystemMessage | UserMessage | AssistantMessage) -> list[JSONObject]:
-    """A message as chat messages: first the results of tools, each a message of its own, then what the user says."""
+    """Convert a message to chat messages: first one for each tool result, then the user's text."""
     if isinstance(message["content"], str):
         return [{"role": message["role"], "content": message["content"]}]
     if message["role"] == "system":

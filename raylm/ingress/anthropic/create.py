@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's form of a conversation, whole or as a stream."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PING = named_event({"type": "ping"})
 LAST_EVENT = {"type": "message_stop"}
-# What Anthropic's specification requires of a message's usage and not of a message_delta's.
+# Required by Anthropic's specification in a message's usage, but not in a message_delta's.
 _OF_WHOLE_USAGE: JSONObject = {
     "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
     "inference_geo": None,
@@ -70,7 +70,7 @@ class CountTokens:
 
 
 class Message:
-    """One answer while it is made, of which some was ``told`` before."""
+    """Builds one answer. Parts that were ``told`` before are omitted."""
 
     def __init__(self, message_id: str, model: str, told: Told) -> None:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model, "container": None}
@@ -87,7 +87,7 @@ class Message:
         }
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[Events, None]:
-        """Read the one sequence to its end; every item is what happened since the last one."""
+        """Read the sequence to its end. Each item has the events since the previous item."""
         begun = False
         async with aclosing(outputs):
             with renamed(PARAM_NAMES):
@@ -117,7 +117,7 @@ class Message:
         return events
 
     def _usage_json(self) -> JSONObject:
-        """Anthropic's count of the input leaves out what came from the cache."""
+        """Anthropic's count of input tokens excludes cached tokens."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,

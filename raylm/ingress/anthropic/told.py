@@ -1,4 +1,4 @@
-"""Told: how far the events of a message have told it, as their ids say it, and what of it is not told again."""
+"""Told: the progress of a message's stream, encoded in the ids of events, and the removal of repeated content."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from raylm.ingress.http.stream_ids import (
 if TYPE_CHECKING:
     from raylm.frontend import CompletionDelta
 
-# What a StreamId has in place of the states of choices: the phase; how many blocks were begun, and the kind of the open
-# one; characters of thoughts and of text; how many calls were begun, and characters of the last one's arguments.
+# The fields of a StreamId in place of states of choices: the phase; the number of blocks begun, and the kind of the
+# open block; the characters of thinking and of text; the number of calls begun, and the characters of the last call's
+# arguments.
 STATES = 7
 _PHASE, _BLOCKS, _OPEN_KIND, _THINKING, _TEXT, _CALLS, _ARGUMENTS = range(STATES)
 _PHASES = {"message_start": FIRST_OPENING, "ping": OPEN, "message_delta": FINISH, "message_stop": FINISH}
-_SIGNED = "signed thinking"  # what a block of thoughts is between its signature and its end
+_SIGNED = "signed thinking"  # the kind of a thinking block between its signature and its end
 _KINDS = (None, "thinking", "text", "tool_use", _SIGNED)
 _COUNTED = {
     "thinking_delta": (_THINKING, "thinking"),
@@ -36,12 +37,12 @@ _COUNTED = {
 
 
 class Told:
-    """Counts what is told, and takes out of an answer that is made again what was told before the stream began.
+    """Counts the content sent, and removes content that an earlier connection sent from a regenerated answer.
 
-    Characters are counted and not deltas, which merge where a client reads slowly; those of each kind by themselves.
+    It counts characters, separately for each kind, because deltas merge while a client reads slowly.
 
     Raises:
-        InvalidRequestError: the counts of a ``stream_id`` cannot be those of a message.
+        InvalidRequestError: the counts of a ``stream_id`` are impossible for a message.
     """
 
     def __init__(self, stream_id: StreamId = UNRESUMABLE) -> None:
@@ -65,16 +66,16 @@ class Told:
 
     @property
     def openings(self) -> int:
-        """How many of the two events before all content."""
+        """The number of opening events, of two, that were sent."""
         return self._id.openings_told(0, 2)
 
     @property
     def ended(self) -> bool:
-        """Whether no more than the last event is left to tell."""
+        """Whether only the last event remains to be sent."""
         return self._was[_PHASE] == FINISH
 
     def cut(self, delta: CompletionDelta) -> None:
-        """Leave what was not told, in place."""
+        """Remove the content that was sent before from ``delta``."""
         if self._was[_PHASE] == NOTHING:
             return
         delta.reasoning = self._rest(_THINKING, delta.reasoning)
@@ -93,7 +94,7 @@ class Told:
         return text[told:]
 
     def encode(self, event: JSONObject) -> bytes:
-        """The event with the id that says how far the message is told by it."""
+        """The event with an id that encodes the progress of the message."""
         kind = event["type"]
         if kind == "content_block_delta" and event["delta"]["type"] == "signature_delta":
             self._reach(_OPEN_KIND, _KINDS.index(_SIGNED))

@@ -1,1 +1,1 @@
-"""What operators look at: /v1/requests, /v1/cluster and the page at /console."""
+"""Endpoints for operators: /v1/requests, /v1/cluster and the page at /console."""

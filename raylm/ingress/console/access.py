@@ -1,4 +1,4 @@
-"""Who may see which requests: the owner of a key its own; without keys whoever sits at this machine all of them."""
+"""Access to requests: a key sees its own requests. Without keys, clients on this machine see all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from raylm.ingress.http.hosts import check_local
 
 
 def owner_of(request: Request) -> str | None:
-    """The name of the key whose requests may be seen, None where all may be.
+    """The name of the key whose requests may be seen, None for all requests.
 
     Raises:
-        PermissionDeniedError: there are no keys, and the client sits elsewhere or asks for an unknown host.
+        PermissionDeniedError: no keys are configured, and the client is on another machine or uses an unknown host.
     """
     scope = request.scope
     if (key := scope.get("raylm.key")) is not None:

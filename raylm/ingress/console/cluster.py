@@ -1,4 +1,4 @@
-"""GET /v1/cluster: ingresses, engines and actors as they are now, the last ten minutes, and whose the KV blocks are."""
+"""GET /v1/cluster: current ingresses, engines and actors, the last ten minutes, and the owners of KV blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ListActors = Callable[[], list[dict[str, Any]]]
 def cluster_routes(
     llm: AsyncLLM, peers: Peers, actors: ListActors, dashboard: Callable[[], str | None] = str
 ) -> list[Route]:
-    """``dashboard`` knows the URL of Ray's, if it has one."""
+    """Routes of the cluster. ``dashboard`` returns the URL of Ray's dashboard, or None."""
 
     async def cluster(request: Request) -> Response:
         owner = owner_of(request)
@@ -71,7 +71,7 @@ def cluster_routes(
 
 
 async def _own_ids(peers: Peers, owner: str) -> set[str]:
-    """The ids that a key's requests have in the engines."""
+    """The engines' ids of a key's requests."""
     answers = await peers.ask("part_ids", Filter(owner=owner, state="in_flight", limit=10_000))
     return {request_id for answer in answers.found for request_id in answer}
 
@@ -117,7 +117,7 @@ async def _snapshot(client: Any) -> EngineSnapshot | None:
 
 
 def _pool(engine_id: str, held: EngineSnapshot, own: set[str] | None) -> dict[str, Any]:
-    """``cached`` blocks begin with those that are evicted first; runs are [first block, how many]."""
+    """The blocks of one engine. ``cached`` is in the order of eviction. Runs are [first block, count]."""
     columns = zip(
         held.request_ids, held.indexes, held.statuses, held.num_tokens, held.num_computed, held.block_ids, strict=True
     )
@@ -141,7 +141,7 @@ def _pool(engine_id: str, held: EngineSnapshot, own: set[str] | None) -> dict[st
 
 
 def runs(blocks: Iterable[int]) -> list[list[int]]:
-    """Consecutive numbers as [first, how many], in the order given."""
+    """Group consecutive numbers as [first, count], in the given order."""
     found: list[list[int]] = []
     for block in blocks:
         if found and found[-1][0] + found[-1][1] == block:

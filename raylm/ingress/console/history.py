@@ -1,4 +1,4 @@
-"""History: what the engines did in the last ten minutes, as this ingress replica saw it."""
+"""History: samples of the engines' load in the last ten minutes, taken by this ingress replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH_S, EVERY_S = 600, 2.0
 
 
 class History:
-    """Samples of all engines together, the oldest first; one every two seconds, for ten minutes."""
+    """Samples of all engines together, the oldest first: one every two seconds, for ten minutes."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -35,9 +35,9 @@ class History:
 
 
 def sample(at: float, stats: Mapping[str, EngineStats]) -> dict[str, Any]:
-    """One point of each chart: sequences, the mean share of KV blocks held, and generated tokens by engine.
+    """One point of each chart: sequences, the mean share of KV blocks in use, and generated tokens by engine.
 
-    ``at`` is in seconds since the epoch. Tokens are counters, which begin at 0 with an engine.
+    ``at`` is in seconds since the epoch. Tokens are counters, which begin at 0 in a new engine.
     """
     engines = stats.values()
     return {

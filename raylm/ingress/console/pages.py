@@ -1,4 +1,4 @@
-"""GET /console: a page of this package, which loads nothing from anywhere else and runs no inline script."""
+"""GET /console: a page from this package. It loads nothing from other hosts and runs no inline script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = {
 
 
 def console_routes() -> list[Route]:
-    """The files hold nothing of the server's, so they need no key; what the page asks for does."""
+    """Routes of the page. Its files are not secret, so they need no key. The page's own requests need one."""
     return [_route(path, _FILES / name) for path, name in PAGES.items()]
 
 

@@ -1,4 +1,4 @@
-"""Desk: what one ingress replica tells operators of itself; Peers: the same asked of all replicas at once."""
+"""Desk: answers questions about one ingress replica. Peers: asks all replicas."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from raylm.frontend import AsyncLLM, Lifecycle
 
-ANSWER_S = 2.0  # a replica that takes longer is named as missing
+ANSWER_S = 2.0  # a replica that takes longer is reported as missing
 
 _ENDED = "The request was ended by an operator."
 
 
 class Desk:
-    """Answers in this process; every answer is plain values, with the name of the replica in front."""
+    """Answers questions about this process, as plain values."""
 
     def __init__(self, llm: AsyncLLM, lifecycle: Lifecycle) -> None:
         self._llm, self._lifecycle = llm, lifecycle
@@ -46,15 +46,15 @@ class Desk:
         return self._llm.timelines.end(request_id, owner, lambda: CancelledRequestError(_ENDED))
 
     def part_ids(self, wanted: Filter) -> list[str]:
-        """The ids that requests in flight have in the engines."""
+        """The engines' ids of requests in flight."""
         return self._llm.timelines.part_ids(wanted)
 
     def history(self) -> list[dict[str, Any]]:
-        """What the engines did in the last ten minutes, as far as this replica saw it, the oldest first."""
+        """Samples of the engines in the last ten minutes by this replica, the oldest first."""
         return list(self.kept.samples)
 
     def about(self) -> dict[str, Any]:
-        """This process, and what waits in it."""
+        """The state of this process and its queue."""
         queue = self._llm.admission
         return {
             "name": self.name,
@@ -69,13 +69,13 @@ class Desk:
         }
 
     def ask(self, method: str, *args: Any) -> tuple[str, Any]:
-        """What ``method`` answers, behind the name of this replica."""
+        """The name of this replica, and the answer of ``method``."""
         return self.name, getattr(self, method)(*args)
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the replicas answered; ``missing`` are those that did not in time."""
+    """The answers of replicas. ``missing`` are the replicas that did not answer in time."""
 
     found: list[Any]
     missing: list[str]
@@ -100,9 +100,9 @@ class Alone(Peers):
 
 
 class ServePeers(Peers):
-    """Every replica of the deployment, by its handle; this one is asked in place.
+    """All replicas of the deployment, called by its handle. This replica is called directly.
 
-    ``known`` are the replicas that have answered once, by which those that do not any more can be named.
+    Remembers the replicas that answered, so that it can name missing ones.
     """
 
     def __init__(self, desk: Desk, handle: DeploymentHandle) -> None:
@@ -115,7 +115,7 @@ class ServePeers(Peers):
         try:
             async with asyncio.timeout(ANSWER_S):
                 results = await self._handle.broadcast("desk", method, *args).results_async(return_exceptions=True)
-        except Exception:  # whatever Serve fails with, what is known here is told
+        except Exception:  # any error of Serve: return the known answers
             results, late = [], 1
         late += sum(isinstance(result, BaseException) for result in results)
         found.update(result for result in results if not isinstance(result, BaseException))

@@ -1,4 +1,4 @@
-"""/v1/requests: what is in flight and what has ended of late; one with its timeline, or as a trace; ended by DELETE."""
+"""/v1/requests: lists requests in flight and ended ones, shows the timeline or trace of one, and ends one (DELETE)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def request_routes(peers: Peers) -> list[Route]:
 
 
 def _without_others(raw: dict[str, Any]) -> dict[str, Any]:
-    """Who shares an engine with a request is not its owner's affair."""
+    """Hide the ids of other keys' requests on the same engine."""
     for part in raw["parts"]:
         part["events"] = [[*event[:5], ""] for event in part["events"]]
     return raw

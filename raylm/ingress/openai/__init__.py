@@ -1,1 +1,1 @@
-"""OpenAI's API, and vLLM's endpoints beside it."""
+"""OpenAI's API, and endpoints of vLLM."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, an assistant's message out, whole or as a stream."""
+"""POST /v1/chat/completions: takes a conversation, returns an assistant's message, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class ChatCompletionRequest(GenerationBody):
-    """Every field of OpenAI's is served, accepted as without effect, or refused.
+    """The body of a chat completion. Each of OpenAI's fields is served, accepted without effect, or rejected.
 
-    Without effect on the answer by OpenAI's own definition: ``metadata`` (labels of stored answers),
-    ``safety_identifier`` and ``user`` (abuse detection), ``prompt_cache_key`` (a hint for routing to caches).
-    Wishes that change no answer here are accepted, and named in the answer's header where this server does something
-    else: ``store``, ``verbosity``, ``service_tier``, ``prompt_cache_retention``.
+    These have no effect on the answer by OpenAI's definition: ``metadata`` (labels of stored answers),
+    ``safety_identifier`` and ``user`` (abuse detection), ``prompt_cache_key`` (a hint for routing to caches). These are
+    accepted although only one behaviour is served, because they do not change the answer: ``store``, ``verbosity``,
+    ``service_tier``, ``prompt_cache_retention``. A header of the answer names them if another value was requested.
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
@@ -98,13 +98,17 @@ class ChatCompletionRequest(GenerationBody):
             raise InvalidRequestError(message, param="max_completion_tokens")
 
     def params(self, defaults: JSONObject) -> SamplingParams:
-        """As ``sampling``."""
+        """SamplingParams of this body. Raises as ``sampling``."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling(defaults, max_tokens=limit, logprobs=num_logprobs)
 
     def chat_request(self, *, any_length: bool) -> ChatRequest:
-        """What the front end makes a prompt of; fields that contradict each other are refused."""
+        """Convert to the front end's ChatRequest.
+
+        Raises:
+            InvalidRequestError: fields contradict each other.
+        """
         return ChatRequest(
             messages=cast(list[JSONObject], self.messages),
             tools=cast(list[JSONObject], self.tools) or None,
@@ -120,7 +124,7 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def echoed(self) -> str:
-        """What ``echo`` puts before an answer: the text of the last message, where it is of the answer's role."""
+        """The text before an answer with ``echo``: the last message's text, if it has the answer's role."""
         opens = opens_turn(self.add_generation_prompt, self.continue_final_message)
         if not self.echo or (opens and self.messages[-1]["role"] != "assistant"):
             return ""
@@ -144,7 +148,7 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class ChatChoices(Choices):
-    """The role opens a choice of a stream, and then what is ``echoed``."""
+    """The choices of a chat completion. A stream's choice begins with the role, then the ``echoed`` text."""
 
     _text_key = "delta.content"
     _on_top = ("prompt_token_ids",)
@@ -184,7 +188,7 @@ class ChatChoices(Choices):
 
 
 def assistant_message(choice: CompletionDelta) -> JSONObject:
-    """The message of a finished choice; reasoning goes by both of the names in use."""
+    """The message of a finished choice. Reasoning is in both fields that clients use."""
     message: JSONObject = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
     if choice.reasoning:
         message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
@@ -198,7 +202,7 @@ def assistant_message(choice: CompletionDelta) -> JSONObject:
 
 
 def _delta_message(delta: CompletionDelta) -> JSONObject:
-    """What is new, as the ``delta`` of a chunk's choice."""
+    """New output as the ``delta`` of a chunk's choice."""
     found: JSONObject = {}
     if delta.reasoning:
         found |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
@@ -217,7 +221,7 @@ def _call_chunk(call: ToolCallDelta) -> JSONObject:
 
 
 class ChatCompletions:
-    """Hands chat completions, and what other APIs' requests come down to, to an engine; keeps nothing of any."""
+    """Sends chat completions, and other APIs' requests converted to them, to an engine. Keeps no state."""
 
     def __init__(self, llm: AsyncLLM, config: Config, stream_ids: StreamIds | None = None) -> None:
         self._llm = llm
@@ -239,7 +243,7 @@ class ChatCompletions:
         return await ChatChoices(head, body, params, self._tokens, stream_id).answer([outputs])
 
     async def open_stream(self, model: str, posted: Posted, num_choices: int, *, streamed: bool | None) -> StreamId:
-        """As the function, of any body that comes down to a chat completion."""
+        """As ``generation.open_stream``, for any body that is converted to a chat completion."""
         return await open_stream(model, posted, num_choices, self._stream_ids, self._llm, streamed=streamed)
 
     async def start(
@@ -250,7 +254,10 @@ class ChatCompletions:
         params: SamplingParams | None = None,
         stream_id: StreamId = UNRESUMABLE,
     ) -> tuple[SamplingParams, Outputs]:
-        """The parameters that hold, ``params`` or the body's, and the outputs, generated when they are asked for."""
+        """Start a chat completion. Returns its parameters and its outputs, which are generated when iterated.
+
+        ``params`` replaces the body's parameters.
+        """
         body.check(self._config)
         head = body.head(name, arrival_time, "messages", self._llm)
         params, prompt = await self._prepare(body, params, any_length=body.truncate_prompt_tokens is not None)
@@ -259,20 +266,20 @@ class ChatCompletions:
         return params, self._llm.generate(token_ids, drawn, head, prompt.answer_format)
 
     async def count(self, body: ChatCompletionRequest) -> int:
-        """Tokens of the prompt that a conversation comes to."""
+        """The number of tokens of the conversation's prompt."""
         body.check(self._config)
         check_model(body.model, self._llm)
         _, prompt = await self._prepare(body, None, any_length=True)
         return len(prompt.token_ids)
 
     async def fit(self, body: ChatCompletionRequest, max_new: int) -> ChatCompletionRequest:
-        """The conversation without as many of its oldest turns as it takes to leave ``max_new`` tokens for an answer.
+        """Drop as many of the oldest messages as needed to leave ``max_new`` tokens for an answer.
 
-        System messages at its head stay, and so does the last message.
+        Keeps system messages at the beginning, and the last message.
         """
         most = self._llm.max_model_len - max_new
         head = next((at for at, message in enumerate(body.messages) if message["role"] != "system"), 0)
-        low, high = 0, len(body.messages) - head - 1  # so many turns may be left out
+        low, high = 0, len(body.messages) - head - 1  # number of messages that may be dropped
         if await self.count(body) <= most:
             return body
         while low < high:
@@ -292,7 +299,7 @@ class ChatCompletions:
 
 
 async def _without_reasoning(outputs: Outputs) -> Outputs:
-    """The outputs of the answers alone; the tokens of the reasoning are still counted."""
+    """The outputs without reasoning. Its tokens still count."""
     async with aclosing(outputs):
         async for output in outputs:
             for delta in output.deltas:
@@ -301,7 +308,7 @@ async def _without_reasoning(outputs: Outputs) -> Outputs:
 
 
 def _without(body: ChatCompletionRequest, head: int, count: int) -> ChatCompletionRequest:
-    """Without the ``count`` oldest messages behind ``head``, nor answers of tools whose calls went with them."""
+    """Drop the ``count`` oldest messages after ``head``, and answers of tools whose calls were dropped."""
     kept = body.messages[head + count :]
     while len(kept) > 1 and count and kept[0]["role"] == "tool":
         kept = kept[1:]

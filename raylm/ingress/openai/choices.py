@@ -1,4 +1,4 @@
-"""The answers of /v1/chat/completions and /v1/completions: whole, or as chunks of JSON, from the engine's outputs."""
+"""The answers of /v1/chat/completions and /v1/completions: whole, or as JSON chunks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 class Choices(ABC):
     """The answer to one HTTP request. Choice ``place * n + index`` is sequence ``index`` of prompt ``place``.
 
-    In a stream each choice has an opening, what is new, and the finish_reason. ``head`` are the fields that the whole
-    answer, or every chunk, begins with. A stream tells what was not told by the events before its
-    ``stream_id``, and in the id of each event how far it is.
+    In a stream, each choice has an opening, new output, and the finish_reason. ``head`` has the first fields of the
+    whole answer, or of every chunk. A resumed stream omits events before its ``stream_id``. The id of each event
+    encodes the progress of the stream.
     """
 
     _text_key: ClassVar[str]
-    _on_top: ClassVar[tuple[str, ...]] = ()  # fields of an opening that stand beside ``choices`` in its chunk
-    _ending: ClassVar[JSONObject]  # what stands in the last chunk of a choice in place of its news
+    _on_top: ClassVar[tuple[str, ...]] = ()  # fields of an opening that are next to ``choices`` in its chunk
+    _ending: ClassVar[JSONObject]  # fields of a choice's last chunk in place of new output
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Choices(ABC):
         self._head = head
         self._body = body
         self._tokens = tokens
-        self._shown_as = tokens.by_id() if body.return_tokens_as_token_ids else tokens  # in answers' log-probabilities
+        self._shown_as = tokens.by_id() if body.return_tokens_as_token_ids else tokens  # in log-probabilities
         self._n = params.n
         self._num_logprobs = params.logprobs
         self._options = body.options
@@ -58,7 +58,7 @@ class Choices(ABC):
         self._plain = not detailed
         self._opened: set[int] = set()
         self._id = stream_id
-        self._told: Counter[int] = Counter()  # tokens of each choice
+        self._told: Counter[int] = Counter()  # tokens sent of each choice
 
     async def answer(self, outputs: Sequence[Outputs]) -> Answer:
         return self._chunks(outputs) if self._body.stream else await self._whole(outputs)
@@ -79,7 +79,7 @@ class Choices(ABC):
         return shown | self._token_ids(choice) | _stop_reason(choice)
 
     async def _chunks(self, outputs: Sequence[Outputs]) -> Chunks:
-        """The stream's events; one item holds all that arrived together."""
+        """The stream's events. One item has all events that were available together."""
         template = ChunkTemplate(self._head, self._text_key, null_usage=bool(self._options.include_usage))
         usage, with_usage = Usage(len(outputs)), bool(self._options.include_usage)
         if self._id.all_told(with_usage=with_usage):
@@ -90,7 +90,7 @@ class Choices(ABC):
                 usage.begin(output)
                 shown = replace(usage) if self._with_usage else None
                 usage.count(output)
-                if self._plain and len(output.deltas) == 1:  # nearly always; 64 streams feel the difference
+                if self._plain and len(output.deltas) == 1:  # the common case, made fast for many concurrent streams
                     data = self._delta(template, output, output.deltas[0], shown)
                 else:
                     work = partial(self._deltas, template, output, shown)
@@ -110,9 +110,9 @@ class Choices(ABC):
     def _delta(
         self, template: ChunkTemplate, output: RequestOutput, delta: CompletionDelta, usage: Usage | None
     ) -> bytes:
-        """The chunks of what is new of one choice.
+        """The chunks for new output of one choice.
 
-        If ``usage`` is given they carry it: an opening without the tokens of the delta, the rest with them.
+        If ``usage`` is given, chunks include it: the opening without the delta's tokens, the others with them.
         """
         index, reason = output.place * self._n + delta.index, delta.finish_reason
         sorted_out = delta.reasoning or delta.tool_calls
@@ -143,7 +143,7 @@ class Choices(ABC):
         return b"".join(chunks)
 
     def _untold_opening(self, index: int, output: RequestOutput) -> list[tuple[int, JSONObject]]:
-        """What of a choice's opening was not told before, each chunk with how far it tells the choice."""
+        """The chunks of a choice's opening that were not sent before, each with the progress that it encodes."""
         opening = self._opening(index, output)
         reached = [*[FIRST_OPENING] * (len(opening) - 1), OPEN]
         return list(zip(reached, opening, strict=False))[self._id.openings_told(index, len(opening)) :]
@@ -162,14 +162,14 @@ class Choices(ABC):
         return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
 
     def _prompt(self, output: RequestOutput) -> JSONObject:
-        """What a whole answer says of a prompt if it is asked to."""
+        """The fields of a prompt that the request asks for, in a whole answer."""
         part = self._prompt_token_ids(output)
         if (num_top := self._body.prompt_logprobs) is not None:
             part["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), num_top, self._tokens)
         return part
 
     def _shared(self, output: RequestOutput) -> JSONObject:
-        """The fields of a whole answer beside its head, choices and usage; ``output`` is the first prompt's."""
+        """Fields of a whole answer besides head, choices and usage. ``output`` belongs to the first prompt."""
         return {}
 
     @abstractmethod
@@ -178,7 +178,7 @@ class Choices(ABC):
 
     @abstractmethod
     def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
-        """The first chunk of a choice, if it has one of its own."""
+        """The first chunks of a choice, if any."""
 
     @abstractmethod
     def _news(self, index: int, delta: CompletionDelta) -> JSONObject:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: one prompt or a batch, as text or token ids, continued; whole or as a stream."""
+"""POST /v1/completions: continues one or several prompts, as text or token ids, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(GenerationBody):
-    """Fields of a completion. ``best_of`` is accepted where it means nothing: equal to ``n``."""
+    """The body of a completion. ``best_of`` is accepted only if it equals ``n``."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({"suffix"})
     served_by: ClassVar[dict[str, str]] = GenerationBody.served_by | {
@@ -62,9 +62,10 @@ class CompletionRequest(GenerationBody):
             raise InvalidRequestError(f"'n' times the prompts may make at most {MAX_CHOICES} choices.", param="n")
 
     def params(self, defaults: JSONObject, default_max_tokens: int | None) -> SamplingParams:
-        """How to draw the answers; ``defaults`` and ``default_max_tokens`` are the checkpoint's.
+        """SamplingParams of this body. ``defaults`` and ``default_max_tokens`` are the checkpoint's.
 
-        Echo with logprobs needs the prompt's; ``max_tokens`` 0 draws one token that is not shown. Else as ``sampling``.
+        Echo with logprobs requests the prompt's logprobs. ``max_tokens`` 0 draws one token that is not shown. Raises as
+        ``sampling``.
         """
         wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
         limit = max(self.max_tokens, 1) if self.max_tokens is not None else None
@@ -78,7 +79,7 @@ class CompletionRequest(GenerationBody):
 
 
 class CompletionChoices(Choices):
-    """``echoed`` are the texts that stand before the completions of each prompt, None without echo."""
+    """The choices of a completion. ``echoed`` has the text before the completions of each prompt, None without echo."""
 
     _text_key = "text"
     _ending: ClassVar[JSONObject] = {"text": ""}
@@ -106,12 +107,12 @@ class CompletionChoices(Choices):
         return shown
 
     def _opening(self, index: int, output: RequestOutput) -> list[JSONObject]:
-        """Empty unless the prompt is echoed or its token ids are asked for."""
+        """Empty unless the prompt or its token ids are requested."""
         echo = self._echo(index, output) | {"finish_reason": None} | self._prompt_token_ids(output)
         return [] if self._echoed is None and not self._body.return_token_ids else [echo]
 
     def _echo(self, index: int, output: RequestOutput) -> JSONObject:
-        """What stands before a choice's own text, with its log-probabilities if they are asked for."""
+        """The text before a choice's own text, with its log-probabilities if requested."""
         text, logprobs = "" if self._echoed is None else self._echoed[output.place], None
         if self._num_logprobs is not None:
             columns = self._columns[index] = CompletionLogprobs(self._shown_as, self._num_logprobs)
@@ -128,7 +129,7 @@ class CompletionChoices(Choices):
 
 @dataclass(frozen=True, slots=True)
 class StartedCompletions:
-    """The parameters that hold, and of each prompt what is left of it and its outputs."""
+    """A started completion: its parameters, and each prompt (maybe truncated) with its outputs."""
 
     params: SamplingParams
     prompts: list[Prompt]
@@ -162,7 +163,7 @@ class Completions:
         params: SamplingParams | None = None,
         stream_id: StreamId = UNRESUMABLE,
     ) -> StartedCompletions:
-        """``params`` hold in place of the body's; the outputs begin to be generated when they are asked for."""
+        """Start a completion. ``params`` replaces the body's parameters. Outputs are generated when iterated."""
         body.check(self._config)
         head = body.head(name, arrival_time, "prompt", self._llm)
         params = params or body.params(self._llm.sampling_defaults, self._llm.default_max_tokens)
@@ -186,7 +187,7 @@ class Completions:
 
 
 async def _unseen(outputs: Outputs) -> Outputs:
-    """The outputs of prompts alone: of the token that is drawn nothing is left but that its sequence ended."""
+    """The outputs without the drawn token, for requests that only ask for the prompt."""
     async with aclosing(outputs):
         async for output in outputs:
             for place, delta in enumerate(output.deltas):

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and what all endpoints share that answer by vectors or by what is computed from them."""
+"""POST /v1/embeddings, and the base of all endpoints that return vectors or compute with them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
     from raylm.ingress.openai.outputs import Outputs
 
-MAX_INPUTS = 2048  # OpenAI's bound
+MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class PoolingBody(RequestBody, CutBody):
     pooling: PoolingType | None = None
 
     def longest(self, max_model_len: int) -> int | None:
-        """As CutBody's; a limit above the context means the context."""
+        """As in CutBody. A limit above the context means the context."""
         limit = super().longest(max_model_len)
         return None if limit is None else min(limit, max_model_len)
 
     def pooling_params(self, default: PoolingType) -> PoolingParams:
-        """How to pool, and what to make of the vector.
+        """The parameters of pooling.
 
         Raises:
-            InvalidRequestError: a value lies out of range.
+            InvalidRequestError: a value is out of range.
         """
         return PoolingParams(pooling=self.pooling or default)
 
@@ -50,12 +50,12 @@ class PoolingBody(RequestBody, CutBody):
 B = TypeVar("B", bound=PoolingBody)
 Vector = NDArray[np.float32]
 Text = tuple[Prompt, str]
-"""What is to be embedded, and the field that it came from."""
+"""A text to embed, and the field that it came from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The vectors of one HTTP request's texts, in order, and how many tokens the texts have."""
+    """The vectors of one HTTP request's texts, in order, and the number of their tokens."""
 
     vectors: list[Vector]
     num_tokens: int
@@ -66,9 +66,9 @@ class Embedded:
 
 
 class PoolingHandler(ABC, Generic[B]):
-    """The handler of a route: sends the texts of a body to the engines side by side, answers when it has all vectors.
+    """The handler of a route that embeds texts. Embeds all texts of a body concurrently, then answers.
 
-    ``prefix`` begins the ids of answers; ``listed`` is the field of an answer that has an entry for each text.
+    ``prefix`` is the prefix of answers' ids. ``listed`` is the field of an answer with an entry for each text.
     """
 
     prefix: ClassVar[str]
@@ -80,11 +80,11 @@ class PoolingHandler(ABC, Generic[B]):
 
     @abstractmethod
     def texts(self, body: B) -> Sequence[Text]:
-        """What to embed."""
+        """The texts to embed."""
 
     @abstractmethod
     def answer(self, body: B, head: RequestHead, embedded: Embedded) -> JSONObject:
-        """What the route makes of the vectors, which may stand in it as they are."""
+        """The answer of the route. Vectors in it may be arrays."""
 
     async def __call__(self, body: B, request_id: str) -> list[bytes]:
         answer = await self.respond(body, request_id)
@@ -93,14 +93,14 @@ class PoolingHandler(ABC, Generic[B]):
         return await json_answer(lambda: answer | {self.listed: Pieces(entries)}, numbers)
 
     async def respond(self, body: B, request_id: str) -> JSONObject:
-        """What the route answers; vectors in it are arrays."""
+        """The answer of the route, with vectors as arrays."""
         body.check(self._config)
         name = f"{self.prefix}-{body.request_id or request_id}"
         head = body.head(name, time.time(), "input", self._llm)
         return self.answer(body, head, await self._embed(await self.streams(body, head), body.at_once(1)))
 
     async def streams(self, body: B, head: RequestHead, params: PoolingParams | None = None) -> list[Outputs]:
-        """Of each text its one output, computed when it is asked for; ``params`` hold in place of the body's."""
+        """The single output of each text, computed when iterated. ``params`` replaces the body's parameters."""
         texts = self.texts(body)
         params = params or body.pooling_params(self._llm.pooling_defaults.pooling)
         body.expect(len(texts), 1)
@@ -110,11 +110,11 @@ class PoolingHandler(ABC, Generic[B]):
         return [self._llm.embed(prompt, params, nth) for prompt, nth in zip(reserved, heads, strict=True)]
 
     async def prompt(self, text: Text, body: B) -> Prompt:
-        """What is embedded of a text: the text cut as the body says."""
+        """The prompt of a text, truncated as the body says."""
         return await tokenized(text[0], body, self._llm)
 
     async def _embed(self, streams: Sequence[Outputs], at_once: float) -> Embedded:
-        """If one of the texts fails the others are given up."""
+        """Embed all texts. If one fails, the others are cancelled."""
         vectors, usage = [np.empty(0, np.float32)] * len(streams), Usage(len(streams))
         async with aclosing(merge(streams, at_once)) as outputs:
             async for output in outputs:
@@ -150,7 +150,7 @@ class Embeddings(PoolingHandler[EmbeddingRequest]):
         return [(prompt, "input") for prompt in body.input]
 
     def answer(self, body: EmbeddingRequest, head: RequestHead, embedded: Embedded) -> JSONObject:
-        # orjson writes the shortest decimals that give the same float32; base64 is of float32, little-endian.
+        # orjson writes the shortest decimals that convert back to the same float32; base64 is of little-endian float32.
         shown: list[Vector | str] = list(embedded.vectors)
         if body.encoding_format == "base64":
             shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in embedded.vectors]

@@ -1,18 +1,18 @@
-"""Request bodies: pydantic models, and the one place where their errors become refusals.
+"""Request bodies: pydantic models, and the conversion of their errors to error messages.
 
 How a body is described:
 
-- A body is a Body, read by ``parse``, or by ``read`` where it may be large. An object in it is a TypedDict under
-  ``@closed`` where the checked dict is used as it is, and a Part (a model) where it has rules or methods of its own.
-- A union is ``Annotated[A | B, OneOf(...)]``: its members are told apart by the Literals of one of their fields, or by
-  their JSON types. Neither the tags of unions nor the names of models appear in ``param``.
-- What a client asks for is checked strictly. What describes the past of a conversation (messages, items of an input) is
-  read liberally: its objects are TypedDicts under ``@past`` in place of ``@closed``.
-- A rule is a validator that raises ValueError(rule) or ``refuse(rule, ...)``, for several fields of an object too
-  (``at`` names the one to blame); ``param`` is then the dotted path. ``check`` of a body may also raise ``wrong`` and
-  ``unsupported``, with the path written out.
-- Lists have ``fail_fast=True``, and objects that neither a Part nor OneOf bounds ``at_most(MAX_FIELDS)``: else pydantic
-  collects an error for each entry, in one call that keeps all other threads waiting.
+ - A body is a Body, parsed by ``parse``, or by ``read`` if it may be large. An object in it is a TypedDict with
+   ``@closed`` if the checked dict is used directly, or a Part (a model) if it has rules or methods.
+ - A union is ``Annotated[A | B, OneOf(...)]``. The Literals of one field, or the JSON types, select the member.
+   ``param`` contains neither the tags of unions nor the names of models.
+ - Requested options are checked strictly. The history of a conversation (messages, items of an input) is checked
+   leniently: its objects are TypedDicts with ``@past`` in place of ``@closed``.
+ - A rule is a validator that raises ValueError(rule) or ``refuse(rule, ...)``, also for several fields of an object
+   (``at`` names the field to blame). ``param`` is then the dotted path. ``check`` of a body may also raise ``wrong``
+   and ``unsupported`` with a written path.
+ - Lists have ``fail_fast=True``, and objects that are not limited by Part or OneOf have ``at_most(MAX_FIELDS)``.
+   Otherwise pydantic collects an error for each entry, in one call that blocks all other threads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _JSON_NAMES = {str: "a string", bool: "a boolean", int: "an integer", float: "a 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
 _MAX_NAME = 64
 _MAX_SHOWN_NAME = 100
-_TAG = "\0"  # begins the tags of unions, which are left out of paths
+_TAG = "\0"  # prefix of the tags of unions, which are omitted from paths
 T = TypeVar("T")
 
 MAX_STRING = 2048  # characters of a string that is tokenized on the event loop
@@ -70,7 +70,7 @@ def _as_list(value: object) -> object:
 
 
 def at_most(entries: int) -> BeforeValidator:
-    """A bound that is checked before an object's entries are: pydantic looks at all of them even if the first fails."""
+    """Limit the entries of an object before they are validated: pydantic validates all even if the first fails."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > entries:
@@ -93,11 +93,11 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Annotates a union, or what may become one; ``key`` is a field that is a Literal in each member.
+    """Annotates a union. ``key`` is a field that is a Literal in each member.
 
-    One member may have any string there: it is meant by all but the Literals of the others.
-    ``refusal`` is the sentence for everything else, with ``{got}`` for what stands there instead; ``served`` is False
-    where it refuses what OpenAI's specification allows. Without ``key``, or with null, it is ``default``.
+    One member may allow any string in this field; it gets all strings that are not Literals of other members.
+    ``refusal`` is the error for all other values, with ``{got}`` for the actual value. ``served`` is False if OpenAI's
+    specification allows the value. If the field is missing or null, the value is ``default``.
     """
 
     refusal: str
@@ -126,11 +126,11 @@ class OneOf:
         )
 
     def tag_of(self, value: Mapping[str, Any]) -> Any:
-        """What an object has as its ``key``; ``default`` where that is missing or null."""
+        """The value of the field ``key``; ``default`` if it is missing or null."""
         return self.default if value.get(self.key) is None else value[self.key]
 
     def members(self, union: Any) -> dict[str, Any]:
-        """The types of ``union`` by the tag that means them; "" means any string that means none of the others."""
+        """The types of ``union`` by tag. "" is the tag of the member that allows any string."""
         choices = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
         return {tag: member for member in choices for tag in self._tags(member)}
 
@@ -171,20 +171,20 @@ _PromptForms = Annotated[
     AfterValidator(_listed),
 ]
 Prompts = Annotated[list[Prompt], GetPydanticSchema(lambda _, handler: handler.generate_schema(_PromptForms))]
-"""Prompts in any of the four forms in which they come."""
+"""Prompts in any of the four forms of a body."""
 
 
 def refuse(rule: str, *, at: str = "", served: bool = True) -> PydanticCustomError:
-    """What a validator raises, about the value or the field ``at`` of it; ``served`` as in OneOf."""
+    """The error of a validator, about the value or its field ``at``. ``served`` is as in OneOf."""
     return PydanticCustomError("refused", "refused", {"rule": rule, "at": at, "served": served})
 
 
 class Body(BaseModel):
-    """A JSON body: types are strict ("1" is no integer, true no number) and unknown fields are refused by name.
+    """A JSON body. Types are strict ("1" is not an integer, true is not a number); unknown fields are errors.
 
-    ``unserved`` are fields that OpenAI or other servers know and this one does not serve, ``served_by`` others' names
-    of what a field here serves; null counts as not given. ``of_tools`` and ``of_reasoning`` are fields, or fields of
-    objects as dotted paths, that only models which call tools, or reason, can serve.
+    ``unserved`` are fields of OpenAI or other servers that are not supported. ``served_by`` maps other servers' names
+    to the fields that replace them. In both, null is ignored. ``of_tools`` and ``of_reasoning`` are fields, or dotted
+    paths of fields, that need a model with tool calls, or with reasoning.
     """
 
     model_config = _STRICT | ConfigDict(frozen=True, json_schema_extra={"additionalProperties": False})
@@ -199,35 +199,39 @@ class Body(BaseModel):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of fields that it was read without, and of wishes that change nothing here."""
+        """Names of fields that were ignored, and of options that have no effect here."""
         return self._left_out
 
     @property
     def place(self) -> Place | None:
-        """That of the request which this is the body of, None if nobody admitted it."""
+        """The Place of the body's request, None if it did not pass admission."""
         return self._place
 
     def at(self, place: Place | None) -> Self:
-        """This body, as the one of an admitted request."""
+        """Set the Place of this body's request. Returns the body."""
         self._place = place
         return self
 
     def expect(self, num_prompts: int, num_sequences: int) -> None:
-        """Make room in the queue for so many prompts, of so many sequences each; OverloadedError if there is none."""
+        """Extend the request's place in the queue to these prompts, with so many sequences each.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
         if self._place is not None:
             self._place.expect(num_prompts, num_sequences)
 
     def at_once(self, num_sequences: int) -> float:
-        """How many of its prompts, of so many sequences each, may wait for their first tokens at once."""
+        """The number of its prompts, of so many sequences each, that may wait for their first tokens together."""
         return math.inf if self._place is None else self._place.at_once(num_sequences)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Self:
-        """Check ``data``.
+        """Validate ``data``.
 
         Raises:
-            UnsupportedFieldError: a field is unknown or not served.
-            InvalidRequestError: a value has a wrong type or lies out of range; ``param`` is its dotted path.
+            UnsupportedFieldError: a field is unknown or not supported.
+            InvalidRequestError: a value has a wrong type or is out of range; ``param`` is its dotted path.
         """
         known = cls.model_fields
         for name in data:
@@ -243,7 +247,7 @@ class Body(BaseModel):
 
     @classmethod
     async def read(cls, data: Mapping[str, Any]) -> Self:
-        """As ``parse``, on a thread if ``data`` holds much."""
+        """As ``parse``, on a thread if ``data`` is large."""
         return cls.parse(data) if count_entries(data) <= LARGE else await asyncio.to_thread(cls.parse, data)
 
     @classmethod
@@ -265,18 +269,18 @@ class Body(BaseModel):
 
 _CLOSED = _STRICT | ConfigDict(extra="forbid")
 closed = with_config(_CLOSED)
-"""Decorates a TypedDict that has no other fields than its own."""
+"""Decorates a TypedDict that allows only its own fields."""
 
 
 _EMPTY: tuple[object, ...] = (None, "", [], {})
-_PLACES: dict[Any, str] = {}  # of the past's types
+_PLACES: dict[Any, str] = {}  # paths of the types of history
 
 
 def past(place: str) -> Callable[[T], T]:
-    """Decorates a TypedDict that stands at ``place`` of a body and describes what was said before.
+    """Decorates a TypedDict for history at the path ``place`` of a body.
 
-    Fields that it does not have are left out, and named in the body's ``left_out`` unless they are null or empty. So
-    they are where OneOf chooses it, or where it has the annotation ``without_others``.
+    Other fields are dropped, and named in the body's ``left_out`` unless they are null or empty. This applies if OneOf
+    selects the type, or if it has the annotation ``without_others``.
     """
 
     def decorate(kind: T) -> T:
@@ -287,7 +291,7 @@ def past(place: str) -> Callable[[T], T]:
 
 
 def without_others(kind: Any) -> BeforeValidator:
-    """Leaves out of an object what a type of the past does not have; pydantic would do so without naming it."""
+    """Drop fields that a type of history does not have, and record their names, which pydantic would not do."""
     place, known = _PLACES[kind], kind.__required_keys__ | kind.__optional_keys__
 
     def leave_out(value: object, info: ValidationInfo) -> object:
@@ -302,7 +306,7 @@ def without_others(kind: Any) -> BeforeValidator:
 
 
 def _read(member: Any, schema: CoreSchema) -> CoreSchema:
-    """The schema of a member of a union, without other fields if it is of the past."""
+    """The schema of a union's member. Drops other fields if the member is a type of history."""
     bare = get_args(member)[0] if get_origin(member) is Annotated else member
     if bare not in _PLACES:
         return schema
@@ -310,18 +314,18 @@ def _read(member: Any, schema: CoreSchema) -> CoreSchema:
 
 
 def note_left_out(path: str, info: ValidationInfo) -> None:
-    """Name a field in the ``left_out`` of the body that is being read."""
+    """Add a field to the ``left_out`` of the body that is being parsed."""
     if info.context is not None:
         info.context[plain_name(path)] = None
 
 
 def plain_name(path: str) -> str:
-    """A path as a header and a line of the log may hold it."""
+    """A path in a form that is safe for a header and a line of the log."""
     return re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", clip(path, _MAX_SHOWN_NAME))
 
 
 def wish(path: str, *done: object) -> AfterValidator:
-    """For a field that changes no answer here: other values than those that are ``done`` anyway are named."""
+    """For a field with no effect here. Values other than ``done`` are recorded in ``left_out``."""
 
     def check(value: object, info: ValidationInfo) -> object:
         if value not in done:
@@ -332,7 +336,7 @@ def wish(path: str, *done: object) -> AfterValidator:
 
 
 def left_out_of_the_past(path: str) -> BeforeValidator:
-    """For a known field of the past that means nothing here: whatever it holds becomes null, and is named."""
+    """For a field of history with no effect here. Any value becomes null, and is recorded in ``left_out``."""
 
     def check(value: object, info: ValidationInfo) -> None:
         if value not in _EMPTY:
@@ -342,7 +346,7 @@ def left_out_of_the_past(path: str) -> BeforeValidator:
 
 
 class Part(BaseModel):
-    """An object inside of a body, which has no other fields than its own."""
+    """An object in a body that allows only its own fields."""
 
     model_config = _CLOSED | ConfigDict(frozen=True)
 
@@ -364,18 +368,18 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_no_w
 
 
 def unsupported(param: str, what: str) -> UnsupportedFieldError:
-    """The refusal of a value that OpenAI's specification allows and this server does not serve."""
+    """The error for a value that OpenAI's specification allows and this server does not support."""
     return UnsupportedFieldError(f"'{param}': {what}", param=param)
 
 
 def wrong(param: str, rule: str) -> InvalidRequestError:
-    """The refusal of a value that no server could take."""
+    """The error for a value that is invalid on any server."""
     return InvalidRequestError(f"Invalid value for '{param}': {rule}.", param=param)
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about a chat completion's fields name those of another API that they came from."""
+    """Rename fields of a chat completion in errors to the fields of another API that they came from."""
     try:
         yield
     except InvalidRequestError as error:
@@ -387,7 +391,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def dotted(path: tuple[int | str, ...]) -> str:
-    """('messages', 0, 'content') as messages[0].content; keys that a client made up are clipped."""
+    """Convert ('messages', 0, 'content') to messages[0].content. Long keys are clipped."""
     text = "".join(
         f"[{part}]" if isinstance(part, int) else f".{clip(part, _MAX_NAME)}"
         for part in path
@@ -397,12 +401,12 @@ def dotted(path: tuple[int | str, ...]) -> str:
 
 
 def json_name(value: object) -> str:
-    """What JSON calls ``value``, with its article."""
+    """The JSON type of ``value``, with its article."""
     return "null" if value is None else _JSON_NAMES.get(type(value), "an object")
 
 
 def count_entries(data: Mapping[str, Any]) -> int:
-    """Entries of all objects and arrays in ``data``; those beyond LARGE are not counted."""
+    """Number of entries of all objects and arrays in ``data``. Stops counting above LARGE."""
     count = 0
     left: list[Any] = [data]
     while left and count <= LARGE:

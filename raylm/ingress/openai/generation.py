@@ -1,4 +1,4 @@
-"""The fields that the bodies of all APIs share, and how they become a RequestHead and SamplingParams."""
+"""The fields that bodies of all APIs share, and their conversion to RequestHead and SamplingParams."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from raylm.params import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, SamplingParams, 
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
 
-# Fields that SamplingParams has by the same names; the others have another form in a body.
+# Fields with the same name in SamplingParams. The other fields have a different form in a body.
 _SAME_NAME = {field.name for field in fields(SamplingParams)} - {
     "max_tokens", "logprobs", "logit_bias", "structured_outputs",
 }  # fmt: skip
 _MAX_BIAS = 100.0
-# Names that other servers have for what a field here serves.
+# Other servers' names of fields.
 FORMS = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -57,13 +57,13 @@ FORMS = {
 _LENGTHS = ("max_new_tokens", "max_output_tokens", "num_predict", "n_predict")
 
 MAX_STOP_TOKEN_IDS = 1024
-MAX_ALLOWED_TOKEN_IDS = 2**18  # the largest vocabularies
+MAX_ALLOWED_TOKEN_IDS = 2**18  # vocabularies are at most this large
 
 
 class RequestBody(Body):
-    """What text and vectors are asked for with alike; None always means "not given".
+    """Fields that requests for text and for vectors share. None always means "not given".
 
-    ``user`` identifies the end user for abuse detection and has by OpenAI's definition no effect on the answer.
+    ``user`` identifies the end user for abuse detection, and has no effect on the answer by OpenAI's definition.
     """
 
     model: Model = ""
@@ -73,11 +73,19 @@ class RequestBody(Body):
     user: str | None = None
 
     def check(self, config: Config) -> None:
-        """Refuse fields that contradict each other, and values that this server does not serve."""
+        """Check for fields that contradict each other, and values that are not supported.
+
+        Raises:
+            InvalidRequestError: names the field.
+        """
         check_schedule(self, config)
 
     def head(self, request_id: str, arrival_time: float, param: str, llm: AsyncLLM) -> RequestHead:
-        """The head of its requests, whose prompts come from the field ``param``; an unknown model is refused."""
+        """The head of the body's requests, whose prompts come from the field ``param``.
+
+        Raises:
+            ModelNotFoundError: the model is unknown.
+        """
         return RequestHead(
             request_id=request_id,
             priority=self.priority or 0,
@@ -90,7 +98,7 @@ class RequestBody(Body):
 
 
 def check_schedule(body: RequestBody, config: Config) -> None:
-    """Refuse a priority or a target where the server does not schedule by it."""
+    """Raise UnsupportedFieldError for a priority or a target that the scheduling policy ignores."""
     if body.priority is not None and config.scheduler.policy != "priority":
         raise unsupported(
             "priority", f"this server does not schedule by it (scheduler.policy: {config.scheduler.policy})."
@@ -102,10 +110,10 @@ def check_schedule(body: RequestBody, config: Config) -> None:
 
 
 def check_model(name: str, llm: AsyncLLM) -> str | None:
-    """The LoRA adapter that ``name`` means, None for the base model.
+    """The LoRA adapter of this name, None for the base model.
 
     Raises:
-        ModelNotFoundError: ``name`` is neither.
+        ModelNotFoundError: ``name`` is neither an adapter nor the model.
     """
     if name == llm.model_name:
         return None
@@ -120,10 +128,10 @@ def check_model(name: str, llm: AsyncLLM) -> str | None:
 async def open_stream(
     model: str, posted: Posted, num_choices: int, ids: StreamIds, llm: AsyncLLM, *, streamed: bool | None
 ) -> StreamId:
-    """The id of the answer's events; UNRESUMABLE where it is not ``streamed``, or its client does not read ids.
+    """The id of the answer's events. UNRESUMABLE if it is not ``streamed``, or the client does not read ids.
 
     Raises:
-        RayLMError: as StreamIds.open, or no engine has come that could go on.
+        RayLMError: as StreamIds.open, or no engine that can continue is ready.
     """
     if not streamed and posted.last_event_id:
         raise InvalidRequestError(f"'{LAST_EVENT_ID}' needs 'stream' to be true.", param=LAST_EVENT_ID)
@@ -137,7 +145,7 @@ async def open_stream(
 
 
 async def tokenized(prompt: Prompt, body: CutBody, llm: AsyncLLM, *, special: bool = True) -> Prompt:
-    """``prompt`` cut as ``body`` says; a text stays one, unless it is cut or its ``special`` tokens are left out."""
+    """Truncate ``prompt`` as ``body`` says. A text stays a text unless it is cut or ``special`` is False."""
     if isinstance(prompt, list):
         return body.cut(prompt, llm.max_model_len)
     if special and body.truncate_prompt_tokens is None:
@@ -148,7 +156,7 @@ async def tokenized(prompt: Prompt, body: CutBody, llm: AsyncLLM, *, special: bo
 
 
 def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
-    """Whether the template opens a new turn: by default it does, unless the last message is continued."""
+    """Whether the template opens a new turn. The default is True, unless the last message is continued."""
     return not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
 
@@ -159,7 +167,7 @@ class PlainFormat(TypedDict):
 
 @closed
 class JSONObjectFormat(TypedDict):
-    """``schema`` is llama.cpp's name, ``value`` huggingface_hub's, for the JSON schema of the object."""
+    """``schema`` (llama.cpp's name) or ``value`` (huggingface_hub's) is the JSON schema of the object."""
 
     type: Literal["json_object"]
     schema: NotRequired[dict[str, Any] | None]
@@ -200,7 +208,7 @@ def _some_json(schema: bool) -> bool:
 
 @closed
 class Constraints(TypedDict, total=False):
-    """vLLM's ``structured_outputs``: one of these; ``json`` true is the schema of any JSON."""
+    """vLLM's ``structured_outputs``. Exactly one field must be set. ``json`` true is the schema of any JSON."""
 
     json: (
         Annotated[
@@ -227,7 +235,11 @@ def _json_object(chosen: JSONObjectFormat) -> StructuredOutputs:
 
 
 def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | None) -> StructuredOutputs | None:
-    """What ``response_format`` and ``structured_outputs`` ask for, None for free text; both together are refused."""
+    """The form that ``response_format`` or ``structured_outputs`` asks for, None for free text.
+
+    Raises:
+        InvalidRequestError: both are set.
+    """
     by_format = None
     if chosen is not None and chosen["type"] == "json_object":
         by_format = _json_object(chosen)
@@ -253,7 +265,7 @@ def structured_outputs_of(chosen: ResponseFormat | None, asked: Constraints | No
 
 
 class SamplingBody(RequestBody):
-    """How one answer is drawn, whatever API asks for it."""
+    """The sampling fields of one answer, in any API."""
 
     served_by: ClassVar[dict[str, str]] = FORMS
 
@@ -287,7 +299,7 @@ class SamplingBody(RequestBody):
 
 
 class StreamOptions(Part):
-    """What a stream carries beside its tokens."""
+    """Options for additional content of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -301,7 +313,7 @@ def _cut_length(length: int) -> int:
 
 
 class CutBody(Body):
-    """How a prompt that is too long is cut; ``truncate_prompt_tokens`` -1 means as many tokens as the context takes."""
+    """Options for truncating a prompt. ``truncate_prompt_tokens`` -1 means the size of the context."""
 
     truncate_prompt_tokens: Annotated[int, AfterValidator(_cut_length)] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -313,11 +325,11 @@ class CutBody(Body):
         return self
 
     def longest(self, max_model_len: int) -> int | None:
-        """The most tokens that a prompt keeps in a context of ``max_model_len`` tokens, None for all."""
+        """The number of tokens to which a prompt is cut in a context of ``max_model_len`` tokens, None for no limit."""
         return max_model_len if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     def cut(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """The last ``truncate_prompt_tokens`` of them, or with the side "right" the first; all without a limit."""
+        """The last ``truncate_prompt_tokens`` ids, or the first for the side "right"; all without a limit."""
         limit = self.longest(max_model_len)
         if limit is None or len(token_ids) <= limit:
             return token_ids
@@ -325,7 +337,7 @@ class CutBody(Body):
 
 
 class GenerationBody(SamplingBody, CutBody):
-    """Fields of /v1/chat/completions and /v1/completions alike."""
+    """Fields that /v1/chat/completions and /v1/completions share."""
 
     served_by: ClassVar[dict[str, str]] = FORMS | dict.fromkeys(_LENGTHS, "max_tokens")
 
@@ -351,7 +363,7 @@ class GenerationBody(SamplingBody, CutBody):
             raise InvalidRequestError("'prompt_logprobs' is not available in a stream.", param="prompt_logprobs")
 
     def longest(self, max_model_len: int) -> int | None:
-        """As CutBody's; -1 leaves room for the answer that is asked for, and for one token at least."""
+        """As in CutBody. -1 leaves room for the requested answer, at least one token."""
         if self.truncate_prompt_tokens != -1:
             return self.truncate_prompt_tokens
         asked = getattr(self, "max_completion_tokens", None) or self.max_tokens or 1
@@ -359,14 +371,14 @@ class GenerationBody(SamplingBody, CutBody):
 
     @property
     def options(self) -> StreamOptions:
-        """``stream_options`` with their defaults."""
+        """``stream_options``, or its defaults."""
         return self.stream_options or StreamOptions()
 
     def sampling(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """SamplingParams by precedence: ``overrides``, the user's fields, the checkpoint's ``defaults``, OpenAI's.
 
         Raises:
-            InvalidRequestError: a value lies out of range.
+            InvalidRequestError: a value is out of range.
         """
         given = {name: value for name in _SAME_NAME if (value := getattr(self, name, None)) is not None}
         if self.logit_bias is not None:

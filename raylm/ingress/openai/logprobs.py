@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them: OpenAI's forms for chat and for completions, vLLM's for prompts."""
+"""Log-probabilities in answers: OpenAI's forms for chat and completions, vLLM's form for prompts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LOWEST = -9999.0  # OpenAI's value for "very unlikely"; JSON has no -Infinity
 
 
 class TokenTexts:
-    """The bytes and text of token ids, remembered; at most one entry for each id of the vocabulary.
+    """Caches the bytes and text of token ids, at most one entry for each id of the vocabulary.
 
-    ``bytes_of`` gives UTF-8, which may be a part of a character; ``text_of`` shows that as OpenAI does.
+    ``bytes_of`` returns UTF-8, which may be part of a character. ``text_of`` shows it as OpenAI does.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -28,7 +28,7 @@ class TokenTexts:
         self.text_of: Callable[[int], str] = cache(lambda token_id: _readable(self.bytes_of(token_id)))
 
     def by_id(self) -> TokenTexts:
-        """The same bytes under texts like token_id:7, which are different for each token."""
+        """The same bytes, with texts like token_id:7, which are unique."""
         named = copy(self)
         named.text_of = "token_id:{}".format
         return named
@@ -43,9 +43,9 @@ def _readable(raw: bytes) -> str:
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts, *, drawn: bool = False) -> JSONObject:
-    """``choices[].logprobs`` of a chat completion or chunk; ``content`` is made as it is gone through.
+    """``choices[].logprobs`` of a chat completion or chunk. ``content`` is generated when it is iterated.
 
-    With ``drawn`` the alternatives begin with the drawn token, unless it is among them.
+    With ``drawn`` the drawn token is the first alternative, unless it is already an alternative.
     """
     return {"content": Pieces(_chat_entry(entry, tokens, drawn) for entry in entries), "refusal": None}
 
@@ -64,10 +64,10 @@ def _chat_item(token_id: int, logprob: float, tokens: TokenTexts) -> JSONObject:
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of the chunks of one choice of a completion, with offsets that run on over its chunks.
+    """``choices[].logprobs`` in chunks of one choice of a completion. Offsets continue across chunks.
 
-    ``text_offset`` counts characters of the choice's text before the token; a character made of several tokens
-    begins, and so counts, only with its last one.
+    ``text_offset`` is the number of characters of the choice's text before the token. A character of several tokens
+    counts at its last token.
     """
 
     def __init__(self, tokens: TokenTexts, num_top: int) -> None:
@@ -77,7 +77,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def generated(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob]) -> JSONObject:
-        """The columns of generated tokens, which follow what came before, with all alternatives that they have."""
+        """The columns of generated tokens, after all earlier tokens, with all their alternatives."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
@@ -85,13 +85,13 @@ class CompletionLogprobs:
         return self._columns(token_ids, entries, offsets, None)
 
     def prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> JSONObject:
-        """The columns of an echoed prompt; tokens that are not in ``text`` (a BOS put before it) have no length."""
+        """The columns of an echoed prompt. Tokens that are not in ``text`` (such as BOS) have no length."""
         raw, place, offsets = text.encode(), 0, []
         for token_id in token_ids:
             offsets.append(self._offset)
             piece = self._tokens.bytes_of(token_id)
             if not raw.startswith(piece, place):
-                piece = piece.removeprefix(b" ")  # the space that some tokenizers put before a text
+                piece = piece.removeprefix(b" ")  # a space that some tokenizers add before a text
             if raw.startswith(piece, place):
                 place += len(piece)
                 self._offset += len(self._decoder.decode(piece))

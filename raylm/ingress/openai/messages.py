@@ -1,4 +1,4 @@
-"""Chat messages and tools in OpenAI's wire form; the front end makes of them what chat templates read."""
+"""Chat messages and tools in OpenAI's JSON form. The front end converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTENT = "expected a string or an array of text parts, but got {got}"
 
 
 def _empty(rule: str) -> AfterValidator:
-    """For a field that holds nothing; it is refused by ``rule`` where it holds something."""
+    """For a field that must be empty. Other values are rejected with ``rule``."""
 
     def check(value: object) -> None:
         if value:
@@ -66,7 +66,7 @@ AnswerContent = Annotated[str | Annotated[list[AnswerPart], Field(min_length=1, 
 
 @past("messages[].tool_calls[].function")
 class CalledFunction(TypedDict):
-    """``arguments`` are a JSON object, as text."""
+    """``arguments`` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -86,7 +86,7 @@ ToolCalls = Annotated[list[Annotated[ToolCall, _ONLY_FUNCTIONS]], Field(fail_fas
 
 @past("messages[]")
 class _Message(TypedDict):
-    """What every message may have: of an answer that is sent back as history also what is not read."""
+    """Fields that every message may have, including fields of an answer that clients send back."""
 
     name: NotRequired[str | None]
     annotations: NotRequired[Annotated[Any, left_out_of_the_past("messages[].annotations")]]
@@ -127,7 +127,7 @@ class WrappedAnswer(_Answer):
 
 @past("messages[]")
 class AssistantMessage(_Answer):
-    """litellm hands back what OpenAI's messages do not have in a field of its own."""
+    """An answer in history. litellm puts fields that OpenAI's messages lack in ``provider_specific_fields``."""
 
     role: Literal["assistant"]
     provider_specific_fields: NotRequired[
@@ -153,14 +153,14 @@ _CUSTOM_ROLE = Field(pattern=r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$", json_schema_ext
 
 @past("messages[]")
 class CustomMessage(_Prompt):
-    """Of a role that only chat templates know; whether the model's does is found out when it is rendered."""
+    """A message with a role that is not OpenAI's. Rendering shows whether the chat template supports it."""
 
     role: Annotated[str, _CUSTOM_ROLE, AfterValidator(_not_misspelt)]
     content: Content
 
 
 def _complete(message: AssistantMessage, info: ValidationInfo) -> AssistantMessage:
-    """The answer with what litellm wraps; a refusal is its text where it has no other, and without any it is empty."""
+    """Merge the fields that litellm wraps. A refusal becomes the content if there is none; the default is ""."""
     if wrapped := message.pop("provider_specific_fields", None):
         message = {**wrapped, **message}
     refusal = message.get("refusal")

@@ -1,4 +1,4 @@
-"""/v1/models: the model and its LoRA adapters, which are loaded and unloaded by endpoints like vLLM's."""
+"""/v1/models: the model and its LoRA adapters, and vLLM's endpoints to load and unload adapters."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+\-]{1,128}$")]
 
 
 def model_routes(llm: AsyncLLM, config: Config, lifecycle: Lifecycle) -> list[Route]:
-    """GET /v1/models and GET /v1/models/{id}, where the id may hold slashes; 503 whenever /health is.
+    """GET /v1/models and GET /v1/models/{id}, whose id may contain slashes. 503 if /health is.
 
-    ``root`` is where a model or adapter was asked to be loaded from, ``parent`` an adapter's base model.
+    ``root`` is the path that a model or adapter was loaded from, ``parent`` an adapter's base model.
     """
     created = int(time.time())
 
@@ -59,7 +59,7 @@ def model_routes(llm: AsyncLLM, config: Config, lifecycle: Lifecycle) -> list[Ro
 
 
 class LoadAdapterRequest(Body):
-    """``lora_path`` is a directory below lora.root, absolute or from there."""
+    """``lora_path`` is a directory in lora.root, absolute or relative to it."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({"load_inplace", "is_3d_lora_weight"})
 
@@ -80,13 +80,13 @@ class Adapters:
         self._llm = llm
 
     async def load(self, body: LoadAdapterRequest, request_id: str) -> bytes:
-        """The answer comes when every engine has it and requests may name it; if one refuses, nothing has changed."""
+        """Load an adapter in every engine, then answer. If an engine fails, nothing changes."""
         if body.lora_name == self._llm.model_name:
             raise InvalidRequestError("'lora_name' is the name of the base model.", param="lora_name")
         await self._llm.adapters.load(LoRAAdapter(body.lora_name, body.lora_path))
         return orjson.dumps({"lora_name": body.lora_name, "lora_path": body.lora_path, "loaded": True})
 
     async def unload(self, body: UnloadAdapterRequest, request_id: str) -> bytes:
-        """Requests that still use it end with an error that names it."""
+        """Unload an adapter. Requests that still use it end with an error that names it."""
         await self._llm.adapters.unload(body.lora_name)
         return orjson.dumps({"lora_name": body.lora_name, "loaded": False})

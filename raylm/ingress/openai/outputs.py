@@ -1,4 +1,4 @@
-"""What the endpoints make of AsyncLLM's outputs: gathered whole, several prompts interleaved, and counted."""
+"""Helpers for endpoints that read AsyncLLM's outputs: gather whole answers, merge several prompts, count usage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNFINISHED = "The engine ended this request before it was finished."
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one HTTP request over all its prompts and choices; ``unfinished`` of the prompts are still open."""
+    """Tokens of one HTTP request, over all prompts and choices. ``unfinished`` counts the open prompts."""
 
     unfinished: int = 1
     prompt_tokens: int = 0
@@ -33,10 +33,10 @@ class Usage:
     _begun: set[int] = field(default_factory=set)
 
     def count(self, output: RequestOutput) -> None:
-        """Count an output, and its prompt with the first one.
+        """Count an output. The first output of a prompt counts its prompt.
 
         Raises:
-            RayLMError: a sequence did not end by itself, which no finish_reason may claim.
+            RayLMError: a sequence was aborted or failed, for which there is no finish_reason.
         """
         self.begin(output)
         for delta in output.deltas:
@@ -46,7 +46,7 @@ class Usage:
         self.unfinished -= output.finished
 
     def begin(self, output: RequestOutput) -> None:
-        """Count the prompt of an output that is its first one."""
+        """Count the prompt, if this is its first output."""
         if output.place not in self._begun:
             self._begun.add(output.place)
             self.prompt_tokens += len(output.prompt_token_ids)
@@ -58,10 +58,10 @@ class Usage:
         self.reasoning_tokens += delta.reasoning_tokens
 
     def check_finished(self) -> None:
-        """Streams that end without their last outputs are an error, never a short answer.
+        """Check that all streams have ended with their last output, so that no answer is cut.
 
         Raises:
-            RayLMError: one did.
+            RayLMError: a stream ended early.
         """
         if self.unfinished:
             raise RayLMError(_UNFINISHED)
@@ -77,12 +77,12 @@ class Usage:
 
 
 def num_details(deltas: Sequence[CompletionDelta]) -> int:
-    """Roughly how many things the JSON of these deltas has: one a token, and one for each alternative to it."""
+    """About the number of items in the JSON of these deltas: one for each token and each alternative."""
     return sum(1 + len(delta.token_ids) + _num_shown(delta.logprobs or ()) for delta in deltas)
 
 
 def num_prompt_details(output: RequestOutput) -> int:
-    """As ``num_details``, of the prompt's log-probabilities."""
+    """As ``num_details``, for the prompt's log-probabilities."""
     return _num_shown(output.prompt_logprobs or ())
 
 
@@ -92,9 +92,9 @@ def _num_shown(entries: Sequence[TokenLogprob | None]) -> int:
 
 
 async def gather(streams: Sequence[Outputs], n: int, usage: Usage, at_once: float) -> list[RequestOutput]:
-    """Read the requests of ``streams``, of ``n`` sequences each, to their end; of each comes one output with it all.
+    """Read ``streams`` to their end, of ``n`` sequences each. Returns one complete output for each stream.
 
-    As many wait for their first output as ``merge`` says.
+    ``at_once`` is as in ``merge``.
     """
     choices = [[CompletionDelta(index) for index in range(n)] for _ in streams]
     last: dict[int, RequestOutput] = {}
@@ -109,25 +109,26 @@ async def gather(streams: Sequence[Outputs], n: int, usage: Usage, at_once: floa
 
 
 def merge(streams: Sequence[Outputs], at_once: float) -> Outputs:
-    """The outputs of all streams as they come, each with the ``place`` of its stream; who closes it closes them.
+    """Iterate over the outputs of all streams as they arrive, with the ``place`` of their stream.
 
-    Streams are begun in order, ``at_once`` of them before the first of these have had an output.
+    Streams are started in order. At most ``at_once`` started streams have no output yet. Closing the result closes all
+    streams.
 
     Raises:
-        Exception: what the first failing stream raised.
+        Exception: the exception of the first stream that failed.
     """
     return streams[0] if len(streams) == 1 else _interleave(streams, int(min(at_once, len(streams))))
 
 
 async def _interleave(streams: Sequence[Outputs], at_once: int) -> Outputs:
-    queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded: a slow reader lets outputs merge upstream
+    queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))  # bounded, so that outputs merge while the reader is slow
     tasks: list[asyncio.Task[None]] = []
     room = asyncio.Semaphore(at_once)
     try:
         for place, stream in enumerate(streams):
             tasks.append(asyncio.create_task(_pump(place, stream, queue, room)))
             if len(tasks) % _STARTED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # each takes a part of a millisecond to reach its engine
+                await asyncio.sleep(0)  # each takes part of a millisecond to reach its engine
         open_streams = len(streams)
         while open_streams:
             item = await queue.get()

@@ -1,4 +1,4 @@
-"""POST /score and /rerank: how near texts are to each other, by the cosine of their embeddings (a bi-encoder)."""
+"""POST /score and /rerank: the similarity of texts, by the cosine of their embeddings (a bi-encoder)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_DOCUMENTS = 1024
 
 
 class ScoreRequest(PoolingBody):
-    """Fields of /score: one text against each of many, or as many pairs as there are texts."""
+    """The body of /score: one text against many, or pairs of texts."""
 
     unserved: ClassVar[frozenset[str]] = frozenset({
         "activation", "use_activation", "data_1", "data_2", "mm_processor_kwargs", "instruction",
@@ -31,13 +31,13 @@ class ScoreRequest(PoolingBody):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The fields that hold the texts: one of the two pairs of names."""
+        """The fields with the texts: one of the two pairs of names."""
         given = self.queries is not None or self.documents is not None
         return ("queries", "documents") if given else ("text_1", "text_2")
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The texts of both ``names``."""
+        """The texts in both fields of ``names``."""
         one, other = (getattr(self, name) or [] for name in self.names)
         return one, other
 
@@ -57,9 +57,9 @@ class ScoreRequest(PoolingBody):
 
 
 class RerankRequest(PoolingBody):
-    """Fields of /rerank, as Jina's and Cohere's clients send them.
+    """The body of /rerank, as Jina's and Cohere's clients send it.
 
-    ``max_tokens_per_doc`` keeps the first tokens of each document, special tokens not counted; 0 keeps all.
+    ``max_tokens_per_doc`` keeps the first tokens of each document, without special tokens; 0 keeps all.
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
@@ -110,7 +110,7 @@ class Score(PoolingHandler[ScoreRequest]):
 
 
 class Rerank(PoolingHandler[RerankRequest]):
-    """Answers in Jina's and Cohere's form: the nearest document first."""
+    """Answers in Jina's and Cohere's form: the most similar document first."""
 
     prefix = "rerank"
     listed = "results"
@@ -136,5 +136,5 @@ class Rerank(PoolingHandler[RerankRequest]):
 
 
 def _cosines(embedded: Embedded, pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Of each pair of vectors, which have length 1."""
+    """The cosine of each pair of vectors, which have length 1."""
     return [float(embedded.vectors[one] @ embedded.vectors[other]) for one, other in pairs]

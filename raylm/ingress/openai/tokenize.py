@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the model's tokenizer and chat template make of a text, and back."""
+"""POST /tokenize and /detokenize: convert text or messages to token ids, and ids to text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class TokenizeRequest(Body):
     """Either ``prompt`` or ``messages`` (with the template's fields).
 
-    ``add_special_tokens`` is true by default with ``prompt`` and false with ``messages``: templates write their own.
+    ``add_special_tokens`` is true by default with ``prompt``, and false with ``messages``, because templates add
+    special tokens.
     """
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""What is done to bodies before they are checked: fields that are not served are left out, by the types of a body."""
+"""Changes to bodies before validation: fills in the model, and drops fields that are not supported."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from raylm.stages import about
 if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
 
-MAX_TOLD = 256  # names in the log
+MAX_TOLD = 256  # names that are logged
 AGENTS_CONTEXT = 32_768  # tokens; the first prompts of agents have 10,000 to 25,000
 _AGENT = re.compile(r"\b(claude-cli|codex[\w-]*|crush|gemini-?cli|goose|opencode|openhands|qwen-?code)/", re.IGNORECASE)
 
 
 class IncomingFields:
-    """What is done to a body before its handler checks it: where one model is served, its name is filled in.
+    """Prepares a body for validation: fills in the model's name if only one model is served.
 
-    Owns which names of fields that were left out, and of agents, the log has.
+    Remembers the names of dropped fields and agents that were logged.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -37,10 +37,10 @@ class IncomingFields:
         self._told: set[str] = set()
 
     async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
-        """``data`` as the handler gets it, and the names of fields that were left out of it.
+        """Returns ``data`` for the handler, and the names of fields that were dropped from it.
 
         Raises:
-            InvalidRequestError: no model is named, and there are several.
+            InvalidRequestError: no model is named, and several are served.
         """
         model = body.model_fields.get("model")
         if model is not None and model.default == "" and data.get("model") is None:
@@ -48,7 +48,7 @@ class IncomingFields:
         return data, []
 
     def meet(self, user_agent: str) -> None:
-        """Write a line of the log, once for each agent, where the model's context is too small for what agents send."""
+        """Log a warning, once for each agent, if the model's context is too small for the agent's usual prompts."""
         if (found := _AGENT.search(user_agent)) is None or self._llm.max_model_len >= AGENTS_CONTEXT:
             return
         agent = found[1].lower()
@@ -70,7 +70,7 @@ class IncomingFields:
         return self._llm.model_name
 
     def tell(self, names: Iterable[str]) -> None:
-        """Write a line of the log for each name that it does not have yet."""
+        """Log each name that was not logged before."""
         for name in names:
             if name not in self._told and len(self._told) < MAX_TOLD:
                 self._told.add(name)
@@ -82,7 +82,7 @@ class IncomingFields:
 
 
 class KnownFields(IncomingFields):
-    """``ingress.unknown_fields: warn``: bodies lose what is not served."""
+    """Implements ``ingress.unknown_fields: warn``: drops fields that are not supported."""
 
     async def prepare(self, body: type[BaseModel], data: JSONObject) -> tuple[JSONObject, list[str]]:
         assert issubclass(body, Body)
@@ -92,7 +92,7 @@ class KnownFields(IncomingFields):
         return data, names
 
     def _leave_out(self, body: type[Body], data: JSONObject) -> tuple[JSONObject, list[str]]:
-        """What names a field of this server by another name stays, to be refused with its name here."""
+        """Drop unsupported fields. Keeps other servers' names of fields, so that the error names the field."""
         left_out: dict[str, None] = {}
         asked = {
             name: value
@@ -125,29 +125,29 @@ def _without(data: JSONObject, path: str, left_out: dict[str, None]) -> JSONObje
 
 
 class _Shape:
-    """What a type allows in arrays and objects. It is read from the type once: resolving type hints is slow."""
+    """The arrays and objects that a type allows. It is computed once, because resolving type hints is slow."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
 
     @cached_property
     def item(self) -> _Shape | None:
-        """The shape of an array's entries; None where the type has no array."""
+        """The shape of an array's entries; None if the type allows no array."""
         return next((_Shape(get_args(kind)[0]) for kind, _ in _members(self._kind) if get_origin(kind) is list), None)
 
     def fields(self, value: JSONObject) -> Mapping[str, _Shape] | None:
-        """The shapes of an object's fields by name; None where it may have any fields."""
+        """The shapes of an object's fields by name; None if any fields are allowed."""
         return next((fields for find in self._objects if (fields := find(value))), None)
 
     @cached_property
     def _objects(self) -> tuple[Callable[[JSONObject], Mapping[str, _Shape] | None], ...]:
-        """For each type of an object, and each union with a key: its fields for a value."""
+        """For each object type, and each union with a key: a function from a value to its fields."""
         return tuple(_reader(kind, rule) for kind, rule in _members(self._kind, whole=True))
 
     def known_part(self, value: Any, path: str, left_out: dict[str, None]) -> Any:
-        """``value`` without the fields that its type lacks, at any depth; what is otherwise wrong stays as it is.
+        """``value`` without the fields that its type lacks, at any depth. Other errors are kept.
 
-        ``left_out`` gathers their paths, in order, without the places in arrays.
+        Appends their paths, without indexes of arrays, to ``left_out``.
         """
         if isinstance(value, list):
             item = self.item
@@ -168,7 +168,7 @@ _shape = cache(_Shape)  # of a class
 
 
 def _members(kind: Any, *, whole: bool = False) -> Iterator[tuple[Any, OneOf | None]]:
-    """The types that ``kind`` is made of; ``whole`` leaves a union with a key together, beside that key's rule."""
+    """The types of a union, or ``kind`` itself. With ``whole``, a union with a key is one entry with its OneOf."""
     origin = get_origin(kind)
     if origin is Annotated:
         kind, *rules = get_args(kind)
@@ -203,7 +203,7 @@ def _reader(kind: Any, rule: OneOf | None) -> Callable[[JSONObject], Mapping[str
 
 @cache
 def _fields(kind: type) -> Mapping[str, _Shape] | None:
-    """The shapes of an object's fields by name; None for what is no object, or one that may have any fields."""
+    """The shapes of an object's fields by name; None if the type is not an object or allows any fields."""
     if is_typeddict(kind):
         return {name: _Shape(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
     if issubclass(kind, BaseModel):
