@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, which comes down to chat completions, and the store of responses."""
+"""OpenAI's Responses API, implemented by conversion to chat completions, and the store of responses."""

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and the chat completion that it comes down to."""
+"""The body of /v1/responses, and its conversion to a chat completion."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raylm.ingress.responses.input import Input
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
-# Fields that a chat completion has by the same names, beside those of SamplingBody.
+# Fields with the same name in a chat completion, besides those of SamplingBody.
 _SAME_NAME = (
     "chat_template_kwargs", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
     "safety_identifier", "service_tier", "thinking_token_budget",
 )  # fmt: skip
-# A chat completion's names of fields, and what they are called here; for errors.
+# Fields of a chat completion, and their names in this API; for errors.
 PARAM_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -58,7 +58,7 @@ ToolChoice = Annotated[
 
 
 def _only(rule: str, *served: object) -> AfterValidator:
-    """Refuses by ``rule`` what is not among ``served``."""
+    """Rejects values other than ``served``, with the message ``rule``."""
 
     def check(value: object) -> object:
         if value not in served:
@@ -87,9 +87,10 @@ class ReasoningOptions(Part):
 
 
 class ResponsesRequest(SamplingBody):
-    """``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them.
+    """The body of /v1/responses.
 
-    ``max_tool_calls`` counts calls of tools that a server runs itself, of which there are none here.
+    ``metadata``, ``user``, ``safety_identifier`` and ``prompt_cache_key`` have no effect, as OpenAI defines them.
+    ``max_tool_calls`` limits the calls of tools that the server runs; this server runs none.
     """
 
     unserved: ClassVar[frozenset[str]] = frozenset({
@@ -148,7 +149,7 @@ class ResponsesRequest(SamplingBody):
         return _SEALED_REASONING in (self.include or ())
 
     def as_chat(self, messages: list[JSONObject]) -> ChatCompletionRequest:
-        """The chat completion over ``messages`` that answers this; errors have its names of fields (PARAM_NAMES)."""
+        """The chat completion over ``messages``. Its errors have a chat completion's names of fields (PARAM_NAMES)."""
         body = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *_SAME_NAME)}
         body |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.with_logprobs:
@@ -166,6 +167,6 @@ class ResponsesRequest(SamplingBody):
 
 
 def _nested(given: Mapping[str, Any], name: str) -> JSONObject:
-    """{"type": …, …} as chat completions write it: {"type": …, name: {…}}."""
+    """Convert {"type": …, …} to the form of chat completions: {"type": …, name: {…}}."""
     inner = {key: value for key, value in given.items() if key != "type" and value is not None}
     return {"type": given["type"], name: inner}

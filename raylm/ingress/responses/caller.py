@@ -1,4 +1,4 @@
-"""Caller: who asked for a response in the background, and how it is served, as the store keeps it with the job."""
+"""Caller: the caller of a background response, and its service level, as they are stored with the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The ``key`` of a request without the key itself, its ``service``, and how its record begins."""
+    """The API key of a request without its secret, its ``service``, and the first fields of its record."""
 
     key: ApiKey | None
     service: ServiceLevel
@@ -35,7 +35,7 @@ class Caller:
 
     @classmethod
     def from_json(cls, stored: JSONObject | None, owner: str) -> Caller:
-        """What ``as_json`` gave. Earlier versions stored nothing; of their responses the name of the key is known."""
+        """The inverse of ``as_json``. Jobs of earlier versions have no caller; then only the key's name is known."""
         if stored is None:
             return cls(ApiKey(owner) if owner else None, ServiceLevel())
         key, trace = stored.get("key"), stored.get("trace")
@@ -46,12 +46,12 @@ class Caller:
         return cls(key, service, stored.get("request_id"), path, None if trace is None else (trace[0], trace[1]))
 
     def record(self, timelines: Timelines, response_id: str) -> Record:
-        """Begin the record of the request, which is that of ``response_id``, in another replica."""
+        """Open a record of the request for ``response_id``, in a replica that takes it over."""
         name = "" if self.key is None else self.key.name
         return timelines.begin(self.request_id or response_id, name, self.path, self.trace)
 
 
 def _known(kind: type[T], stored: Mapping[str, Any]) -> T:
-    """Without fields of another version."""
+    """Construct ``kind`` from stored fields. Ignores fields of another version."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in stored.items() if name in names})

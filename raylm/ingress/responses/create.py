@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer form of a conversation; whole, streamed, or in the background, and stored."""
+"""POST /v1/responses: OpenAI's newer API for conversations, whole, streamed, or in the background, and stored."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from raylm.frontend import AsyncLLM
     from raylm.ingress.openai.outputs import Outputs
 
-_BYTES_A_THING = 64  # of JSON, about
+_BYTES_A_THING = 64  # about, of JSON
 _RENEW_S = LEASE_S / 3
-_BYTES_A_STEP = 16  # of stored events: reading so many takes about as long as a step of Python
-_MOST_AT_ONCE = 16  # jobs that are taken over
-_KEPT_EACH_S = 0.05  # in which what comes of a response makes one entry of the store, and one call of it
+_BYTES_A_STEP = 16  # of stored events: parsing them takes about as long as one step of Python
+_MOST_AT_ONCE = 16  # jobs taken over in one call
+_KEPT_EACH_S = 0.05  # events of this period are one entry and one call of the store
 
 
 class CreateResponse:
-    """Makes responses; those in the background as ``maker`` of the store's jobs, also where another maker is lost."""
+    """Creates responses, and is a ``maker`` of background jobs in the store. Takes over jobs of lost makers."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class CreateResponse:
 
     async def __call__(self, body: ResponsesRequest, request_id: str, owner: str) -> Answer:
         check_model(body.model, self._llm)
-        response_id = f"resp_{uuid.uuid4().hex}"  # not to be guessed: without keys, who knows it may read the response
+        # random, because without keys anyone who knows the id may read the response
+        response_id = f"resp_{uuid.uuid4().hex}"
         unseal = partial(self._seal.open, owner=owner)
         items = await offload(
             lambda: input_items(body.input, response_id, unseal), len(body.input) if isinstance(body.input, list) else 1
@@ -94,7 +95,7 @@ class CreateResponse:
         return orjson.dumps(job.response())
 
     async def take_over(self) -> None:
-        """Renew what is made here, and make what others have left, for as long as this replica serves."""
+        """Renew the leases of jobs here, and take over jobs of lost makers, while this replica serves."""
         while not self._gate.lifecycle.shutting_down:
             try:
                 await self.take_over_once()
@@ -120,7 +121,7 @@ class CreateResponse:
         created_at: int,
         stream_id: StreamId,
     ) -> tuple[ResponseJob, Outputs]:
-        """The response and what it is made from, of which ``stream_id`` says how much was told."""
+        """Start a response. Returns the job and its outputs; ``stream_id`` encodes the tokens sent before."""
         items = await self._history(owner, body.previous_response_id) + items
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         with renamed(PARAM_NAMES):
@@ -133,7 +134,7 @@ class CreateResponse:
         return ResponseJob(response_id, owner, body, params, shown, created_at), outputs
 
     async def _history(self, owner: str, response_id: str | None) -> list[JSONObject]:
-        """The items of the conversation that ends with a stored response."""
+        """The items of the stored conversation that ends with ``response_id``."""
         if response_id is None:
             return []
         found = await self._store.history(owner, response_id)
@@ -146,7 +147,11 @@ class CreateResponse:
         return [item for record in records for item in (*record["input"], *record["response"]["output"])]
 
     async def _resolve(self, owner: str, items: list[JSONObject]) -> list[JSONObject]:
-        """Items with what the references among them refer to, each stored response read once."""
+        """Replace references in ``items`` by the stored items. Each stored response is read once.
+
+        Raises:
+            NotFoundError: a referenced item is not stored.
+        """
         referred = references(items)
         found: dict[str, JSONObject] = {}
         for response_id in {response_of(item_id) for item_id in referred.values()} - {None}:
@@ -169,7 +174,7 @@ class CreateResponse:
         )
 
     async def _keep(self, job: ResponseJob, items: list[JSONObject]) -> None:
-        """Store a response that has ended; where that fails, the response says that it is not stored."""
+        """Store a response that has ended. If that fails, the response says that it is not stored."""
         response = job.response()
         if not response["store"]:
             return
@@ -186,7 +191,7 @@ class CreateResponse:
         async with aclosing(job.events(outputs)) as happened:
             async for events in happened:
                 if job.done:
-                    await self._keep(job, items)  # before the client hears of the end, and goes on from it
+                    await self._keep(job, items)  # before the client sees the end and continues the conversation
                     for event in events:
                         if "response" in event:
                             event["response"]["store"] = job.stored
@@ -196,14 +201,15 @@ class CreateResponse:
     async def _in_background(
         self, job: ResponseJob, outputs: Outputs, items: list[JSONObject], body: ResponsesRequest, place: Place
     ) -> Answer:
-        """Answer at once; the response can be fetched, followed and cancelled, while it is made and afterwards.
+        """Answer at once. The response can be fetched, followed and cancelled during generation and later.
 
-        It is made in the place of its request, with all that the request has been granted.
+        It keeps the place in the queue and the tokens of its request.
         """
         asked = {"body": body.model_dump(mode="json", exclude_unset=True), "caller": Caller.of(place).as_json()}
         again = await offload(lambda: orjson.dumps(asked | {"items": items}), len(items))
         record = await self._record(job, items)
-        told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None  # so its client knows the id
+        # a streaming client needs the id
+        told = _told(job.told_as("created", "queued"), -1, 0) if body.stream else None
         await self._store.put(job.owner, job.id, record, body.previous_response_id, again, self._maker, told)
         job.last = -1 if told is None else told.last
         self._gate.keep(place)
@@ -211,21 +217,22 @@ class CreateResponse:
         return follow(self._store, job.owner, job.id, -1) if body.stream else orjson.dumps(job.response())
 
     def _begin(self, response_id: str, making: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(making, name=response_id, context=Context())  # Ray's is the request's
+        # an empty context: Ray's context belongs to the request
+        task = asyncio.create_task(making, name=response_id, context=Context())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     def _end(self, place: Place) -> None:
-        """Give back what a response in the background had, and end its record."""
+        """Release the place of a background response, and end its record."""
         place.leave()
         if place.record is not None:
             self._llm.timelines.end_record(place.record)
 
     async def _make_again(self, lost: LostJob) -> None:
-        """A response whose maker is gone, from its request, for the key that asked for it.
+        """Continue a response of a lost maker, for the key that requested it.
 
-        What was told of it is not told again.
+        Events that were stored before are not repeated.
         """
         asked = orjson.loads(lost.job)
         caller = Caller.from_json(asked.get("caller"), lost.owner)
@@ -242,7 +249,7 @@ class CreateResponse:
             self._end(place)
 
     async def _make_in(self, place: Place, lost: LostJob, asked: JSONObject) -> None:
-        """As ``_make_again``, in the place that was found for it."""
+        """As ``_make_again``, in an admitted place."""
         serve_record(place.record)
         record: JSONObject = orjson.loads(lost.record)
         job = record["response"]
@@ -287,7 +294,7 @@ class CreateResponse:
             await asyncio.gather(making, cancelled, return_exceptions=True)
 
     async def _release(self, response_id: str) -> None:
-        """It goes on at once where it is taken over, or without a store when its lease is over."""
+        """Give up a job, so that another replica takes it over. If the store fails, its lease expires."""
         with suppress(StoreLostError):
             await self._store.release(response_id, self._maker)
 
@@ -322,7 +329,7 @@ class CreateResponse:
                     told = _told(events, job.last, job.tokens)
                     job.last = told.last
                     await self._store.append(job.id, self._maker, told)
-                    await asyncio.sleep(_KEPT_EACH_S)  # deltas merge meanwhile
+                    await asyncio.sleep(_KEPT_EACH_S)  # deltas merge in this time
 
     async def _put(self, job: ResponseJob, items: list[JSONObject], events: Events) -> None:
         told = _told(events, job.last, job.tokens) if events and job.is_streamed else None
@@ -331,7 +338,7 @@ class CreateResponse:
 
 
 def _may_succeed_later(error: Exception) -> bool:
-    """Whether nothing is wrong with a response, but with when it was to be made."""
+    """Whether the error is temporary, and not about the response."""
     known = isinstance(error, EngineUnavailableError | OverloadedError)
     return known and not isinstance(error, EngineDiedError)
 
@@ -342,15 +349,15 @@ def _told(events: Events, last: int, tokens: int) -> ToldEvents:
 
 
 def _events_after(after: int, batches: list[bytes]) -> tuple[int, bytes]:
-    """The events behind the number ``after`` as the stream has them, and the number of the last one."""
+    """The events after number ``after`` in the format of the stream, and the number of the last one."""
     told = [event for batch in batches for event in orjson.loads(batch) if event["sequence_number"] > after]
     return (told[-1]["sequence_number"] if told else after), b"".join(map(named_event, told))
 
 
 async def follow(store: ResponseStore, owner: str, response_id: str, after: int, *, comments: bool = False) -> Chunks:
-    """The events of a response in the background that come after the number ``after``, as they come.
+    """The events of a background response after number ``after``, as they are stored.
 
-    With ``comments``, also one whenever none has come for a while.
+    With ``comments``, yields a comment after each period without events.
     """
     while True:
         try:

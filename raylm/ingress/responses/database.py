@@ -1,4 +1,4 @@
-"""The SQLite file of stored responses: its form and how older ones become it, and what is done with a damaged one."""
+"""The SQLite database of stored responses: its schema, migrations from older schemas, and recovery of damaged files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY = ":memory:"
 ENDED = "status NOT IN ('queued', 'in_progress')"
 END_OF_CONVERSATION = "later = 0"
 _CACHE_KIB = 16_384
-_CHECKPOINT_BYTES = 16 * 2**20  # of the log, some 500 puts: the first write after each waits for the disk
+_CHECKPOINT_BYTES = 16 * 2**20  # of the log, about 500 puts; the first write after a checkpoint waits for the disk
 _LARGEST_LOG_PAGES = 16_384
 
 _TABLES = (
@@ -32,7 +32,7 @@ _TABLES = (
     " response TEXT NOT NULL, last INTEGER NOT NULL, tokens INTEGER NOT NULL, data BLOB NOT NULL,"
     " PRIMARY KEY (response, last)) WITHOUT ROWID",
 )
-# What a put asks is counted as rows come and go: the bytes of each owner, and the responses that are built on one.
+# Counts that a put needs, kept by triggers: the bytes of each owner, and the responses that follow a response.
 _COUNTS = (
     "ALTER TABLE responses ADD COLUMN later INTEGER NOT NULL DEFAULT 0",
     "UPDATE responses SET later = (SELECT COUNT(*) FROM responses child WHERE child.previous = responses.id)"
@@ -59,11 +59,11 @@ _COUNTS = (
     " END",
 )
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_TABLES, _COUNTS)
-"""Statements that make each form of the file from the one before; ``PRAGMA user_version`` is the number of the form."""
+"""Statements that create each schema version from the previous one. ``PRAGMA user_version`` is the version."""
 
 
 def open_database(path: str) -> sqlite3.Connection:
-    """The database in a file, or in memory, in its newest form; a file that is damaged is moved aside first.
+    """Open the database in a file, or in memory, and migrate it. A damaged file is moved aside first.
 
     Raises:
         ConfigError: the file cannot be opened, or a newer version wrote it.
@@ -83,7 +83,7 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def move_aside(path: str, error: sqlite3.Error) -> None:
-    """Rename a file that cannot be read, and those beside it, so that a new one takes its place."""
+    """Rename a file that cannot be read, with its log files, so that a new file can be created."""
     aside = f"{path}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for ending in ("", "-wal", "-shm"):
         with suppress(FileNotFoundError):
@@ -94,9 +94,9 @@ def move_aside(path: str, error: sqlite3.Error) -> None:
 
 
 def keep_private(path: Path) -> None:
-    """SQLite's file of what was asked and answered, and those beside it, are for this user alone to read."""
+    """Make SQLite's files readable for this user only, because they contain prompts and answers."""
     with suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # new files beside it get its mode
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # SQLite gives its log files the same mode
     for one in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
         with suppress(FileNotFoundError):
             if one.stat().st_uid == os.geteuid():
@@ -104,7 +104,7 @@ def keep_private(path: Path) -> None:
 
 
 def fault_of(path: Path) -> str | None:
-    """What is wrong with a file that exists, None if nothing is; it is read as a whole, and not changed."""
+    """Check an existing file without changing it. Reads the whole file. Returns the fault, None if there is none."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as database:
             (version,) = database.execute("PRAGMA user_version").fetchone()
@@ -117,10 +117,10 @@ def fault_of(path: Path) -> str | None:
 
 
 class Checkpoints:
-    """Copy what the log has into the database file, on a thread and a connection of their own.
+    """Copies the log to the database file, on its own thread and connection.
 
-    SQLite's own checkpoints are part of the commit that makes the log long, which then waits for the disk several
-    times. Here these are left for a log that still grows, as where writes come without a pause.
+    SQLite's own checkpoints run in the commit that makes the log long, and wait for the disk several times. Here they
+    only run if the log still grows, for example when writes never pause.
     """
 
     def __init__(self, path: str) -> None:
@@ -129,7 +129,7 @@ class Checkpoints:
         self._last: Future[None] | None = None
 
     def begin_if_due(self) -> None:
-        """Call after a transaction; it waits for nothing."""
+        """Start a checkpoint if the log is long. Call it after a transaction. Does not wait."""
         if self._path == MEMORY or (self._last is not None and not self._last.done()):
             return
         with suppress(OSError):
@@ -137,18 +137,19 @@ class Checkpoints:
                 self._last = self._thread.submit(self._run)
 
     def wait(self) -> None:
-        """Until none is under way, as before the file is renamed."""
+        """Wait for a running checkpoint, for example before the file is renamed."""
         if self._last is not None:
             self._last.result()
 
     def _run(self) -> None:
-        with suppress(sqlite3.Error), closing(sqlite3.connect(self._path)) as database:  # the next one may succeed
-            database.execute("PRAGMA user_version").fetchone()  # so that it knows of the log
+        # a later checkpoint may succeed
+        with suppress(sqlite3.Error), closing(sqlite3.connect(self._path)) as database:
+            database.execute("PRAGMA user_version").fetchone()  # reads the log's header
             database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
 
 class _UnknownFormError(sqlite3.DatabaseError):
-    """It has tables of these names in a form that no version of this one knows."""
+    """The tables in the file do not match any version's schema."""
 
 
 def _opened(path: str) -> sqlite3.Connection:
@@ -158,7 +159,7 @@ def _opened(path: str) -> sqlite3.Connection:
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         database.execute(f"PRAGMA wal_autocheckpoint = {_LARGEST_LOG_PAGES}").fetchone()
-        database.execute("PRAGMA journal_size_limit = 0").fetchone()  # the log's file is as long as the log
+        database.execute("PRAGMA journal_size_limit = 0").fetchone()  # truncates the log's file to the log
         with database:
             database.execute("BEGIN IMMEDIATE")
             _migrate(database, path)
@@ -178,7 +179,7 @@ def _migrate(database: sqlite3.Connection, path: str) -> None:
             try:
                 database.execute(statement)
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # a column or a table is another one
+                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # a column or table differs
                     raise _UnknownFormError(str(error)) from error
                 raise
         database.execute(f"PRAGMA user_version = {number}")

@@ -1,4 +1,4 @@
-"""Items of the Responses API: what clients send as input, given ids, and turned into chat messages."""
+"""Items of the Responses API: assigns ids to input items, and converts items to chat messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,6}")
 _REFERENCE = "item_reference"
 
 Ignored: TypeAlias = Any
-"""What an answer has that is sent back as history, and that means nothing there."""
+"""A field of output items without effect when they are sent back as history."""
 
 
 @past("input[].content[]")
@@ -81,14 +81,14 @@ class ReasoningItem(_Item):
 
 @past("input[]")
 class ItemReference(TypedDict):
-    """An item of a response that the key has stored: of its output or of its input."""
+    """A reference to an item of a stored response of the same key, in its output or input."""
 
     type: NotRequired[Literal["item_reference"] | None]
     id: str
 
 
 class _OneItem(OneOf):
-    """Without a type it is a message, or a reference where it has no role."""
+    """An item without a type is a message, or a reference if it has no role."""
 
     def tag_of(self, value: Mapping[str, Any]) -> Any:
         is_bare = value.get("type") is None and "role" not in value and "id" in value
@@ -112,26 +112,26 @@ def made_call_id(response_id: str, place: int) -> str:
 
 
 def item_id(kind: str, response_id: str, place: int, *, is_input: bool = False) -> str:
-    """The id of an item by its response and its place there, so that a reference to it says where it is stored."""
+    """The id of an item. It encodes the response, so that a reference to the item can be found."""
     return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{'i' if is_input else 'o'}{place}"
 
 
 def response_of(item_id: str) -> str | None:
-    """The response that has an item, None for an id that was not made here."""
+    """The response that has an item. None for an id that ``item_id`` did not create."""
     found = _ITEM_ID.fullmatch(item_id)
     return None if found is None else f"resp_{found[1]}"
 
 
 def references(items: list[JSONObject]) -> dict[int, str]:
-    """The ids that items refer to, by their places."""
+    """The ids of references, by index in ``items``."""
     return {place: item["id"] for place, item in enumerate(items) if item["type"] == _REFERENCE}
 
 
 def input_items(given: Input, response_id: str, unseal: Callable[[str], str | None]) -> list[JSONObject]:
-    """``input`` of a response as items with ids, each in the form in which it can be listed; references stay.
+    """Convert the ``input`` of a response to items with ids, in the form of lists of items. Keeps references.
 
     Raises:
-        InvalidRequestError: reasoning has nothing but an encrypted content that ``unseal`` does not open.
+        InvalidRequestError: reasoning has only encrypted content, and ``unseal`` cannot open it.
     """
     items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     return [_listed(item, response_id, place, unseal) for place, item in enumerate(items)]
@@ -161,20 +161,20 @@ def _listed(item: Any, response_id: str, place: int, unseal: Callable[[str], str
 
 
 def _parts(content: str | Iterable[TextPart | RefusalPart], kind: str) -> list[JSONObject]:
-    """A content as a list of text parts of this kind; refusals stay what they are."""
+    """The content as a list of text parts of this kind. Refusals are kept."""
     if isinstance(content, str):
         return [text_part(kind, content)]
     return [dict(part) if part["type"] == "refusal" else text_part(kind, part["text"]) for part in content]
 
 
 def text_part(kind: str, text: str, logprobs: Iterable[JSONObject] = ()) -> JSONObject:
-    """A part of an item's content; only what a message says has annotations and log-probabilities."""
+    """A part of an item's content. Only output text has annotations and log-probabilities."""
     part: JSONObject = {"type": kind, "text": text}
     return part | {"annotations": [], "logprobs": list(logprobs)} if kind == "output_text" else part
 
 
 def chat_messages(items: list[JSONObject]) -> list[JSONObject]:
-    """Checked items as chat messages; reasoning, text and calls that follow each other are one assistant's turn."""
+    """Convert checked items to chat messages. Successive reasoning, text and calls form one assistant message."""
     messages: list[JSONObject] = []
     for item in items:
         if item["type"] == "function_call_output":

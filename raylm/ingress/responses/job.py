@@ -1,4 +1,4 @@
-"""One response of the Responses API while it is made, as an object that grows and as events; and its output items."""
+"""ResponseJob: the state and events of one response during generation. ResponseItems: its output items."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ Events = list[JSONObject]
 
 
 class ResponseJob:
-    """Owns the state of one response; ``response`` is what clients get of it at any time.
+    """Owns the state of one response. ``response`` returns it as JSON at any time.
 
-    It is ``stored`` unless its client does not want that, or the store could not keep it.
-
-    ``owner`` is the name of the key that it was asked for with. ``tokens`` have been read of the answer; those that
-    were told before are read again without events. Of the events in the background the newest has the number ``last``.
+    The response is ``stored`` unless its client disables that, or the store failed. ``owner`` is the name of its key.
+    ``tokens`` counts the tokens of the answer read so far. Tokens of earlier events are read again without events.
+    ``last`` is the number of the newest event of a background response.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ResponseJob:
         }
 
     def _usage_json(self) -> JSONObject:
-        """The counts so far: Open Responses requires them at any time, and OpenAI's specification has no null here."""
+        """The counts so far. Open Responses requires them at any time, and OpenAI's specification forbids null."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens,
@@ -89,11 +88,13 @@ class ResponseJob:
         }
 
     async def events(self, outputs: Outputs, *, begun: bool = False) -> AsyncGenerator[Events, None]:
-        """Read the one sequence to its end; every item is what happened since the last one.
+        """Read the sequence to its end. Each item has the events since the previous item.
 
-        Of a response that was ``begun`` before nothing is told again; with the first event told it was created.
+        For a response that was ``begun`` before, earlier events are not repeated. ``response.created`` is omitted if an
+        event was stored before.
 
-        An error is raised if nothing was generated at all, and becomes an event later on.
+        Raises:
+            Exception: generation failed before it began. Later errors become an event.
         """
         try:
             async with aclosing(outputs):
@@ -112,7 +113,7 @@ class ResponseJob:
             yield self.told_as("failed")
 
     def told_as(self, *kinds: str) -> Events:
-        """Events that hold the whole response as it is now."""
+        """Events with the whole response in its current state."""
         return [{"type": f"response.{kind}", "response": self.response()} for kind in kinds]
 
     def fail(self, error: Exception) -> None:
@@ -133,7 +134,7 @@ class ResponseJob:
         return events
 
     def _as_asked(self) -> JSONObject:
-        """What clients get back of their own request, with the defaults that held."""
+        """The fields of the request, with the defaults that were applied."""
         body, params = self._body, self._params
         return ({} if body.user is None else {"user": body.user}) | {
             "background": bool(body.background),
@@ -161,21 +162,21 @@ class ResponseJob:
         }
 
 
-# What an item begins as, beside its id, type and status.
+# The first content of an item, besides its id, type and status.
 _EMPTY: dict[str, JSONObject] = {
     "reasoning": {"summary": []},
     "message": {"role": "assistant", "content": []},
     "function_call": {"call_id": "", "name": "", "arguments": ""},
 }
-# What grows in an item, as its events call it: the arguments of a call, else its one part.
+# The names, in events, of the growing content of an item: the arguments of a call, or its single part.
 _PIECES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 class ResponseItems:
-    """Reasoning, text and calls, each an item that is opened, grows, and is closed before the next one opens.
+    """Builds items of reasoning, text and calls. An item is opened, extended, and closed before the next.
 
-    ``items`` are brought up to date when they are closed; their ids are the same when a response is made again. Events
-    lack their sequence_number: the sender counts it. With ``seal`` reasoning has its encrypted content too.
+    ``items`` are updated when they are closed. Their ids are the same if a response is generated again. Events have no
+    sequence_number; the sender adds it. With ``seal`` reasoning also has encrypted content.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class ResponseItems:
         return events
 
     def finish(self, status: str) -> Events:
-        """Close what is open, as ``completed`` or ``incomplete``; an answer of nothing is an empty message."""
+        """Close the open item as ``completed`` or ``incomplete``. An empty answer gets an empty message."""
         return ([] if self.items else self._open("message")) + self._close(status)
 
     def _open(self, kind: str, **fields: str) -> Events:
@@ -263,7 +264,7 @@ class ResponseItems:
 
 
 def _without_bytes(logprobs: list[JSONObject]) -> list[JSONObject]:
-    """In events log-probabilities have no bytes, by OpenAI's specification."""
+    """Remove bytes from log-probabilities, which events do not have in OpenAI's specification."""
     return [_bare(entry) | {"top_logprobs": [_bare(top) for top in entry["top_logprobs"]]} for entry in logprobs]
 
 

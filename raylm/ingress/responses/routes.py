@@ -1,4 +1,4 @@
-"""/v1/responses/{id}: stored responses are fetched, cancelled and deleted, and their input is listed."""
+"""/v1/responses/{id}: get, cancel and delete stored responses, and list their input."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
 
 
 class Followers:
-    """The streams of stored responses that are open in this replica, by the name of the key that follows them."""
+    """Counts the open streams of stored responses in this replica, by the name of the key."""
 
     def __init__(self, most: int) -> None:
-        """``most`` may be open at once."""
+        """``most`` is the number of streams that may be open."""
         self._most = most
         self._open: Counter[str] = Counter()
 
@@ -39,8 +39,8 @@ class Followers:
         """Count one stream while it is open.
 
         Raises:
-            RateLimitError: the key follows as many streams as its ``concurrency`` allows requests.
-            OverloadedError: the replica has no place for one more.
+            RateLimitError: the key has as many streams open as its limit ``concurrency``.
+            OverloadedError: ``most`` streams are open.
         """
         most = None if key is None else key.limits.concurrency
         if most is not None and self._open[name] >= most:
@@ -53,11 +53,11 @@ class Followers:
             yield
         finally:
             self._open[name] -= 1
-            self._open += Counter()  # forgets the names without streams
+            self._open += Counter()  # removes names without streams
 
 
 class _FollowedResponse(StreamingResponse):
-    """A stream that holds its place among the followers until it is sent, or its client has left."""
+    """A streaming response that is counted until it is sent, or its client disconnects."""
 
     def __init__(self, events: Chunks, followers: Followers) -> None:
         super().__init__(events, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
@@ -119,7 +119,7 @@ def response_routes(store: ResponseStore, max_followed: int) -> list[Route]:
 
 
 def _names(request: Request) -> tuple[str, str]:
-    """The name of the key that the request came with, and the id of the response that it is about."""
+    """(name of the request's key, id of the response)."""
     return request.scope.get("raylm.key", ""), request.path_params["response_id"]
 
 
@@ -133,7 +133,7 @@ async def _record(store: ResponseStore, request: Request) -> JSONObject:
 
 
 def _page(items: list[JSONObject], request: Request) -> JSONObject:
-    """The newest items first, or the oldest, after one that the client names."""
+    """A page of items, by default the newest first, after the item that the client names."""
     query = request.query_params
     limit = query.get("limit", str(_DEFAULT_ITEMS))
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MOST_ITEMS):

@@ -1,4 +1,4 @@
-"""Seal: reasoning as a text that its client keeps and cannot read or change, for conversations that are not stored."""
+"""Seal: encrypts reasoning, so that a client can keep it for a conversation that is not stored."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _NONCE = 12  # bytes
 
 
 class Seal:
-    """AES-256 in GCM; all that have the same ``secret`` open what one of them closed, without it nobody else."""
+    """AES-256-GCM. Replicas with the same ``secret`` can open each other's seals."""
 
     def __init__(self, secret: bytes | None = None) -> None:
         key = hashlib.blake2b(digest_size=32, key=secret or os.urandom(32), person=b"reasoning").digest()
         self._cipher = AESGCM(key)
 
     def close(self, text: str, owner: str) -> str:
-        """``text`` sealed for the requests of the key whose name is ``owner``; base64 of nonce, ciphertext and tag."""
+        """Encrypt ``text`` for requests of the key named ``owner``. Returns base64 of nonce, ciphertext and tag."""
         nonce = os.urandom(_NONCE)
         return base64.b64encode(nonce + self._cipher.encrypt(nonce, text.encode(), owner.encode())).decode()
 
     def open(self, sealed: str, owner: str) -> str | None:
-        """The text, None if it was not sealed with this secret for this owner, or was changed."""
+        """Decrypt ``sealed``. None if it was changed, or sealed with another secret or for another owner."""
         try:
             raw = base64.b64decode(sealed, validate=True)
             return self._cipher.decrypt(raw[:_NONCE], raw[_NONCE:], owner.encode()).decode()

@@ -1,4 +1,4 @@
-"""The ResponseStore of an application: a replica's own, or an actor that all of them share; and where its file lies."""
+"""The ResponseStore of an application, in the replica or as an actor that replicas share, and the path of its file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SharedResponseStore(ResponseStore):
 def open_store(
     shared_actors: Mapping[str, DeploymentHandle], knob: str | None = None, application: str = ""
 ) -> ResponseStore:
-    """The store that all replicas share, or one of this replica's own where it is the only one."""
+    """The store shared by all replicas, or this replica's own store if it is the only replica."""
     shared = shared_actors.get("response_store")
     if shared is None:
         return ResponseStore(store_path(knob, application))
@@ -40,9 +40,9 @@ def open_store(
 
 
 def find_store(knob: str | None, application: str) -> Path | None:
-    """The file that ``ingress.store`` names, by default one of the application's; None for one in memory.
+    """The path of the store: ``ingress.store``, by default a file of the application. None means in memory.
 
-    Outside of an application the default is in memory. Nothing is made or looked at.
+    Outside an application the default is in memory. Does not create or read files.
     """
     if knob == MEMORY or (knob is None and not application):
         return None
@@ -51,7 +51,7 @@ def find_store(knob: str | None, application: str) -> Path | None:
 
 
 def store_path(knob: str | None, application: str) -> str:
-    """As ``find_store``, a file that can be written; ConfigError if there can be none."""
+    """As ``find_store``, and create the file. Raises ConfigError if it cannot be written."""
     if (path := find_store(knob, application)) is None:
         return MEMORY
     try:
@@ -65,9 +65,9 @@ def store_path(knob: str | None, application: str) -> str:
 
 
 class _RemoteStore:
-    """The methods of a ResponseStore that is a deployment of its own, by its handle.
+    """Calls the methods of a ResponseStore that is a deployment.
 
-    They wait while it is started again, and raise StoreLostError where it is lost meanwhile.
+    Calls wait while it is restarted. A call raises StoreLostError if the store is lost during the call.
     """
 
     def __init__(self, store: DeploymentHandle) -> None:

@@ -1,4 +1,4 @@
-"""ResponseStore: owns an application's stored responses, in SQLite; several replicas share it as an actor."""
+"""ResponseStore: owns an application's stored responses in SQLite. Several replicas share it as an actor."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from raylm.stages import about
 
 T = TypeVar("T")
 
-LEASE_S = 5.0  # after which a job whose maker has not renewed it is another's
-MOST_MAKERS = 3  # of one job; who brings down as many is failed
+LEASE_S = 5.0  # a job whose maker has not renewed it for this time goes to another maker
+MOST_MAKERS = 3  # of one job; a job that crashed this many makers fails
 _FOLLOW_S = 5.0
-_ROW_BYTES = 512  # what a row counts beside its content
+_ROW_BYTES = 512  # size of a row in addition to its content
 UNFINISHED = ("queued", "in_progress")
 
 
 @dataclass(frozen=True, slots=True)
 class ToldEvents:
-    """JSON of an array of events, of which the newest has the number ``last``; so many ``tokens`` are told by then."""
+    """JSON of an array of events. ``last`` is the number of the newest, up to which ``tokens`` tokens were sent."""
 
     last: int
     tokens: int
@@ -47,7 +47,7 @@ class ToldEvents:
 
 @dataclass(frozen=True, slots=True)
 class LostJob:
-    """A response whose maker is gone: its record, the job, and what was told of it so far (-1 and 0 for nothing)."""
+    """A response whose maker is lost: its record, its job, and the newest event (-1 and 0 if there is none)."""
 
     owner: str
     response_id: str
@@ -58,19 +58,19 @@ class LostJob:
 
 
 class ResponseStore:
-    """In the file ``path``, or in memory. An actor, or a plain object; all work on the file is done by one thread.
+    """Stores responses in the file ``path`` or in memory. One thread does all work on the file.
 
-    A response belongs to its ``owner``, the name of an API key ("" without keys), and is found with that alone. Its
-    record is {"response": …, "input": items}, as JSON. A conversation is the chain of responses that ``previous``
-    makes, each of which is kept once. Of each owner ``max_bytes`` are kept, and nothing that was not used for
-    ``max_age_s``; the least recently used goes first, and of a conversation its end before what leads to it. What is
-    not done is kept.
+    A response belongs to its ``owner``, the name of an API key ("" without keys), and only its owner can read it. Its
+    record is JSON: {"response": …, "input": items}. Responses linked by ``previous`` form a conversation; each is
+    stored once. Of each owner at most ``max_bytes`` are kept, and no response that was not used for ``max_age_s``. The
+    least recently used response is deleted first, and the end of a conversation before its beginning. Unfinished
+    responses are kept.
 
-    A ``job`` is what makes an unfinished response anew. It has a maker, which renews it while it works on it; LEASE_S
-    without that, and it is lost, and handed to the next that asks.
+    A ``job`` is the input for generating an unfinished response again. Its maker renews it while it works on it. A job
+    that is not renewed for LEASE_S is given to the next maker that asks.
 
-    A damaged file is moved aside, and the responses in it are not found any more. All methods raise StoreLostError
-    where the file cannot be used, as on a full disk.
+    A damaged file is moved aside, and its responses are lost. All methods raise StoreLostError if the file cannot be
+    used, for example because the disk is full.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class ResponseStore:
         maker: str | None = None,
         events: ToldEvents | None = None,
     ) -> None:
-        """Keep a record, and with it what it comes to as events; one that has ended stays as it is.
+        """Store a record with its latest events. A record that has ended does not change.
 
-        Where there is a ``maker``, a record without a ``job`` is a later state of one with it, and is dropped unless
-        this still is its maker.
+        If ``maker`` is given without ``job``, the record updates an existing one, and is ignored unless this is still
+        its maker.
         """
 
         def work() -> None:
@@ -132,7 +132,7 @@ class ResponseStore:
         self._wake(self._told, response_id)
 
     async def append(self, response_id: str, maker: str, events: ToldEvents) -> None:
-        """Keep events of a response, unless it has ended or another one is its maker now."""
+        """Store events of a response, unless it has ended or has another maker now."""
         await self._do(lambda: self._tell(response_id, maker, events))
         self._wake(self._told, response_id)
 
@@ -148,7 +148,7 @@ class ResponseStore:
         return await self._do(work)
 
     async def history(self, owner: str, response_id: str) -> list[bytes] | None:
-        """The records of a conversation that ends with a response, oldest first; None unless all are there."""
+        """The records of a conversation that ends with a response, oldest first. None if one is missing."""
 
         def work() -> list[bytes] | None:
             chain = self._database.execute(
@@ -164,9 +164,9 @@ class ResponseStore:
         return await self._do(work)
 
     async def follow(self, owner: str, response_id: str, after: int) -> tuple[list[bytes], str] | None:
-        """Arrays of events of which some come ``after`` a number, and the status; waits for some, but not for ever.
+        """Arrays of events after number ``after``, and the status. Waits a limited time for events.
 
-        None if there is no such response.
+        Returns None if the response does not exist.
         """
 
         def work() -> tuple[list[bytes], str] | None:
@@ -189,7 +189,7 @@ class ResponseStore:
         return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Forget a record; whether there was one. What was built on it keeps what it needs of it."""
+        """Delete a record. Returns whether it existed. Responses that follow it keep it as their history."""
 
         def work() -> bool:
             found = self._row(owner, response_id, "previous")
@@ -211,7 +211,7 @@ class ResponseStore:
         return found
 
     async def cancel(self, owner: str, response_id: str) -> bytes | None:
-        """Mark an unfinished response as cancelled, wake the replica that makes it, and return its record."""
+        """Mark an unfinished response as cancelled, notify its maker, and return its record."""
 
         def work() -> bytes | None:
             found = self._row(owner, response_id, "record, status")
@@ -225,7 +225,7 @@ class ResponseStore:
         return found
 
     async def until_cancelled(self, owner: str, response_id: str) -> None:
-        """Wait until it is cancelled or deleted; one waiter a response, the replica that makes it."""
+        """Wait until the response is cancelled or deleted. Only its maker waits."""
         event = self._cancelled.setdefault(response_id, asyncio.Event())
         try:
             found = await self._do(lambda: self._row(owner, response_id, "status"))
@@ -235,7 +235,7 @@ class ResponseStore:
             self._cancelled.pop(response_id, None)
 
     async def renew(self, maker: str, most: int, making: Sequence[str] = ()) -> list[LostJob]:
-        """The maker lives, and is at work on ``making``; it gets at most so many lost jobs, and is theirs now."""
+        """Renew the jobs in ``making``, and give at most ``most`` lost jobs to this maker."""
 
         def work() -> list[LostJob]:
             now = self._clock()
@@ -267,17 +267,17 @@ class ResponseStore:
         return await self._do(work)
 
     async def release(self, response_id: str, maker: str) -> None:
-        """The maker ends in order, or cannot go on with a job; the next one may take it at once."""
+        """Give up a job, so that the next maker may take it at once."""
         query = "UPDATE responses SET lease = 0, maker = '', makers = makers - 1 WHERE id = ? AND maker = ?"
         await self._do(lambda: self._database.execute(query, (response_id, maker)))
 
     def renew_all(self) -> None:
-        """For who opens a store whose makers may have lived on without it."""
+        """Renew all jobs, because makers may be alive although the store restarted."""
         with self._database:
             self._database.execute("UPDATE responses SET lease = MAX(lease, ?)", (self._clock() + LEASE_S,))
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """One transaction, on the thread; it is carried out whether who waits for it stays or not."""
+        """Run one transaction on the thread. It completes even if the caller is cancelled."""
 
         def transaction() -> T:
             try:
@@ -308,7 +308,7 @@ class ResponseStore:
         return self._database.execute(query, values).fetchone()
 
     def _row(self, owner: str, response_id: str, columns: str) -> Any:
-        """Of a response that its owner can find."""
+        """Columns of a response, if the owner may see it."""
         return self._one(
             f"SELECT {columns} FROM responses WHERE id = ? AND owner = ? AND NOT deleted", response_id, owner
         )
@@ -324,7 +324,7 @@ class ResponseStore:
             self._database.execute("UPDATE responses SET size = size + ? WHERE id = ?", (size, response_id))
 
     def _newest_event(self, response_id: str) -> tuple[int, int]:
-        """Its number, and how many tokens are told by then."""
+        """The number of the newest event, and the number of tokens sent up to it."""
         newest = "SELECT last, tokens FROM events WHERE response = ? ORDER BY last DESC LIMIT 1"
         found: tuple[int, int] = self._one(newest, response_id) or (-1, 0)
         return found
@@ -347,9 +347,10 @@ class ResponseStore:
         return ended
 
     def _make_room(self, owner: str, newest: str, now: float) -> None:
-        """Drop what is too old, then what is too much; where all of it leads to the newest, its beginning goes.
+        """Delete old responses, then the least recently used above ``max_bytes``.
 
-        Responses that others are built on need not be touched when these are used: they go after them.
+        If all remaining responses lead to ``newest``, the beginning of its conversation is deleted. Using a response
+        need not update those before it, because they are deleted after it.
         """
         old = f"SELECT id FROM responses WHERE used < ? AND id != ? AND {END_OF_CONVERSATION} AND {ENDED} LIMIT 1"
         while oldest := self._one(old, now - self._max_age_s, newest):
@@ -366,7 +367,7 @@ class ResponseStore:
             self._drop(oldest[0])
 
     def _drop_unneeded(self, response_id: str | None) -> None:
-        """A deleted response that nothing is built on goes, and then what it was built on, if that is deleted too."""
+        """Delete a response that is marked as deleted, if none follows it; then its predecessors in the same way."""
         while response_id is not None:
             query = f"SELECT previous FROM responses WHERE id = ? AND deleted AND {END_OF_CONVERSATION}"
             if (found := self._one(query, response_id)) is None:

@@ -1,1 +1,1 @@
-"""What only a GPU needs: xformers' attention, CUDA graphs, asynchronous decoding."""
+"""Code for GPUs: xformers' attention, CUDA graphs, asynchronous decoding."""

@@ -1,4 +1,4 @@
-"""Decoding that goes on from tokens which the host has not seen yet."""
+"""Asynchronous decoding: launches a step before the host has the tokens of the previous step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from raylm.worker.step_batch import StepBatch
 
 @dataclass(slots=True)
 class StepTimes:
-    """When a step was ``launched`` and when the host first saw that it had ``ended``, in seconds; None before."""
+    """The time at which a step was ``launched``, and at which the host saw its end, in seconds; None before."""
 
     launched: float
     ended: float | None = None
@@ -42,10 +42,10 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class AsyncStep:
-    """A step on its way: once ``done``, what it drew is on the host, as ``tokens`` (rows,), and the largest logits.
+    """A launched step. After ``done``, the host has its ``tokens`` (rows,) and its largest logits.
 
-    These are the ``peaks`` of what the model gave, and of what was ``processed``, (rows,). Rows that are not
-    ``drawing`` sit the step out. ``reasons`` tell by row of the step why it may have no token left.
+    ``peaks`` (rows,) are the largest logits of the model, ``processed`` (rows,) the largest after the processors. Rows
+    that are not ``drawing`` skip the step. ``reasons`` has, by row of the step, why it may have no token to draw.
     """
 
     number: int
@@ -64,14 +64,14 @@ class AsyncStep:
     before: StepTimes | None
 
     def wait(self) -> None:
-        """Until the device has computed it; may be called from any thread."""
+        """Wait until the device has computed the step. May be called from any thread."""
         if self.done is not None:
             self.done.synchronize()
         if self.times.ended is None:
             self.times.ended = time.perf_counter()
 
     def output(self) -> ModelRunnerOutput:
-        """Wait for what it drew; may be called from another thread than the one that launches steps."""
+        """Wait for the step and return its output. May be called from another thread than ``launch``."""
         self.wait()
         failed = failures(self.peaks.numpy(), self.processed.numpy())
         fine = self.drawing.copy()
@@ -97,7 +97,7 @@ class AsyncStep:
         )
 
     def _seconds(self) -> float:
-        """The time of this step alone: the device computes one step after the other."""
+        """The duration of this step alone. The device computes one step after another."""
         assert self.times.ended is not None, "an output is asked for when its step has ended"
         began = self.times.launched
         if self.before is not None and self.before.ended is not None:
@@ -106,14 +106,14 @@ class AsyncStep:
 
 
 class GPUAsyncDecode(AsyncDecode):
-    """Steps in which every sequence decodes; no logits come to the host.
+    """Runs steps in which every sequence decodes. Logits stay on the device.
 
-    Each row's last token stays on the device, where the next step finds it. The host learns of it by a copy into
-    pinned memory, which is awaited when the step's output is, while the next step is launched already. All memory that
-    such copies read and write is there twice, for no more than two steps are on their way at a time.
+    Each row's last token stays on the device, where the next step reads it. It is also copied to pinned memory of the
+    host. The host waits for the copy when it needs the step's output; the next step is launched by then. At most two
+    steps are in progress, so the memory of these copies exists twice.
 
-    The mask of a structured row depends on the token before, so the host waits for that one when the forward pass has
-    been launched; while the device computes it the masks are made, copied ahead, and applied behind it.
+    The mask of a structured row depends on the previous token. So the host waits for that token after it has launched
+    the forward pass. It computes the masks while the device runs, and applies them after the forward pass.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
@@ -130,12 +130,12 @@ class GPUAsyncDecode(AsyncDecode):
             BadWords: DeviceBadWords(max_num_seqs, device),
         }
         self._logprobs = DeviceLogprobs(device)
-        self._masks: list[DeviceMasks] = []  # from the first structured row on
+        self._masks: list[DeviceMasks] = []  # created for the first structured row
         self._under_way: deque[AsyncStep] = deque()
         self._owners = np.zeros(max_num_seqs, np.int64)  # how many sequences have had the row
-        self._newest = np.full(max_num_seqs, -1, np.int64)  # the step on its way that draws the row's last token
+        self._newest = np.full(max_num_seqs, -1, np.int64)  # the step in progress that draws the row's last token
         self._turn, self.has_deferred = 0, False
-        self._before: StepTimes | None = None  # of the last step that was launched
+        self._before: StepTimes | None = None  # of the last launched step
 
     def add(self, row: int) -> None:
         self._owners[row] += 1
@@ -197,7 +197,7 @@ class GPUAsyncDecode(AsyncDecode):
         return started.output
 
     def _note(self, step: AsyncStep, batch: InputBatch) -> None:
-        """What is known of a step before its tokens are."""
+        """Record a launched step, whose tokens are not known yet."""
         for row in step.rows[~step.drawing].tolist():
             self.has_deferred = True
             self._forget(row)
@@ -207,9 +207,9 @@ class GPUAsyncDecode(AsyncDecode):
         self._under_way.append(step)
 
     def _process(self, logits: Tensor, rows: Ints, batch: InputBatch) -> tuple[list[int], dict[int, str]] | None:
-        """Apply what the rows ask for, in the order of the processors; None if there was nothing.
+        """Apply the processors of the rows, in order. None if no processor applies.
 
-        Returns which rows of the step are late, and reasons why rows may have no token left.
+        Returns the rows of the step that are late, and reasons why rows may have no token to draw.
         """
         if any(isinstance(each, StructuredOutputs) and each.owned(rows).size for each in batch.processors):
             self.settle(batch)
@@ -251,7 +251,7 @@ class GPUAsyncDecode(AsyncDecode):
             self._settle_oldest(batch)
 
     def _upload_rows(self, rows: Ints) -> tuple[Tensor, Tensor]:
-        """The rows, and which of them have their last token on the device only."""
+        """The rows, and which of them have their last token only on the device."""
         column = self._rows[self._turn]
         column.host[0, : len(rows)] = rows
         column.host[1, : len(rows)] = self._newest[rows] >= 0
@@ -259,7 +259,7 @@ class GPUAsyncDecode(AsyncDecode):
         return both[0], both[1].bool()
 
     def _settle_oldest(self, batch: InputBatch) -> None:
-        """Write what the oldest step drew to the rows that still belong to the same sequences."""
+        """Wait for the oldest step, and write its tokens to the rows that still have the same sequence."""
         step = self._under_way.popleft()
         step.wait()
         same = (self._owners[step.rows] == step.owners) & step.drawing

@@ -1,4 +1,4 @@
-"""Capturing on all of the ranks that share a model, or on none."""
+"""on_all_ranks: captures a graph on all ranks that share a model, or on none."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 def on_all_ranks(ranks: Ranks, attempt: Callable[[], T]) -> T:
-    """What ``attempt`` captures, once every rank has found the memory for it.
+    """Capture with ``attempt`` if every rank has enough memory.
 
-    NCCL asks that a sum is captured by all ranks or by none, and a rank that gave up half-way would leave the others in
-    a sum that never ends. So each tries by itself first, without any sum, and drops what it captured; if all had the
-    memory they capture together.
+    NCCL requires that all ranks capture a sum or none. A rank that fails during the capture would leave the others
+    waiting in a sum. So each rank first tries alone, without sums, and drops the result. If all have succeeded, they
+    capture together.
 
     Raises:
-        torch.OutOfMemoryError: on all ranks, if one has no memory for it.
-        RuntimeError: this rank had the memory when it tried, and then not; the others may wait for it.
+        torch.OutOfMemoryError: on all ranks, if one has not enough memory.
+        RuntimeError: this rank had enough memory in the trial, but not in the capture. Other ranks may wait for it.
     """
     if ranks.world_size == 1:
         return attempt()

@@ -1,4 +1,4 @@
-"""Steps that only decode, replayed as CUDA graphs."""
+"""Decoding steps replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from raylm.worker.input_buffers import StepInputs
 
 logger = logging.getLogger(__name__)
 
-_AT_START = 256  # most sequences that a graph is captured for before the first request
+_AT_START = 256  # graphs for up to this many sequences are captured before the first request
 _WARM_UPS = 2
 
 Run = Callable[[], Tensor]
-Capture = Callable[[Run], Run]  # turns a call that always reads and writes the same memory into its replay
+Capture = Callable[[Run], Run]  # converts a call that reads and writes fixed memory into its replay
 
 
 class CudaCapture:
-    """Captures CUDA graphs, all in one memory pool, as only one of them runs at a time, and on one stream.
+    """Captures CUDA graphs in one memory pool, because only one runs at a time, and on one stream.
 
-    A library takes a workspace for every stream that it is called on; on Hopper 32 MiB each.
+    Libraries allocate a workspace for every stream; on Hopper 32 MiB each.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Run) -> Run:
-        # Kernels are compiled, and libraries choose their workspaces, before anything is captured.
+        # Warm up: kernels are compiled, and libraries choose their workspaces, before the capture.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
@@ -58,10 +58,10 @@ class CudaCapture:
 
 
 class DecodeBuffers:
-    """One token of each of so many sequences, in memory that stays in place.
+    """Inputs of a decoding step in memory with fixed addresses.
 
-    Rows that pad are sequences of a single token, in a scratch block: what a graph reads for them it has written
-    itself, and what it computes is not looked at.
+    Padding rows are sequences of one token in a scratch block. A graph reads only its own writes there, and its results
+    for them are ignored.
     """
 
     def __init__(self, limits: StepLimits, scratch_block: int, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class DecodeBuffers:
         self._seq_lens[start:end].fill_(1)
 
     def fill(self, inputs: StepInputs, size: int, width: int) -> None:
-        """Take over a step, its tables ``width`` blocks wide, and pad it to ``size`` sequences."""
+        """Copy a step with tables of ``width`` blocks, and pad it to ``size`` sequences."""
         meta, count = inputs.metadata, len(inputs.input_ids)
         self._input_ids[:count] = inputs.input_ids
         self._positions[:count] = inputs.positions
@@ -98,7 +98,7 @@ class DecodeBuffers:
         self._pad(count, size)
 
     def inputs(self, size: int, width: int) -> StepInputs:
-        """The first ``size`` sequences; the host only knows that they are as long as their tables at most."""
+        """The first ``size`` sequences. The host assumes that they are as long as their tables allow."""
         longest = width * self._block_size
         return StepInputs(
             self._input_ids[:size],
@@ -116,12 +116,11 @@ class DecodeBuffers:
 
 
 class GraphForward(Forward):
-    """Steps are one launch, with prompts up to some size; what is too large goes layer by layer through ``eager``.
+    """Runs steps as CUDA graphs, with prompts up to some size. Larger steps run layer by layer in ``eager``.
 
-    There is a graph for each batch bucket and each width of block tables, and another one for steps with adapters,
-    where these can be captured. Those of up to 256 sequences are captured by
-    ``capture_at_start``, others when the first step needs them. A graph for which there is no memory left is done
-    without, by all ranks that share the model: the log says so.
+    There is a graph for each batch bucket and each width of block tables, and a second one for steps with adapters if
+    these can be captured. ``capture_at_start`` captures graphs for up to 256 sequences, the first step that needs it
+    captures any other. If there is no memory for a graph, all ranks that share the model run without it, and log it.
     """
 
     captures = True
@@ -137,11 +136,11 @@ class GraphForward(Forward):
     ) -> None:
         self.eager, self._limits, self._ranks, self._capture = eager, limits, ranks, capture or CudaCapture()
         self._buffers = DecodeBuffers(limits, scratch_block, device)
-        self._graphs: dict[tuple[int, int, bool], Run | None] = {}  # by (sequences, blocks of a table, adapters)
+        self._graphs: dict[tuple[int, int, bool], Run | None] = {}  # by (sequences, blocks in a table, adapters)
         self._with_prompts = PromptGraphs(eager, limits, scratch_block, device, ranks)
 
     def capture_at_start(self) -> None:
-        """Largest first, so that the smaller ones fit into its memory."""
+        """Captures the largest first, so that smaller graphs can reuse its memory."""
         sizes = buckets(min(self._limits.max_num_seqs, _AT_START))[::-1]
         adapted = (False, True) if self.eager.captures_adapters else (False,)
         shapes = [(size, width, has) for has in adapted for width in table_widths(self._limits) for size in sizes]
@@ -181,7 +180,7 @@ class GraphForward(Forward):
         key = size, width, adapted
         if key not in self._graphs:
             inputs = self._buffers.inputs(size, width)
-            # What lies in the buffers may be of another step: capturing runs it, and must not write to its blocks.
+            # The buffers may have another step's inputs. Capturing runs the step, and must not write to its blocks.
             self._buffers.clear()
             self.eager.hold(adapted=adapted)
             try:

@@ -1,4 +1,4 @@
-"""Bad words by the last tokens of each row, which stay on the device, where they are drawn."""
+"""Bad words on the device, matched against the last tokens of each row, which stay there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from raylm.worker.arrays import IntArray
 from raylm.worker.input_batch import InputBatch
 from raylm.worker.sampling.logits_processors import BadWords
 
-_ANY, _NONE = -1, -2  # matches every token; is no token
+_ANY, _NONE = -1, -2  # matches every token; matches no token
 
 
 class DeviceBadWords:
-    """As BadWords, of rows whose last tokens the host may not know yet.
+    """As BadWords, for rows whose last tokens the host may not have yet.
 
     ``tails`` (rows of the batch, longest prefix) int64 are the last generated tokens of each row, _NONE before the
-    first. A row is known up to so many tokens; where the host has appended others, its tail is taken over from there.
+    first. A row is known up to a number of tokens. If the host has appended other tokens, its tail is copied from the
+    host.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
@@ -30,31 +31,31 @@ class DeviceBadWords:
         self._following = False
 
     def forget(self, row: int) -> None:
-        """Another sequence has the row from now on, or it has not drawn the token that it was to draw."""
+        """Forget a row, because another sequence has it, or because it did not draw its token."""
         if self._known.pop(row, None) is not None:
             self._step = None
 
     def knows(self, rows: IntArray, batch: InputBatch) -> bool:
-        """Whether these rows have their tails here; else the host's must be complete when they are applied."""
+        """Whether the device has the tails of these rows. Otherwise ``apply`` needs all their tokens on the host."""
         return all(self._known.get(row) == batch.num_tokens[row] for row in rows.tolist())
 
     def apply(self, logits: Tensor, positions: IntArray, rows: IntArray, batch: InputBatch, words: BadWords) -> None:
-        """Change ``logits`` (rows of the step, vocab_size) at ``positions``, which hold ``rows``."""
+        """Change ``logits`` (rows of the step, vocab_size) at ``positions``, which are the ``rows`` of the batch."""
         if self._step != (step := (positions.tobytes(), rows.tobytes())):
             self._step = step
             self._prepare(positions, rows, words)
         for row in rows.tolist():
             if self._known.get(row) != batch.num_tokens[row]:
                 self._take_over(row, batch)
-            self._known[row] = int(batch.num_tokens[row]) + 1  # the token that this step draws
+            self._known[row] = int(batch.num_tokens[row]) + 1  # including the token of this step
         met = ((self._prefixes == _ANY) | (self._prefixes == self._tails[self._owners])).all(dim=1)
-        # The least of both, for two words may end with the same token.
+        # The minimum, because two words may end with the same token.
         least = torch.where(met, -torch.inf, torch.inf).to(logits.dtype)
         logits.view(-1).scatter_reduce_(0, self._places, least, "amin")
         self._following = True
 
     def count(self, drawn: Tensor) -> None:
-        """The tokens (rows of the step,) that were drawn behind what ``apply`` changed."""
+        """Append the tokens (rows of the step,) that were drawn after ``apply``."""
         if not self._following:
             return
         self._following = False
@@ -62,7 +63,7 @@ class DeviceBadWords:
         self._tails[self._rows] = tails[:, 1:]
 
     def _prepare(self, positions: IntArray, rows: IntArray, words: BadWords) -> None:
-        """Bring the words of these rows to the device: a line for each."""
+        """Copy the words of these rows to the device, one line for each."""
         lines = [
             (position, row, prefix, last)
             for position, row in zip(positions.tolist(), rows.tolist(), strict=True)

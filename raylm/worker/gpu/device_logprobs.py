@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are drawn on the device: found there, and brought to the host beside the tokens."""
+"""Log-probabilities of tokens drawn on the device, computed there and copied to the host with the tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raylm.worker.arrays import IntArray, Ints, Mask
 from raylm.worker.input_batch import NO_LOGPROBS, InputBatch
 from raylm.worker.sampling.logprobs import WIDTH, FoundLogits, logprob_columns_of
 
-_BEFORE_VALUES = 2  # columns of numbers before the largest logits, and of places before their ids
+_BEFORE_VALUES = 2  # columns before the largest logits in ``numbers``, and before their ids in ``places``
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which rows of a step [S] ask, for how many ``tops``, and for which tokens by position."""
+    """The rows of a step [S] that want log-probabilities, the number of ``tops``, and chosen tokens by position."""
 
     wanted: Mask
     tops: IntArray
@@ -28,11 +28,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsOnTheirWay:
-    """What the host finds here once the step is done, of its W rows that ask.
+    """Results that the host has after the step, for the W rows that request log-probabilities.
 
-    ``numbers`` (W, 2 + WIDTH + most tokens chosen) float64: the drawn token's logit, the logarithm of the sum of all
-    exponentials, the largest logits in falling order, those of the chosen tokens. ``places`` (W, 2 + WIDTH) int64:
-    the token, its rank, whose the largest logits are.
+    ``numbers`` (W, 2 + WIDTH + most requested tokens) float64: the drawn token's logit, the logarithm of the sum of all
+    exponentials, the largest logits in descending order, the logits of the requested tokens. ``places`` (W, 2 + WIDTH)
+    int64: the token, its rank, the ids of the largest logits.
     """
 
     asked: Asked
@@ -40,7 +40,7 @@ class LogprobsOnTheirWay:
     places: Tensor
 
     def columns(self, usable: Mask) -> Logprobs:
-        """Over all rows of the step; only those ``usable`` [S] have entries."""
+        """The columns over all rows of the step. Only rows in ``usable`` [S] have entries."""
         wanted = self.asked.wanted & usable
         at = np.flatnonzero(usable[self.asked.wanted])
         numbers, places = self.numbers.numpy()[at], self.places.numpy()[at]
@@ -58,7 +58,7 @@ class LogprobsOnTheirWay:
 
 
 class DeviceLogprobs:
-    """Describes drawn tokens by the model's own logits, as logprobs.describe_tokens does on the host."""
+    """Describes drawn tokens by the model's logits, like logprobs.describe_tokens on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class DeviceLogprobs:
         self._where = self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
 
     def asked(self, rows: IntArray, owners: IntArray, batch: InputBatch) -> Asked | None:
-        """What the ``rows`` ask, which ``owners`` have; None if nothing."""
+        """What the ``rows`` with these ``owners`` request, None if nothing."""
         tops = batch.sampling[rows]["logprobs"]
         wanted = tops != NO_LOGPROBS
         if not wanted.any():
@@ -85,11 +85,11 @@ class DeviceLogprobs:
         return asked
 
     def keep(self, logits: Tensor) -> Tensor:
-        """A copy of what describes the rows that ask, before anything changes it."""
+        """Copy the logits of the requesting rows, before processors change them."""
         return logits.index_select(0, self._where)
 
     def describe(self, asked: Asked, raw: Tensor, drawn: Tensor) -> LogprobsOnTheirWay:
-        """Of the tokens ``drawn`` (rows of the step,), by what was kept; nothing is waited for."""
+        """Describe the tokens ``drawn`` (rows of the step,) by the kept logits. Does not wait."""
         tokens = drawn.index_select(0, self._where)[:, None]
         own = raw.gather(1, tokens)
         values, ids = raw.topk(min(WIDTH, raw.shape[1]))
@@ -101,6 +101,6 @@ class DeviceLogprobs:
         return LogprobsOnTheirWay(asked, self._to_host(numbers), self._to_host(places))
 
     def _to_host(self, found: Tensor) -> Tensor:
-        """Where ``found`` will lie; torch keeps the memory from other use until it was copied and is let go of."""
+        """Start a copy to the host. torch does not reuse the memory before the copy has ended."""
         place = torch.empty(found.shape, dtype=found.dtype, pin_memory=self._device.type == "cuda")
         return place.copy_(found, non_blocking=True)

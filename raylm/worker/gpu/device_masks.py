@@ -1,4 +1,4 @@
-"""Masks of structured outputs, copied ahead to the device and applied there."""
+"""Masks of structured outputs, copied to the device and applied there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANY = -1
 
 
 class DeviceMasks:
-    """Pinned memory for the masks of one step, a bit for each token, and what they do there."""
+    """Pinned memory for the masks of one step, one bit for each token."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._masks = Column((max_num_seqs, -(-vocab_size // 32)), torch.int32, device)
@@ -23,7 +23,7 @@ class DeviceMasks:
         self._bits = torch.arange(8, dtype=torch.uint8, device=device)
 
     def apply(self, logits: Tensor, restrictions: Sequence[Restriction]) -> None:
-        """Leave to rows of ``logits`` (rows of the step, vocab_size) what they may draw; nothing is waited for."""
+        """Restrict rows of ``logits`` (rows of the step, vocab_size) to the allowed tokens. Does not wait."""
         count = len(restrictions)
         for at, each in enumerate(restrictions):
             mask = self._masks.host[at]
@@ -35,7 +35,7 @@ class DeviceMasks:
         spread = (masks.view(torch.uint8)[:, :, None] >> self._bits) & 1
         allowed = spread.flatten(1)[:, : logits.shape[1]].bool()
         mine, only = logits[where], only[:, None]
-        # A row that is left a single token gets it, whatever else forbids it.
+        # A row with only one allowed token draws it, even if another rule forbids it.
         place = only.clamp(min=0)
         alone = torch.zeros_like(allowed).scatter_(1, place, only >= 0)
         kept = torch.where(allowed & (only < 0), mine, -torch.inf)

@@ -1,4 +1,4 @@
-"""Penalties whose counts stay on the device, where the tokens are drawn that they count."""
+"""Penalties on the device, where the token counts stay."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raylm.worker.sampling.logits_processors import Penalties
 
 
 class DevicePenalties:
-    """As Penalties, of rows whose last tokens the host may not know yet.
+    """As Penalties, for rows whose last tokens the host may not have yet.
 
-    By row of the batch, taken when a row first has penalties: ``counts`` (rows, vocab_size) of generated tokens, and
-    which tokens are ``seen`` there or, with a repetition penalty, in the prompt. A row is known up to so many tokens;
-    where the host has appended others, its counts are taken over from the host.
+    By row of the batch, allocated for the first row with penalties: ``counts`` (rows, vocab_size) of generated tokens,
+    and whether tokens are ``seen`` there or, with a repetition penalty, in the prompt. A row is known up to a number of
+    tokens. If the host has appended other tokens, its counts are copied from the host.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
@@ -30,22 +30,22 @@ class DevicePenalties:
         self._counting = False
 
     def forget(self, row: int) -> None:
-        """Another sequence has the row from now on."""
+        """Forget a row, because another sequence has it."""
         if self._known.pop(row, None) is not None:
             self._step = None
 
     def knows(self, rows: IntArray, batch: InputBatch) -> bool:
-        """Whether these rows have their counts here; else the host's must be complete when they are applied."""
+        """Whether the device has the counts of these rows. Otherwise ``apply`` needs all their tokens on the host."""
         return all(self._known.get(row) == batch.num_tokens[row] for row in rows.tolist())
 
     def apply(
         self, logits: Tensor, positions: IntArray, rows: IntArray, batch: InputBatch, penalties: Penalties
     ) -> None:
-        """Change ``logits`` (rows of the step, vocab_size) at ``positions``, which hold ``rows``."""
+        """Change ``logits`` (rows of the step, vocab_size) at ``positions``, which are the ``rows`` of the batch."""
         for row in rows.tolist():
             if self._known.get(row) != batch.num_tokens[row]:
                 self._take_over(row, penalties, batch.vocab_size)
-            self._known[row] = int(batch.num_tokens[row]) + 1  # the token that this step draws
+            self._known[row] = int(batch.num_tokens[row]) + 1  # including the token of this step
         if self._step != (step := (positions.tobytes(), rows.tobytes())):
             self._step = step
             self._where, self._rows = (torch.from_numpy(column).to(self._device) for column in (positions, rows))
@@ -60,7 +60,7 @@ class DevicePenalties:
         self._counting = True
 
     def count(self, drawn: Tensor) -> None:
-        """The tokens (rows of the step,) that were drawn behind what ``apply`` changed."""
+        """Count the tokens (rows of the step,) that were drawn after ``apply``."""
         if not self._counting:
             return
         self._counting = False

@@ -1,8 +1,8 @@
-"""Drawing tokens on the device, without the host: what Sampler draws, by the same random numbers.
+"""Draws tokens on the device with the same random numbers as Sampler.
 
-All steps have fixed shapes and no number goes to the host, so nothing waits. The rules and the race are those of
-truncation.py and draw.py; weights are float32 here, summed as integers where top-p needs an order-independent sum, so
-that a token may differ from the host's only where two are within rounding of each other.
+All operations have fixed shapes and no number is copied to the host, so nothing waits. The algorithms are those of
+truncation.py and draw.py. Weights are float32 here. Top-p sums them as integers, so that the sum does not depend on the
+order. A token differs from the host's only if two tokens are equal within rounding.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from raylm.worker.arrays import IntArray, slices
 from raylm.worker.input_buffers import Column
 from raylm.worker.sampling.draw import GROUP, GROUP_INDEX, MIN_TEMPERATURE, stream_states
 
-# SplitMix64's constants as the signed numbers that torch multiplies, whose products wrap alike.
+# SplitMix64's constants as signed numbers. torch's signed products wrap like unsigned ones.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
 
-_ROWS_AT_ONCE = 32  # bounds what is between: some 64-bit numbers for each token of the vocabulary
-_DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of a float32's 32 bits, highest first
-_UNIT = 2.0**40  # of the integers that weights are summed as: 2^18 of them stay below 2^63
+_ROWS_AT_ONCE = 32  # bounds temporary memory: several 64-bit numbers for each token of the vocabulary
+_DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the 32 bits of a float32, highest first
+_UNIT = 2.0**40  # weights are multiplied by this and summed as integers: 2^18 of them stay below 2^63
 _ALL = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """What the rows of a step ask, on the device, (rows,) each; ``states`` are the generators' bits.
+    """The sampling parameters of a step's rows on the device, (rows,) each. ``states`` are the generators' bits.
 
-    ``by_top_k``, ``by_top_p`` and ``by_min_p`` say on the host whether any row has one.
+    ``by_top_k``, ``by_top_p`` and ``by_min_p`` are whether any row uses the parameter.
     """
 
     temperature: Tensor
@@ -59,7 +59,7 @@ class SamplingUploads:
         self._integers = Column((2, max_num_seqs), torch.int64, device)
 
     def upload(self, sampling: NDArray[np.void], num_tokens: IntArray, vocab_size: int) -> SamplingColumns:
-        """``sampling`` of the rows (SAMPLING_DTYPE), and how many tokens each has before the one to be drawn."""
+        """Upload ``sampling`` of the rows (SAMPLING_DTYPE). ``num_tokens`` is the number of tokens before the draw."""
         count = len(sampling)
         floats, integers = self._floats.host[:, :count], self._integers.host[:, :count]
         floats[0], floats[1], floats[2] = sampling["temperature"], sampling["top_p"], sampling["min_p"]
@@ -74,7 +74,7 @@ class SamplingUploads:
 
 
 def draw(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """The next tokens (rows,) int64, from float32 ``logits`` (rows, vocab_size); greedy at temperature 0."""
+    """Draw the next tokens (rows,) int64 from float32 ``logits`` (rows, vocab_size); greedy at temperature 0."""
     pieces = slices(len(logits), _ROWS_AT_ONCE)
     return torch.cat([_draw(logits[part], columns.take(part)) for part in pieces])
 
@@ -100,7 +100,7 @@ def _draw(logits: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def nth_output(states: Tensor, index: Tensor) -> Tensor:
-    """draw.nth_output, of int64 that hold the same bits."""
+    """As draw.nth_output, for int64 with the same bits."""
     mixed = (index + 1) * _GAMMA + states
     mixed = (mixed ^ _shifted(mixed, 30)) * _MULTIPLIER_1
     mixed = (mixed ^ _shifted(mixed, 27)) * _MULTIPLIER_2
@@ -108,19 +108,19 @@ def nth_output(states: Tensor, index: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """A logical shift to the right, where torch's repeats the sign."""
+    """Logical shift to the right. torch's shift repeats the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def exponentials(states: Tensor, index: Tensor) -> Tensor:
-    """draw.exponentials: float64, for each state (rows,) and index (n,) or (rows, n)."""
+    """As draw.exponentials: float64, for each state (rows,) and index (n,) or (rows, n)."""
     bits = _shifted(nth_output(states[:, None], index), 12)
     return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def truncate(logits: Tensor, weights: Tensor, columns: SamplingColumns) -> Tensor:
-    """``weights`` (rows, vocab_size), 0 for what min_p, top_k and top_p drop, in that order; as truncation.py."""
-    # As integers in the order of the floats, both zeros the same.
+    """Set ``weights`` (rows, vocab_size) to 0 for tokens dropped by min_p, top_k and top_p, in this order."""
+    # Convert floats to integers in the same order. Both zeros become equal.
     bits = (logits + 0.0).view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31
     kept = weights >= columns.min_p[:, None]
@@ -131,12 +131,12 @@ def truncate(logits: Tensor, weights: Tensor, columns: SamplingColumns) -> Tenso
 
 
 def _nucleus(keys: Tensor, weights: Tensor, kept: Tensor, columns: SamplingColumns) -> Tensor:
-    """Of the tokens ``kept`` so far, (rows, vocab_size), those that top_p keeps."""
+    """The tokens of ``kept`` (rows, vocab_size) that top_p keeps."""
     masses = weights.mul(kept).mul_(_UNIT).long()
     share = (columns.top_p * masses.sum(dim=1)).ceil().long().clamp_(min=1)
     wanted = torch.where(columns.top_p < 1, share, _ALL)
     cut, above = descend(keys, masses, wanted)
-    # Of the equals at the cut those with the smallest ids, until what is wanted is reached.
+    # Of the tokens equal to the cut, keep those with the smallest ids until the share is reached.
     equal = kept & (keys == cut[:, None])
     each = torch.where(equal, masses, 0).amax(dim=1).clamp_(min=1)
     count = (wanted - above + each - 1) // each
@@ -144,10 +144,10 @@ def _nucleus(keys: Tensor, weights: Tensor, kept: Tensor, columns: SamplingColum
 
 
 def descend(keys: Tensor, masses: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The key at which the sum of ``masses`` reaches ``wanted``, from the largest key down; and the sum above it.
+    """The key at which the sum of ``masses``, from the largest key down, reaches ``wanted``; and the sum above it.
 
-    ``keys`` (rows, n) of 32 bits, ``masses`` (rows, n), ``wanted`` (rows,), all int64. The key is 0 where all of them
-    do not reach it.
+    ``keys`` (rows, n) of 32 bits, ``masses`` (rows, n), ``wanted`` (rows,), all int64. The key is 0 if the whole sum is
+    less than ``wanted``.
     """
     prefix, above = torch.zeros_like(wanted), torch.zeros_like(wanted)
     for shift, bits in _DIGITS:

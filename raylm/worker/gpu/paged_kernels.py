@@ -1,7 +1,7 @@
-"""Triton kernels of attention over pages; all tensors are contiguous but the block tables.
+"""Triton kernels for attention over pages. All tensors are contiguous except the block tables.
 
-An online softmax over tiles of keys (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), split
-over programs where there are few rows, as FlashDecoding has it. What is compiled into a kernel is written in capitals.
+They use an online softmax over tiles of keys (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018). With few rows, the keys are split over programs as in FlashDecoding. Compile-time constants are in capitals.
 """
 # ruff: noqa: N803
 
@@ -40,13 +40,13 @@ def attend(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
 ) -> None:
-    """ROWS of the queries of a sequence's key-value head against one of SPLITS parts of the keys that they see.
+    """Attention of ROWS queries of a sequence's key-value head to one of SPLITS parts of their keys.
 
-    ``q`` (seqs, queries, num_kv_heads, group, head_dim), ``keys`` and ``values`` (slots, num_kv_heads, head_dim) of
-    its type, or of fp8 over scales, of which ``scale`` has that of the keys; ``tables`` (seqs, table_stride) of blocks
-    of BLOCK slots, ``lengths`` (seqs,); the queries are a sequence's last tokens, and those before its first one see
-    nothing. ``out`` is as ``q``; with several splits (SPLITS, num_rows, head_dim) float32, and ``sums`` (SPLITS,
-    num_rows) the logarithms to base 2 of the sums of exponentials.
+    ``q`` is (seqs, queries, num_kv_heads, group, head_dim). ``keys`` and ``values`` are (slots, num_kv_heads,
+    head_dim), of the same dtype, or fp8 divided by scales; ``scale`` includes the scale of the keys. ``tables`` (seqs,
+    table_stride) has blocks of BLOCK slots, ``lengths`` is (seqs,). The queries are the last tokens of a sequence;
+    queries before its first token attend to nothing. ``out`` is as ``q``. With several splits ``out`` is (SPLITS,
+    num_rows, head_dim) float32, and ``sums`` (SPLITS, num_rows) are base-2 logarithms of the sums of exponentials.
     """
     seq, kv_head = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -80,7 +80,7 @@ def attend(
         )
         scores = tl.dot(rows, key.to(rows.dtype), input_precision="ieee") * scale
         if HAS_SOFTCAP:
-            scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0)  # a tanh
+            scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0)  # tanh
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if HAS_WINDOW:
             seen = seen & (at[None, :] > position[:, None] - window)
@@ -113,7 +113,7 @@ def merge(
     SPLITS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> None:
-    """One row of ``out`` (num_rows, head_dim) from what ``attend`` found in its splits."""
+    """Merge the results of the splits of ``attend`` for one row of ``out`` (num_rows, head_dim)."""
     row = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, DIM)
     place = split.to(tl.int64) * num_rows + row

@@ -1,4 +1,4 @@
-"""A trial of an attention backend on this machine's device, against torch's attention, before it serves."""
+"""probe: compares an attention backend on this device with torch's attention, before it serves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raylm.models import AttentionSpec
 from raylm.worker.attention.base import AnyBackend, AttentionMetadata, StepLimits
 from raylm.worker.attention.sdpa import SdpaBackend
 
-_TOLERANCE = 0.02  # of the largest value; bfloat16 keeps a value to 0.004
+_TOLERANCE = 0.02  # of the largest value; bfloat16 has a relative error of 0.004
 _TABLES = ((5, 1, 6, 0), (3, 2, 7, 4))  # blocks of two sequences
 
 
@@ -19,10 +19,10 @@ _TABLES = ((5, 1, 6, 0), (3, 2, 7, 4))  # blocks of two sequences
 def probe(
     backend: type[AnyBackend], spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> str | None:
-    """Let one sequence decode and one be prefilled behind a past of their own; say what is wrong, None if nothing is.
+    """Run one decode and one prefill, both with past tokens. Returns the fault, None if the results agree.
 
-    What a kernel raises is reported as well: compilers and drivers have many kinds of errors, and each of them means
-    that another backend has to serve.
+    An exception of a kernel is a fault too. Compilers and drivers raise many kinds of errors, and each means that
+    another backend must serve.
     """
     try:
         wrong = _disagreement(backend, spec, dtype, device, block_size)
@@ -34,7 +34,7 @@ def probe(
 def _disagreement(
     backend: type[AnyBackend], spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> float:
-    """The largest difference to torch's attention in float32, over the largest value."""
+    """The largest difference to torch's attention in float32, relative to the largest value."""
     metadata = _metadata(block_size, device)
     tokens, limits = len(metadata.slot_mapping), StepLimits(4 * block_size, 2, 4, block_size)
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def _disagreement(
 
 
 def _metadata(block_size: int, device: torch.device) -> AttentionMetadata:
-    """A token behind 2.5 blocks of one sequence, and two blocks and one token behind half a block of another."""
+    """One token after 2.5 blocks of one sequence; two blocks and one token after half a block of another."""
     ends = np.array([2 * block_size + block_size // 2 + 1, 2 * block_size + block_size // 2 + 1], np.int32)
     starts = np.array([0, 1, 2 * block_size + 2], np.int32)
     positions = np.concatenate([np.arange(ends[0] - 1, ends[0]), np.arange(block_size // 2, ends[1])])

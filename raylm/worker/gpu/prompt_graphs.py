@@ -1,4 +1,4 @@
-"""Steps with prompts, replayed as CUDA graphs: to launch a small one layer by layer takes longer than it does."""
+"""Steps with prompts replayed as CUDA graphs. Launching a small step layer by layer takes longer than computing it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """What it reads, in memory that stays in place, and the replay."""
+    """The inputs of a graph, in memory with fixed addresses, and its replay."""
 
     input_ids: Tensor
     positions: Tensor
@@ -36,10 +36,10 @@ class _Graph:
 
 
 class PromptGraphs:
-    """A graph for each bucket of tokens and each width of block tables, all captured at start; attention included.
+    """A graph for each bucket of tokens and each width of block tables, with attention. All are captured at start.
 
-    Tokens that pad are written to a scratch block and attend to nothing. Steps that have more tokens than the largest
-    bucket, or more prompts than their bucket has tiles for, are not taken.
+    Padding tokens are written to a scratch block and attend to nothing. Steps with more tokens than the largest bucket,
+    or more prompts than their bucket has tiles for, are not supported.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PromptGraphs:
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def capture_all(self, capture: Callable[[Run], Run]) -> None:
-        """Largest first, so that the smaller ones fit into its memory."""
+        """Captures the largest first, so that smaller graphs can reuse its memory."""
         shapes = [(size, width) for width in table_widths(self._limits) for size in token_buckets(self._limits)[::-1]]
         for size, width in tqdm(shapes, desc="Capturing steps with prompts", unit="graph", delay=1.0, file=sys.stderr):
             try:
@@ -67,7 +67,7 @@ class PromptGraphs:
                 self._graphs[size, width] = graph
 
     def _captured(self, tokens: int, width: int, capture: Callable[[Run], Run]) -> _Graph | None:
-        """None where the backend has no plan for it."""
+        """Capture a graph. None if the backend has no plan with fixed memory."""
         plan = self._eager.plan_in_place(tokens, width, self._scratch_slot)
         if plan is None:
             return None
@@ -77,7 +77,10 @@ class PromptGraphs:
         return _Graph(input_ids, positions, plan, replay)
 
     def hidden(self, inputs: StepInputs) -> Tensor | None:
-        """Hidden states (tokens, hidden_size), which the next step of this kind overwrites; None if it is not taken."""
+        """Run a step.
+
+        Returns hidden states (tokens, hidden_size), which the next step overwrites; None if not supported.
+        """
         meta, count = inputs.metadata, len(inputs.input_ids)
         width = table_width(int(meta.seq_lens_host.max()), self._limits)
         graph = self._graphs.get((token_bucket(count), width))

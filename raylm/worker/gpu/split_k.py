@@ -1,4 +1,4 @@
-"""xformers' split-k operator over pages of keys and values: all that the worker knows of xformers, and of triton."""
+"""SplitK: xformers' split-k operator over pages of keys and values. Only this module uses xformers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _BLOCK_POINTERS_UNTIL = (3, 9)
 CAPABILITY = (8, 0)
 _MOST_SPLITS = 64
 _TOKENS_A_SPLIT = 128
-# Where there is no GPU to ask, as in Triton's interpreter: those of an A100.
+# Default without a GPU, for example in Triton's interpreter: the number of an A100.
 _PROCESSORS = 108
-_ROWS = 128  # queries times heads that one program should hold against the keys it reads
+_ROWS = 128  # queries times heads that one program holds against the keys it reads
 _LEAST_QUERIES = 16
-_WIDE_HEAD = 128  # beyond it neither registers nor shared memory hold 128 rows
-_WIDEST_HEAD = 256  # and beyond it not even 64 keys of 16 rows
-_HOPPER, _BLACKWELL = 9, 10  # whose matrix products read shared memory; those of other GPUs read registers
+_WIDE_HEAD = 128  # for wider heads, registers and shared memory cannot hold 128 rows
+_WIDEST_HEAD = 256  # for wider heads, they cannot hold 64 keys and 16 rows
+_HOPPER, _BLACKWELL = 9, 10  # their matrix products read shared memory; those of other GPUs read registers
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program holds at a time: ``rows`` of queries against ``keys``, by so many ``warps``.
+    """The tile of one program: ``rows`` of queries against ``keys``, with so many ``warps``.
 
-    Of the keys it loads two tiles ahead, ``stages``: with one, no load is asynchronous.
+    It loads keys ``stages`` tiles ahead. With one stage no load is asynchronous.
     """
 
     rows: int
@@ -43,10 +43,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """What B sequences read, each with the same number of ``queries``, its last tokens.
+    """The pages of B sequences. Each has the same number of ``queries``, its last tokens.
 
-    ``block_tables`` (up to B, width) int32 and ``lengths`` (B,) int32 are on the device; a sequence without length
-    reads nothing, needs no table, and gets zeros.
+    ``block_tables`` (up to B, width) int32 and ``lengths`` (B,) int32 are on the device. A sequence of length 0 reads
+    nothing, needs no table, and gets zeros.
     """
 
     block_tables: Tensor
@@ -55,13 +55,13 @@ class Pages:
 
 
 class SplitK:
-    """Attention over pages by xformers' ``triton_splitk``, the one of its operators that serves them on every GPU.
+    """Attention over pages by xformers' ``triton_splitk``, its only operator for pages that runs on every GPU.
 
-    A program holds the rows of one key-value head, its queries times the query heads that share it, and walks over
-    the keys of one sequence, or over one of several splits of them, which a second kernel then merges. Splits give the
-    GPU something to do where there are few sequences. The operator is named, for xformers' dispatch would choose
-    others, and its own choice of splits goes by the sequences alone: at 64 of them it takes 64 splits of a long table,
-    and half a GiB for what they hold between the kernels.
+    A program holds the rows of one key-value head: its queries times the query heads that share it. It iterates over
+    the keys of one sequence, or over one of several splits of them. A second kernel merges the splits. Splits occupy
+    the GPU when there are few sequences. The operator is named explicitly, because xformers' dispatch would choose
+    others. Its own number of splits depends only on the sequences: for 64 sequences with long tables it uses 64 splits,
+    and half a GiB for their results.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -70,7 +70,7 @@ class SplitK:
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, spec: AttentionSpec) -> Tensor:
         """``q`` (B * queries, num_heads, head_dim), ``keys`` and ``values`` (slots, num_kv_heads, head_dim) -> as q.
 
-        Causal: the last query of a sequence sees all its tokens. Slots beyond a sequence's length are not read.
+        Causal: the last query of a sequence attends to all its tokens. Slots beyond a sequence's length are not read.
         """
         from xformers.ops.fmha.common import Inputs
 
@@ -92,7 +92,7 @@ class SplitK:
     def choice(
         self, count: int, width: int, queries: int, spec: AttentionSpec, device: torch.device
     ) -> tuple[int, Tile]:
-        """Splits and tile for ``count`` sequences whose tables are ``width`` blocks wide."""
+        """The splits and the tile for ``count`` sequences with tables of ``width`` blocks."""
         rows = queries * (spec.num_heads // spec.num_kv_heads)
         tile = tile_of(rows, spec.head_dim, self._block_size, torch.cuda.get_device_capability(device)[0])
         programs = count * spec.num_kv_heads * -(-rows // tile.rows)
@@ -102,8 +102,8 @@ class SplitK:
 def tile_of(rows: int, head_dim: int, block_size: int, major: int) -> Tile:
     """The tile for ``rows`` against each key-value head, on a GPU of compute capability ``major``.x.
 
-    Found by compiling ahead of time for each architecture (tests/worker/gpu/compiled_kernels.py): the largest that
-    fits into shared memory and spills no registers.
+    Found by compiling ahead of time for each architecture (tests/worker/gpu/compiled_kernels.py): the largest tile that
+    fits in shared memory and spills no registers.
     """
     if head_dim > _WIDEST_HEAD:
         return Tile(16, 16, 4)
@@ -115,7 +115,7 @@ def tile_of(rows: int, head_dim: int, block_size: int, major: int) -> Tile:
 
 
 class SharedKernel:
-    """xformers' kernel for any number of sequences: it is compiled for each, but uses none of these numbers."""
+    """xformers' kernel, shared for all numbers of sequences. It is compiled for each number, but does not use it."""
 
     _UNUSED: ClassVar[dict[str, int]] = {"Z": 1, "N_CTX_K": 1, "kv_cache_blocks_per_row": 1}
 
@@ -129,7 +129,7 @@ class SharedKernel:
 
 @lru_cache
 def operator(splits: int, tile: Tile) -> Any:
-    """xformers' operator with our tile; its own choice, of 128 rows for head_dim 128, spills registers."""
+    """xformers' operator with our tile. Its own tile, of 128 rows for head_dim 128, spills registers."""
     from xformers.ops.fmha.triton_splitk import FwOp
 
     chosen = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
@@ -151,7 +151,7 @@ def operator(splits: int, tile: Tile) -> Any:
 
 
 def refusals(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Why the operator cannot run on ``device``; empty if it can."""
+    """Reasons why the operator cannot run on ``device``; empty if it can."""
     reasons = []
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"it has no {dtype}")
@@ -167,7 +167,7 @@ def refusals(dtype: torch.dtype, device: torch.device) -> list[str]:
 
 
 def queries_per_tile(spec: AttentionSpec) -> int:
-    """Into pseudo-sequences of how many queries a prompt is cut: so many that they fill a program's rows."""
+    """The number of queries in one pseudo-sequence of a prompt, chosen to fill a program's rows."""
     if spec.head_dim > _WIDE_HEAD:
         return _LEAST_QUERIES
     each = _ROWS * spec.num_kv_heads // spec.num_heads
@@ -175,7 +175,7 @@ def queries_per_tile(spec: AttentionSpec) -> int:
 
 
 def num_splits(programs: int, tokens: int, processors: int) -> int:
-    """Splits of the keys, a power of two: enough to occupy the GPU twice, but of 128 tokens at least."""
+    """The number of splits, a power of two: enough to occupy the GPU twice, each of at least 128 tokens."""
     splits = 1
     while 2 * splits <= min(_MOST_SPLITS, tokens // _TOKENS_A_SPLIT) and splits * programs < 2 * processors:
         splits *= 2
@@ -190,7 +190,7 @@ def processors(device: torch.device) -> int:
 
 
 def _bias(pages: Pages, block_size: int) -> Any:
-    """Which keys each query sees, as xformers writes it; of all this the operator reads what is not 0."""
+    """The attention mask as xformers' object. The operator reads only the non-zero fields."""
     from xformers.ops.fmha import attn_bias
 
     count, longest = len(pages.lengths), pages.block_tables.shape[1] * block_size

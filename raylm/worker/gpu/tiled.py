@@ -1,11 +1,10 @@
-"""Paged attention on NVIDIA GPUs by a kernel of pages: decodes as they are, prompts in tiles of queries.
+"""Paged attention on NVIDIA GPUs with kernels over pages: decodes as sequences, prompts as tiles of queries.
 
-A step mixes sequences with one token and prompts with many, and the kernels take one number of queries for all. So a
-prompt's new tokens are cut into pseudo-sequences that share its block table, each as long as the sequence is at its
-last query. A tile of Q queries, with G query heads to a key-value head, holds Q * G = 128 rows against each key
-(``queries_per_tile``): tiles read no more than FlashAttention-2 does, whose tiles hold 128 queries of a single head.
-Attending to past and new tokens by a kernel each, and merging both, would move two partial results more. This is
-reckoned; it has not been timed.
+A step has sequences with one token and prompts with many tokens, but the kernels use one number of queries for all. So
+a prompt's new tokens are cut into pseudo-sequences that share its block table. Each is as long as the sequence at its
+last query. A tile of Q queries, with G query heads for each key-value head, has Q * G = 128 rows against each key
+(``queries_per_tile``). Tiles read no more than FlashAttention-2, whose tiles have 128 queries of one head. Separate
+kernels for past and new tokens, with a merge, would move two more partial results. This is calculated, not measured.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from raylm.worker.gpu.split_k import Pages, queries_per_tile
 from raylm.worker.input_buffers import Column
 
 _FEW = 32  # programs of xformers' kernel that merges splits
-_MORE_TILES = 16  # that a plan in place holds beside full ones: about so many prompts
+_MORE_TILES = 16  # partial tiles in a plan with fixed memory, besides full ones: for about as many prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where the tokens of a step's prompts stand, on the host: those of a prompt in tiles one after the other.
+    """The tiles of a step's prompts, on the host. The tiles of a prompt are consecutive.
 
-    A prompt's first tile begins with padding. ``owners`` and ``ends`` (tiles,) are the sequences of the step and how
-    many tokens they have at the tile's end; ``sources`` (tiles * queries,) say which token of the step stands at each
-    place, any where it is padding; ``places`` (tokens of prompts,) where each of those tokens stands.
+    A prompt's first tile begins with padding. ``owners`` and ``ends`` (tiles,) are the sequence of each tile, and its
+    number of tokens at the tile's end. ``sources`` (tiles * queries,) is the token of the step in each place, any token
+    in padding. ``places`` (tokens of prompts,) is the place of each token.
     """
 
     owners: Ints
@@ -56,7 +55,7 @@ class Cut:
         total = int(tiles.sum())
         sources = np.zeros(total * queries, np.int64)
         sources[places] = meta.query_start_loc_host[first] + np.arange(len(places))
-        # How many tiles come behind each one in its prompt, whose last token the last of them ends with.
+        # The number of later tiles in the same prompt. The last tile ends with the prompt's last token.
         behind = np.repeat(np.cumsum(tiles), tiles) - 1 - np.arange(total)
         ends = np.repeat(lengths, tiles) - behind * queries
         owners = np.repeat(np.arange(first, first + len(tiles)), tiles)
@@ -64,10 +63,10 @@ class Cut:
 
 
 class Tiles:
-    """The cut of a step with prompts on the device, padded to so many ``tiles``; it stays in place.
+    """A Cut on the device, padded to a number of ``tiles``, in memory with fixed addresses.
 
-    ``sources`` (tiles * queries,) as in Cut; ``outputs`` (tokens,) where each token of the step stands among first the
-    rows of the decodes, then those of the tiles.
+    ``sources`` (tiles * queries,) is as in Cut. ``outputs`` (tokens,) is the row of each token of the step, where rows
+    of decodes come first, then rows of tiles.
     """
 
     def __init__(self, tiles: int, queries: int, tokens: int, width: int, device: torch.device) -> None:
@@ -83,7 +82,7 @@ class Tiles:
         return len(cut.owners) <= self._tiles
 
     def fill(self, cut: Cut, meta: AttentionMetadata, decode_rows: int) -> None:
-        """Take over the ``cut`` of a step whose decodes are padded to ``decode_rows``."""
+        """Copy the ``cut`` of a step whose decodes are padded to ``decode_rows``."""
         host, count = self._column.host, len(cut.owners)
         host[:] = 0
         host[:count], host[self._tiles : self._tiles + count] = cut.owners, cut.ends
@@ -99,7 +98,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class TiledPlan:
-    """One step; the tiles are worked out once for every number of queries that layers take."""
+    """The plan of one step. The tiles are computed once for every number of queries that layers use."""
 
     metadata: AttentionMetadata
     decodes: Pages | None
@@ -107,10 +106,10 @@ class TiledPlan:
 
 
 class TiledBackend(PagedBackend[TiledPlan]):
-    """Sequences and their tables are padded to buckets: graphs have fixed shapes, and the kernel is compiled for each
-    width and number of splits. What pads has no tokens, and reads none.
+    """An attention backend whose sequences and tables are padded to buckets.
 
-    ``attention`` is what computes it: SplitK, or what has the same methods.
+    Graphs need fixed shapes, and the kernel is compiled for each width and number of splits. Padding has no tokens and
+    reads none. ``attention`` computes the result: SplitK, or a class with the same methods.
     """
 
     device_type = "cuda"
@@ -122,7 +121,7 @@ class TiledBackend(PagedBackend[TiledPlan]):
         self._attend = self.attention(limits.block_size)
 
     def compile_all(self, layers: Sequence[tuple[AttentionSpec, Tensor]], dtype: torch.dtype) -> None:
-        """Attend by every kernel that steps may need, of sequences without tokens."""
+        """Compile every kernel that steps may need, by calls with sequences without tokens."""
         found: dict[AttentionSpec, Tensor] = {spec.kind: kv for spec, kv in layers}
         calls = [
             (spec, kv, count, width, queries)
@@ -136,7 +135,7 @@ class TiledBackend(PagedBackend[TiledPlan]):
             calls, desc="Compiling attention", unit="shape", delay=1.0, file=sys.stderr
         ):
             choice = self._attend.choice(count, width, queries, spec, kv.device)
-            # The kernel that merges splits has more warps where there are few sequences, and other strides for one.
+            # The merging kernel uses more warps for few sequences, and other strides for one sequence.
             key = spec, queries, width, choice, count * spec.num_heads < _FEW, count == 1
             if key not in seen:
                 seen.add(key)
@@ -146,7 +145,7 @@ class TiledBackend(PagedBackend[TiledPlan]):
                 self._attend(q, keys, values, pages, spec)
 
     def _most_tiles(self, spec: AttentionSpec) -> int:
-        """How many tiles a step's prompts have at most, each of which may end with one that is not full."""
+        """The maximum number of tiles of a step's prompts. Each prompt may have one partial tile."""
         return self._limits.max_num_tokens // queries_per_tile(spec) + self._limits.max_num_seqs
 
     def _empty_pages(self, count: int, width: int, queries: int, device: torch.device) -> Pages:
@@ -221,5 +220,5 @@ class TiledBackend(PagedBackend[TiledPlan]):
 
 
 def _padded(q: Tensor, count: int) -> Tensor:
-    """The first ``count`` rows of ``q``; zeros where it has fewer."""
+    """The first ``count`` rows of ``q``, padded with zeros."""
     return q[:count] if len(q) >= count else F.pad(q, (0, 0, 0, 0, 0, count - len(q)))

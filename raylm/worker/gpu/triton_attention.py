@@ -1,4 +1,7 @@
-"""Paged attention by kernels of our own, for what xformers' has not: windows, soft capping, heads of 80 or 96, fp8."""
+"""Paged attention with RayLM's kernels. They have features that xformers lacks.
+
+These are windows, soft capping, heads of 80 or 96, and fp8.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _WIDEST_HEAD = 256
 
 
 class PagedAttention:
-    """As SplitK: attention over pages, by paged_kernels.py."""
+    """As SplitK: attention over pages, with paged_kernels.py."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -52,7 +55,7 @@ class PagedAttention:
     def choice(
         self, count: int, width: int, queries: int, spec: AttentionSpec, device: torch.device
     ) -> tuple[int, Tile]:
-        """Splits and tile for ``count`` sequences whose tables are ``width`` blocks wide."""
+        """The splits and the tile for ``count`` sequences with tables of ``width`` blocks."""
         rows, tokens = queries * (spec.num_heads // spec.num_kv_heads), width * self._block_size
         if spec.sliding_window is not None:
             tokens = min(tokens, spec.sliding_window + queries)
@@ -66,7 +69,7 @@ class PagedAttention:
 
 
 class Fp8PagedAttention(PagedAttention):
-    """Over fp8, which becomes wider in registers: of the widest heads these hold half the keys."""
+    """For fp8 keys and values. They are converted in registers, which hold only half the keys of the widest heads."""
 
     def tile(self, rows: int, width: int, major: int) -> Tile:
         tile = super().tile(rows, width, major)
@@ -74,7 +77,7 @@ class Fp8PagedAttention(PagedAttention):
 
 
 class TritonBackend(TiledBackend):
-    """Sequences and their tables are padded to buckets, as with xformers."""
+    """Sequences and their tables are padded to buckets, as in TiledBackend."""
 
     name = "triton"
     attention = PagedAttention
@@ -95,7 +98,7 @@ class TritonBackend(TiledBackend):
 
 
 class Fp8TritonBackend(TritonBackend):
-    """With keys and values in fp8 (e4m3), which Triton converts on GPUs that have an instruction for it."""
+    """With keys and values in fp8 (e4m3). Needs a GPU with an instruction for the conversion."""
 
     name = "triton-fp8"
     attention = Fp8PagedAttention
@@ -104,7 +107,7 @@ class Fp8TritonBackend(TritonBackend):
 
 
 def refusals(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> list[str]:
-    """Why the kernels cannot run on ``device``; empty if they can."""
+    """Reasons why the kernels cannot run on ``device``; empty if they can."""
     reasons = [] if dtype in (torch.float16, torch.bfloat16) else [f"it has no {dtype}"]
     try:
         import triton  # noqa: F401

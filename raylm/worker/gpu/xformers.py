@@ -11,7 +11,7 @@ from raylm.worker.gpu.tiled import TiledBackend
 
 
 class XformersBackend(TiledBackend):
-    """What it does not serve, triton_attention.py mostly does."""
+    """Uses SplitK. TritonBackend supports most features that this backend lacks."""
 
     name = "xformers"
     attention = SplitK

@@ -1,20 +1,21 @@
-"""The draw: a race of exponentials, keyed by seed, position and token.
+"""Draws tokens by a race of exponentials, keyed by seed, position and token.
 
-Each token runs for Exponential(1) / weight, and the least time wins: it wins with probability weight / sum, exactly
-(the Gumbel-max trick without logarithms; vLLM draws so too). Against inverse CDF it needs no order and no cumulative
-sum, and noise that moves the distribution by d (total variation) changes the winner with probability at most 2 d.
+Each token gets a time Exponential(1) / weight, and the smallest time wins. A token wins with probability weight / sum,
+exactly (the Gumbel-max trick without logarithms; vLLM uses it too). Compared with the inverse CDF, it needs no order
+and no cumulative sum. Noise that moves the distribution by d (total variation) changes the winner with probability at
+most 2 d.
 
-A race over a whole vocabulary would take a random number for each token. So there are two: the first among groups of
-512 neighbouring token ids by their total weights, the second within the group that won. That takes about 800 numbers
-for 151,936 tokens and gives the same distribution, and the same winner whether the weights come as a few candidates or
-as a whole row.
+A race over the whole vocabulary would need a random number for each token. So there are two races: the first between
+groups of 512 neighbouring token ids by their total weights, the second within the winning group. This takes about 800
+numbers for 151,936 tokens, and has the same distribution. The winner is the same if the weights are given as a few
+candidates or as a whole row.
 
-The random numbers are a pure function of (seed, position of the token in its sequence, index), so neighbours, order,
-preemption and restarts cannot change them. It is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014, with the finalizer of Stafford's variant 13), nested: the n-th output of one generator
-is the state of the next. It takes nine vector operations for 64 bits where Philox4x32-10 takes about fifty.
+The random numbers are a pure function of (seed, position of the token in its sequence, index), so other rows, order,
+preemption and restarts do not change them. The function is SplitMix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014, with the finalizer of Stafford's variant 13), nested: the n-th output of
+one generator is the state of the next. It takes nine vector operations for 64 bits; Philox4x32-10 takes about fifty.
 
-What is left to draw from is small, so it comes to the host, where numpy takes a third of torch's time per operation.
+The remaining data is small, so it is copied to the host, where numpy takes a third of torch's time for an operation.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 _BLOCKS_IN_GROUP = 4
 GROUP = _BLOCKS_IN_GROUP * BLOCK
-# Tokens have their ids as indexes into the random numbers, the groups of the first race the numbers from here on.
+# Tokens use their ids as indexes of random numbers. The groups of the first race use the indexes from here on.
 GROUP_INDEX = 2**32
-# What float32 sums of a block may exceed their bound by, with a margin.
+# Float32 sums of a block may exceed their bound by this factor, with a margin.
 _ROUNDING = 1.001
-# Below it a temperature would overflow the float32 slope; the draw is one among the equals of the maximum long before.
+# A smaller temperature would overflow the float32 slope. At this temperature only tokens equal to the maximum are
+# drawn.
 MIN_TEMPERATURE = 1e-30
 
 
 def nth_output(states: Bits, index: Bits) -> Bits:
-    """The ``index``-th output (from 0) of SplitMix64 at ``states``, broadcast; products wrap."""
+    """The ``index``-th output (from 0) of SplitMix64 in ``states``, broadcast. Products wrap."""
     mixed = (index + np.uint64(1)) * _GAMMA + states
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIER_1
@@ -62,7 +64,7 @@ def stream_states(seeds: Ints, positions: IntArray) -> Bits:
 
 
 def exponentials(states: Bits, index: Ints) -> Floats:
-    """Standard exponential variates, positive and finite: one for each state [R] and index [n] or [R, n] of it."""
+    """Standard exponential variates, positive and finite, for each state [R] and index [n] or [R, n]."""
     bits = nth_output(states[:, None], index.astype(np.uint64)) >> np.uint64(12)
     uniform = bits.astype(np.float64)
     uniform += 0.5
@@ -74,8 +76,8 @@ def exponentials(states: Bits, index: Ints) -> Floats:
 class RandomRows:
     """The rows of one step that are drawn at random, as columns [R] on the host.
 
-    ``positions`` say which rows of the logits, ``peak`` is the largest logit, ``top_k`` the vocabulary's size when
-    off, and ``states`` the generators.
+    ``positions`` are the rows of the logits, ``peak`` the largest logit, ``top_k`` the vocabulary's size when off, and
+    ``states`` the generators.
     """
 
     positions: Ints
@@ -88,7 +90,7 @@ class RandomRows:
 
     @classmethod
     def gather(cls, positions: Ints, sampling: NDArray[np.void], num_tokens: IntArray, peak: Floats32) -> RandomRows:
-        """The rows at ``positions`` of a step; the other arguments are columns over the step."""
+        """Gather the rows at ``positions`` of a step. The other arguments are columns over the step."""
         mine = sampling[positions]
         return cls(
             positions,
@@ -102,21 +104,21 @@ class RandomRows:
 
     @property
     def softmax(self) -> tuple[Ints, Floats, Floats]:
-        """What sums of the rows' weights take: positions, peak and temperature."""
+        """The arguments of sums of weights: positions, peak and temperature."""
         return self.positions, self.peak, self.temperature
 
     def take(self, index: NDArray[Any]) -> RandomRows:
-        """Some of the rows, by index or mask."""
+        """Select rows by index or mask."""
         return RandomRows(*(getattr(self, column.name)[index] for column in fields(self)))
 
     def weights(self, logits: Floats32) -> Floats:
-        """exp((logit - peak) / temperature) of logits [R, n] of these rows."""
+        """exp((logit - peak) / temperature) for logits [R, n] of these rows."""
         scaled = (logits - self.peak[:, None]) / self.temperature[:, None]
         return np.exp(scaled, out=scaled)
 
 
 def draw_from_candidates(weights: Floats, ids: Ints, rows: RandomRows, vocab_size: int) -> Ints:
-    """Draw from weights [R, C] (0 for dropped tokens) of the token ids [R, C]; gives [R]."""
+    """Draw from weights [R, C] (0 for dropped tokens) of the token ids [R, C]. Returns [R]."""
     count = -(-vocab_size // GROUP)
     group_of = ids // GROUP
     cells = group_of + count * np.arange(len(ids))[:, None]
@@ -126,10 +128,10 @@ def draw_from_candidates(weights: Floats, ids: Ints, rows: RandomRows, vocab_siz
 
 
 def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ints:
-    """Draw from the whole distributions of the rows; gives [R].
+    """Draw from the whole distributions of the rows. Returns [R].
 
-    A group weighs at least the sum of its blocks' largest weights and at most 128 times that. Only groups that could
-    still win by these bounds are weighed, a few of them in a language model's distribution.
+    The weight of a group is at least the sum of its blocks' largest weights, and at most 128 times that. Only groups
+    that could still win by these bounds are weighed; in a language model's distribution these are few.
     """
     least = _grouped(rows.weights(maxima.highest(rows.positions)), _BLOCKS_IN_GROUP).sum(axis=2)
     times = exponentials(rows.states, _group_indexes(least.shape[1]))
@@ -148,14 +150,14 @@ def draw_from_rows(maxima: BlockMaxima, rows: RandomRows) -> Ints:
 
 
 def draw_from_weights(weights: torch.Tensor, row: RandomRows) -> Ints:
-    """Draw from the weights [V] (float64, 0 for dropped tokens) of a single row; gives [1]."""
+    """Draw from the weights [V] (float64, 0 for dropped tokens) of a single row. Returns [1]."""
     grouped = _grouped(weights.cpu().numpy()[None], GROUP)
     group = (grouped.sum(axis=2) / exponentials(row.states, _group_indexes(grouped.shape[1]))).argmax(axis=1)
     return _draw_token(grouped[0, group], _ids_of(group), row)
 
 
 def _grouped(values: Floats, size: int) -> Floats:
-    """[R, n] as [R, n / size rounded up, size], filled up with 0."""
+    """Reshape [R, n] to [R, ceil(n / size), size], padded with 0."""
     count, width = values.shape
     groups = np.zeros((count, -(-width // size), size))
     groups.reshape(count, -1)[:, :width] = values

@@ -1,4 +1,4 @@
-"""Logits processors, each the owner of the few rows whose logits it changes before the draw."""
+"""Logits processors. Each owns the rows whose logits it changes before the draw; these are usually few."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LOGIT_BIAS_VALUE = 100.0
 
 
 class TokenColumns(Protocol):
-    """What processors read of an InputBatch, which describes it."""
+    """The columns of an InputBatch that processors read. InputBatch documents them."""
 
     token_ids: NDArray[np.int32]
     num_tokens: NDArray[np.int32]
@@ -28,12 +28,11 @@ class TokenColumns(Protocol):
 
 
 class LogitsProcessor(ABC, Generic[State]):
-    """Changes the logits of the rows that asked for it; where no row did it costs one look at a dict.
+    """Changes the logits of the rows that requested it. If no row did, it costs one look at a dict.
 
-    ``states`` maps the rows it owns to what they asked. A processor that ``follows_tokens`` changes the logits by what
-    was generated before, by the tokens themselves where it ``reads_tokens`` and else by their number; the others do the
-    same at every position. ``late`` are the positions of the last ``apply`` that it has not changed yet: their rows sit
-    the step out.
+    ``states`` maps the rows it owns to their parameters. A processor that ``follows_tokens`` depends on the tokens
+    generated before: on the tokens if it ``reads_tokens``, else on their number. Other processors do the same at every
+    position. ``late`` are the positions of the last ``apply`` that it could not change yet. Their rows skip the step.
     """
 
     follows_tokens: ClassVar[bool] = True
@@ -48,11 +47,15 @@ class LogitsProcessor(ABC, Generic[State]):
 
     @abstractmethod
     def state_of(self, new: NewSequence) -> State | None:
-        """What the sequence asks of this processor, None if nothing; InvalidRequestError if its tokens do not exist."""
+        """The sequence's parameters for this processor, None if it does not apply.
+
+        Raises:
+            InvalidRequestError: a token id is outside the vocabulary.
+        """
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
-        """Change ``logits`` [S, V] float32 in place at ``positions`` (not empty), which hold the owned ``rows``."""
+        """Change ``logits`` [S, V] float32 in place at ``positions`` (not empty), which are the owned ``rows``."""
 
     def add(self, row: int, state: State) -> None:
         self.states[row] = state
@@ -65,14 +68,14 @@ class LogitsProcessor(ABC, Generic[State]):
             self._uploaded.clear()
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Each row has got one more generated token."""
+        """Append one generated token to each row."""
 
     def follows_drafts(self, rows: IntArray) -> Mask:
-        """For which of the rows that it owns ``apply`` knows what to do behind drafts, [len(rows)]."""
+        """Whether ``apply`` supports drafts for each of its rows, [len(rows)]."""
         return np.zeros(len(rows), np.bool_)
 
     def reason(self, row: int) -> str | None:
-        """Why the row has no token left, if that is this processor's doing alone."""
+        """Why the row has no token to draw, if this processor is the only reason."""
         return None
 
     def owned(self, rows: IntArray) -> Ints:
@@ -88,7 +91,7 @@ class LogitsProcessor(ABC, Generic[State]):
     def _once(
         self, positions: IntArray, rows: IntArray, upload: Callable[[], tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, ...]:
-        """What ``upload`` brings to the device for these rows: once, for the next steps are mostly of the same ones."""
+        """The result of ``upload`` for these rows, cached because later steps mostly have the same rows."""
         key = positions.tobytes(), rows.tobytes()
         if key not in self._uploaded:
             self._uploaded = {key: upload()}
@@ -100,7 +103,7 @@ class LogitsProcessor(ABC, Generic[State]):
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
     def _inside(self, ids: Iterable[int], field: str) -> Ints:
-        """The distinct ids in rising order, checked against the vocabulary."""
+        """The distinct ids, ascending. Raises InvalidRequestError if one is outside the vocabulary."""
         unique = np.unique(np.fromiter(ids, np.int64))
         if unique.size and not 0 <= unique[0] <= unique[-1] < self.vocab_size:
             message = f"{field} must hold ids of the vocabulary (0 to {self.vocab_size - 1})."
@@ -108,13 +111,13 @@ class LogitsProcessor(ABC, Generic[State]):
         return unique
 
     def _possible(self, ids: Iterable[int]) -> Ints:
-        """The distinct ids that can be drawn at all; forbidding any other changes nothing."""
+        """The distinct ids in the vocabulary. Other ids cannot be drawn, so they need not be forbidden."""
         unique = np.unique(np.fromiter(ids, np.int64))
         return unique[(unique >= 0) & (unique < self.vocab_size)]
 
 
 class AllowedTokenIds(LogitsProcessor[Ints]):
-    """Only the tokens of ``allowed_token_ids`` may be drawn; all others get -inf."""
+    """Sets all tokens except ``allowed_token_ids`` to -inf."""
 
     follows_tokens = reads_tokens = False
 
@@ -123,7 +126,7 @@ class AllowedTokenIds(LogitsProcessor[Ints]):
         return self._inside(allowed, "allowed_token_ids") if allowed else None
 
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
-        """Overwrite the rows with -inf and put the allowed tokens back: no mask of the vocabulary's size is kept."""
+        """Overwrite the rows with -inf and restore the allowed tokens. Needs no mask of the vocabulary's size."""
         flat, device = logits.view(-1), logits.device
 
         def upload() -> tuple[torch.Tensor, ...]:
@@ -140,10 +143,10 @@ WordsByPrefix = dict[int | None, list[tuple[tuple[int, ...], int]]]
 
 
 class BadWords(LogitsProcessor[WordsByPrefix]):
-    """The last token of a bad word gets -inf where the generated tokens end with the word's other tokens.
+    """Sets the last token of a bad word to -inf if the generated tokens end with the word's other tokens.
 
-    Only generated tokens count, as in vLLM: a word that begins in the prompt may be finished.
-    The state groups (prefix, last token) by the prefix's last token, None for words of one token.
+    Only generated tokens count, as in vLLM: a word that begins in the prompt may be completed. The state groups
+    (prefix, last token) by the prefix's last token, None for words of one token.
     """
 
     def state_of(self, new: NewSequence) -> WordsByPrefix | None:
@@ -168,7 +171,7 @@ class BadWords(LogitsProcessor[WordsByPrefix]):
 
 
 class MinTokens(LogitsProcessor[tuple[int, Ints]]):
-    """The stop tokens get -inf until ``min_tokens`` tokens were generated; state: (min_tokens, stop ids)."""
+    """Sets the stop tokens to -inf until ``min_tokens`` tokens were generated. State: (min_tokens, stop ids)."""
 
     reads_tokens = False
 
@@ -178,7 +181,7 @@ class MinTokens(LogitsProcessor[tuple[int, Ints]]):
         return (new.params.min_tokens, stop_ids) if short and stop_ids.size else None
 
     def apply(self, logits: torch.Tensor, positions: IntArray, rows: IntArray, batch: TokenColumns) -> None:
-        """Forbid the stop tokens to rows short of their minimum, and let go of the others: they never fall back."""
+        """Forbid the stop tokens in rows below their minimum. Remove the other rows, which stay above it."""
         generated = (batch.num_tokens[rows] - batch.num_prompt_tokens[rows]).tolist()
         short = [i for i, row in enumerate(rows.tolist()) if generated[i] < self.states[row][0]]
         if short:
@@ -191,7 +194,7 @@ class MinTokens(LogitsProcessor[tuple[int, Ints]]):
 
 
 class LogitBias(LogitsProcessor[tuple[Ints, Floats32]]):
-    """Adds ``logit_bias``, clamped to ±100; state: (ids, values)."""
+    """Adds ``logit_bias``, clamped to ±100. State: (ids, values)."""
 
     follows_tokens = reads_tokens = False
 
@@ -215,10 +218,10 @@ class LogitBias(LogitsProcessor[tuple[Ints, Floats32]]):
 
 @dataclass(slots=True)
 class TokenCounts:
-    """The tokens that one row's penalties touch, kept up token by token.
+    """The tokens that one row's penalties apply to, updated with each token.
 
-    ``ids`` and ``counts`` (how often generated; 0 for tokens of the prompt) are valid up to ``size``; ``slots`` says
-    where a token stands in them.
+    ``ids`` and ``counts`` (number of times generated; 0 for tokens of the prompt) are valid up to ``size``. ``slots``
+    maps a token to its index.
     """
 
     repetition: float
@@ -241,9 +244,9 @@ class TokenCounts:
 
 
 class Penalties(LogitsProcessor[TokenCounts]):
-    """Repetition penalty (CTRL) over prompt and generated tokens, then frequency and presence over generated ones.
+    """Repetition penalty (CTRL) for prompt and generated tokens, then frequency and presence penalties.
 
-    Gathers and scatters the seen tokens only: 0.1 to 0.6 ms where a dense pass over the vocabulary takes 21 ms.
+    Gathers and scatters only the seen tokens: 0.1 to 0.6 ms, where a pass over the whole vocabulary takes 21 ms.
     """
 
     def state_of(self, new: NewSequence) -> TokenCounts | None:
@@ -276,5 +279,5 @@ class Penalties(LogitsProcessor[TokenCounts]):
         flat[index] = values - frequency * counts - presence * (counts > 0)
 
 
-# In the order in which they apply, which is vLLM V1's.
+# In the order of application, which is vLLM V1's.
 LOGITS_PROCESSORS: tuple[type[LogitsProcessor[Any]], ...] = (AllowedTokenIds, BadWords, MinTokens, LogitBias, Penalties)

@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn and of given tokens under the raw distribution, as columns."""
+"""Log-probabilities of drawn and given tokens under the raw distribution, as columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raylm.params import MAX_LOGPROBS
 from raylm.worker.arrays import Floats, Floats32, IntArray, Ints, Mask
 from raylm.worker.sampling.block_maxima import BlockMaxima
 
-# More than may be asked for, so that equal logits at the end of the list are nearly always ordered by id; and the
-# same for all, so that what one row shows does not depend on what another one asks for.
+# More than can be requested, so that equal logits at the end of the list are nearly always ordered by id. The same for
+# all rows, so that a row's result does not depend on other rows' requests.
 WIDTH = MAX_LOGPROBS + 12
-# What stands for the logarithm of zero: JSON has no infinity, and OpenAI's interface uses this number.
+# The logarithm of zero: JSON has no infinity, and OpenAI's API uses this number.
 FLOOR = -9999.0
 
 
@@ -27,12 +27,11 @@ def describe_tokens(
     wanted: Mask,
     chosen: Mapping[int, Ints] | None = None,
 ) -> Logprobs:
-    """Describe one token of each row, as columns over all of them ([S] each); only those ``wanted`` get entries.
+    """Describe one token of each row, as columns over all rows ([S] each). Only ``wanted`` rows have entries.
 
-    ``rows`` says where in ``maxima`` a row stands. Entries are the token itself and then the ``tops`` most likely ones
-    by (logit falling, id rising), without tokens of probability zero. A rank is 1 + the number of tokens that are more
-    likely, so equals share it. ``chosen`` are, by position, tokens that stand in place of the most likely ones, as
-    given.
+    ``rows`` are the indexes of the rows in ``maxima``. Entries are the token itself and then the ``tops`` most likely
+    tokens, by descending logit and ascending id, without tokens of probability zero. A rank is 1 + the number of more
+    likely tokens, so equal tokens share a rank. ``chosen`` are, by position, tokens that replace the most likely ones.
     """
     if not wanted.any():
         return Logprobs([0] * len(rows), [], [], [0] * len(rows))
@@ -52,10 +51,10 @@ def describe_tokens(
 
 @dataclass(frozen=True, slots=True)
 class FoundLogits:
-    """What tells the log-probabilities of W rows: the ``tokens`` drawn [W], their ``own`` logits, and their ``ranks``.
+    """The data for log-probabilities of W rows: the drawn ``tokens`` [W], their ``own`` logits, and their ``ranks``.
 
-    ``sums`` [W] are the logarithms of the sums of all exponentials; ``values`` and ``ids`` [W, WIDTH] the largest
-    logits in falling order, and whose they are.
+    ``sums`` [W] are logarithms of the sums of all exponentials. ``values`` and ``ids`` [W, WIDTH] are the largest
+    logits in descending order and their tokens.
     """
 
     tokens: Ints
@@ -69,7 +68,7 @@ class FoundLogits:
 def logprob_columns_of(
     found: FoundLogits, tops: IntArray, wanted: Mask, given: Mapping[int, tuple[Ints, Floats32]]
 ) -> Logprobs:
-    """Columns over all rows [S] of what was ``found`` in those ``wanted``; ``given`` are ids and logits by position."""
+    """Columns over all rows [S] of the ``found`` data of ``wanted`` rows. ``given`` has ids and logits by position."""
     counts, ranks = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
     order = np.lexsort((found.ids, -found.values), axis=1)[:, :MAX_LOGPROBS]
     values, ids = np.take_along_axis(found.values, order, axis=1), np.take_along_axis(found.ids, order, axis=1)
@@ -90,7 +89,7 @@ def logprob_columns_of(
 
 
 def _with_chosen(found: Logprobs, described: Mapping[int, tuple[Ints, Floats]]) -> Logprobs:
-    """``found`` with other tokens than the most likely ones at some positions: their ids and log-probabilities."""
+    """Replace the most likely tokens at some positions by other tokens: their ids and log-probabilities."""
     whole, start = Logprobs([], [], [], found.ranks), 0
     for position, count in enumerate(found.counts):
         end, ids, logprobs = start + count, [], []
@@ -104,7 +103,7 @@ def _with_chosen(found: Logprobs, described: Mapping[int, tuple[Ints, Floats]]) 
 
 
 def _ranks(maxima: BlockMaxima, rows: Ints, own: Floats32, values: Floats32) -> Ints:
-    """1 + the number of larger logits; tokens below the listed ones, which are few, count over the whole row."""
+    """1 + the number of larger logits. Tokens below the listed ones, which are few, count over the whole row."""
     ranks: Ints = 1 + (values > own[:, None]).sum(axis=1)
     beyond = np.flatnonzero(own < values[:, -1])
     if beyond.size:

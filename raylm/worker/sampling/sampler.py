@@ -1,4 +1,4 @@
-"""The Sampler, which draws one token per row from logits and describes it by log-probabilities."""
+"""Sampler: draws one token for each row from logits, and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from raylm.worker.sampling.truncation import truncate_candidates, truncate_row
 NOT_FINITE = "the model's logits are not finite"
 OVERFLOW = "the penalties made logits infinite"
 MostLikely = Callable[[torch.Tensor], tuple[Floats32, Ints]]
-LATE = -1  # what a row draws that sits the step out
+LATE = -1  # token of a row that skips the step
 NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens and the form of the answer together leave no token to draw"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """``token_ids`` [S] int64 (0 for failed rows, LATE for late ones), and ``logprobs``, None if no row asked.
+    """``token_ids`` [S] int64 (0 for failed rows, LATE for late rows), and ``logprobs``, None if not requested.
 
-    ``failed`` holds (position in rows, reason) of rows without a usable distribution; neither they nor late rows have
+    ``failed`` has (position in rows, reason) of rows without a usable distribution. Failed and late rows have no
     logprobs.
     """
 
@@ -39,21 +39,21 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Draws tokens; a row's token depends on its own logits, parameters, seed and position alone.
+    """Draws tokens. A row's token depends only on its own logits, parameters, seed and position.
 
     The order is vLLM V1's: log-probabilities of the raw logits; allowed_token_ids, bad_words, min_tokens, logit_bias,
-    penalties; then argmax (the smallest id among equals) for greedy rows, and for the others temperature, min-p,
-    top-k, top-p and the draw. Each row pays for what it asks: truncated rows are drawn from their largest logits, 32
-    at first, then 64, then 256 if those do not settle it, and only then from the whole row. A raw logit of -inf is a
-    token that cannot be drawn; NaN, +inf, or -inf everywhere fail the row.
+    penalties; then argmax (the smallest id among equals) for greedy rows, and for other rows temperature, min-p, top-k,
+    top-p and the draw. The cost depends on each row's parameters: truncated rows are drawn from their 32 largest
+    logits, then 64, then 256 if these are not enough, and only then from the whole row. A raw logit of -inf is a token
+    that cannot be drawn. NaN, +inf, or -inf for all tokens fail the row.
 
-    Of several ranks, rank 0 alone has logits, draws, and reports failed rows and log-probabilities; the others take
-    over its tokens. Each could draw for itself, from the same logits by the same random numbers, but the smallest
-    difference, in a kernel, a mask or a clock, would let ranks go on with different tokens unnoticed.
+    With several ranks, only rank 0 has logits, draws, and reports failed rows and log-probabilities; other ranks
+    receive its tokens. If each rank drew for itself, a small difference in a kernel, a mask or a clock could make ranks
+    continue with different tokens unnoticed.
 
     Args:
-        widths: how many of the largest logits to try, in rising order; () always takes the whole row.
-        most_likely: finds each row's largest logit and its smallest id, [S] both, where that is all a step asks for.
+        widths: the numbers of largest logits to try, ascending; () always uses the whole row.
+        most_likely: finds each row's largest logit and its smallest id, [S] both, for steps that need nothing else.
     """
 
     def __init__(
@@ -64,10 +64,11 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, rows: IntArray, batch: InputBatch, offsets: IntArray | None = None
     ) -> SamplerOutput:
-        """Draw the next token of each row; it is not appended to the batch.
+        """Draw the next token of each row. Does not append it to the batch.
 
-        ``logits`` is [S, V], cast to float32 if it is not; the processors overwrite it. ``rows`` [S] are distinct, or
-        ``offsets`` [S] say how many tokens behind its next one a row draws; then no processor may look at its tokens.
+        ``logits`` [S, V] are cast to float32, and the processors overwrite them. ``rows`` [S] are distinct, or
+        ``offsets`` [S] are the number of tokens between a row's last token and the drawn one; then no processor may
+        read its tokens.
         """
         if not len(rows):
             return SamplerOutput(np.zeros(0, np.int64))
@@ -97,7 +98,10 @@ class Sampler:
         return SamplerOutput(token_ids, logprobs, sorted(step.failed.items()))
 
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: IntArray, top: int) -> Logprobs:
-        """Describe ``token_ids`` [T] by ``logits`` [T, V], with the ``top`` most likely; no entries if not finite."""
+        """Describe ``token_ids`` [T] by ``logits`` [T, V], with the ``top`` most likely.
+
+        Rows that are not finite are empty.
+        """
         if self._ranks.rank or not len(token_ids):
             return Logprobs([], [], [], [])
         maxima = BlockMaxima(logits.float().contiguous())
@@ -112,7 +116,7 @@ class Sampler:
         return SamplerOutput(token_ids, failed=sorted(failed.items()))
 
     def _draw(self, maxima: BlockMaxima, usable: Mask, sampling: NDArray[np.void], num_tokens: IntArray) -> Ints:
-        """Give each usable row a token by the method that its parameters need; others get 0."""
+        """Draw a token for each usable row by the method that its parameters need; other rows get 0."""
         token_ids = np.zeros(len(usable), np.int64)
         greedy = sampling["temperature"] == 0
         limited = (sampling["top_k"] < maxima.vocab_size) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0)
@@ -124,17 +128,17 @@ class Sampler:
         return token_ids
 
     def _draw_limited(self, maxima: BlockMaxima, rows: RandomRows) -> Ints:
-        """Draw truncated rows from as few of their largest logits as settle it."""
+        """Draw truncated rows from as few of their largest logits as possible."""
         token_ids = np.zeros(len(rows.positions), np.int64)
         left = np.full(len(rows.positions), True)
         for width in self._widths:
-            # Top-p alone needs a bound on all other tokens, loose where candidates are few.
+            # Top-p alone needs a bound on all other tokens, which is loose for few candidates.
             bounded = (rows.min_p > 0) | (width > self._widths[0])
             trying = np.flatnonzero(left & ((rows.top_k < width) | (rows.top_k == maxima.vocab_size) & bounded))
             if trying.size:
                 some = rows.take(trying)
                 weights, ids, complete = truncate_candidates(maxima, some, width)
-                # What is not complete is drawn again below.
+                # Incomplete rows are drawn again below.
                 token_ids[trying] = draw_from_candidates(weights, ids, some, maxima.vocab_size)
                 left[trying] = ~complete
         for i in np.flatnonzero(left).tolist():
@@ -147,9 +151,10 @@ class Sampler:
 class StepLogits:
     """The logits of a step, searched once.
 
-    ``processed`` holds a row for each of the step's S rows. ``raw`` holds the untouched rows that log-probabilities
-    are asked for, at ``raw_rows`` [S] (other entries mean nothing); it is ``processed`` where nothing was changed.
-    ``failed`` gives the reason for each position without a usable distribution, ``late`` are those that sit it out.
+    ``processed`` has a row for each of the step's S rows. ``raw`` has the unchanged rows that request
+    log-probabilities, at the indexes ``raw_rows`` [S] (other entries have no meaning); it is ``processed`` if nothing
+    was changed. ``failed`` maps positions without a usable distribution to the reason. ``late`` are positions that skip
+    the step.
     """
 
     processed: BlockMaxima
@@ -160,14 +165,14 @@ class StepLogits:
 
 
 def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, asking: Mask) -> StepLogits:
-    """Apply the processors to ``logits`` [S, V] in place; rows ``asking`` [S] for log-probabilities are kept raw."""
+    """Apply the processors to ``logits`` [S, V] in place. Rows ``asking`` [S] for log-probabilities are kept raw."""
     plans = [(processor, processor.owned(rows)) for processor in batch.processors if processor.states]
     plans = [plan for plan in plans if plan[1].size]
     if not plans:
         maxima = BlockMaxima(logits)
         return StepLogits(maxima, maxima, np.arange(len(rows)), failures(maxima.peak, maxima.peak))
     raw = BlockMaxima(logits[torch.from_numpy(asking).to(logits.device)])
-    # Masks could hide what is wrong with the model's own logits.
+    # Processors could hide faults of the model's logits.
     peak = logits.amax(dim=1).cpu().numpy()
     for processor, positions in plans:
         processor.apply(logits, positions, rows[positions], batch)
@@ -175,7 +180,7 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
     late = [position for processor, _ in plans for position in processor.late]
     failed = failures(peak, maxima.peak)
     for position in late:
-        failed.pop(position, None)  # it is found again when the row draws
+        failed.pop(position, None)  # it is checked again when the row draws
     for position in failed:
         reasons = (processor.reason(int(rows[position])) for processor, _ in plans)
         failed[position] = next((reason for reason in reasons if reason), failed[position])
@@ -183,7 +188,7 @@ def process_logits(logits: torch.Tensor, rows: IntArray, batch: InputBatch, aski
 
 
 def failures(before: Floats32, after: Floats32) -> dict[int, str]:
-    """The reasons, from each row's largest logit before and after the processors."""
+    """The reasons why rows failed, from each row's largest logit before and after the processors."""
     sound = np.isfinite(before)
     failed = np.flatnonzero(~sound | ~np.isfinite(after)).tolist()
     return {at: (NOTHING_LEFT if after[at] == -np.inf else OVERFLOW) if sound[at] else NOT_FINITE for at in failed}

@@ -1,4 +1,4 @@
-"""Where a sequence stands between its reasoning and its answer, and the thinking budget that ends the reasoning."""
+"""The phase of a sequence, from reasoning to answer, and the thinking budget that ends the reasoning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raylm.worker.arrays import Ints
 
 
 class Phase(Enum):
-    """Between reasoning and answer a sequence closes: it writes what a model writes behind the end of its reasoning."""
+    """The phase of a sequence. In CLOSING it draws the fixed text that models write after the end of reasoning."""
 
     BEGINNING = "beginning"
     THINKING = "thinking"
@@ -18,10 +18,10 @@ class Phase(Enum):
 
 
 class Progress:
-    """Follows one sequence's drawn tokens from its reasoning to its answer; without ``thinking`` it only answers.
+    """Tracks one sequence's tokens from its reasoning to its answer. Without ``thinking`` it only answers.
 
-    ``budget`` is how many tokens it may think, None for any number; ``forbidden`` are the tokens that it may not
-    draw meanwhile.
+    ``budget`` is the maximum number of reasoning tokens, None for no limit. ``forbidden`` are tokens that it must not
+    draw during reasoning.
     """
 
     def __init__(self, thinking: Thinking | None, budget: int | None, forbidden: Ints) -> None:
@@ -38,7 +38,7 @@ class Progress:
             self._closing = list(thinking.closing_token_ids[end:])
 
     def push(self, token: int) -> bool:
-        """Take in the next token; whether it belongs to the answer."""
+        """Add the next token. Returns whether it belongs to the answer."""
         if self.phase is Phase.BEGINNING:
             thinks = token == self.start_token_id
             self.phase = Phase.THINKING if thinks else Phase.ANSWERING
@@ -56,7 +56,7 @@ class Progress:
         return True
 
     def next_token(self) -> int | None:
-        """The only token that may come now, None if there is a choice."""
+        """The only token that may come next, None if there is a choice."""
         if self.phase is Phase.CLOSING:
             return self._closing[0]
         if self.phase is not Phase.THINKING or self._budget is None:
